@@ -1,0 +1,23 @@
+#include <exception>
+#include <iostream>
+
+#include <lockstep/version.h>
+
+#include "verbs.h"
+
+int main(int argc, char** argv) {
+  CLI::App app("Parallel and distributed training for LibTorch.", "lockstep");
+  app.set_version_flag("--version", std::string("lockstep ") + lockstep::kVersion);
+  app.require_subcommand(1);
+  lockstep::cli::Action action;
+  lockstep::cli::add_run(app, action);
+  try {
+    app.parse(argc, argv);
+    return action();
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : 2;
+  } catch (const std::exception& error) {
+    std::cerr << "lockstep: " << error.what() << '\n';
+    return 2;
+  }
+}

@@ -1,0 +1,31 @@
+#include <lockstep/base/error.h>
+
+#include <fmt/format.h>
+
+namespace lockstep {
+namespace {
+
+std::string text_of(const CommError::Details& d) {
+  std::string text =
+      fmt::format("{} #{} on group '{}' failed on rank {} of {} after {:.3f} s: {}", d.operation, d.sequence,
+                  d.group, d.rank, d.size, d.elapsed.count(), d.cause);
+  if (d.peer) text += fmt::format(" (peer: rank {})", *d.peer);
+  if (!d.tensor.empty()) text += "\n  tensor: " + d.tensor;
+  if (!d.tag.empty()) text += "\n  tag: " + d.tag;
+  if (!d.call_site.empty()) text += "\n  called at " + d.call_site;
+  return text;
+}
+
+}  // namespace
+
+CommError::CommError(Details details) : Error(text_of(details)), details_(std::move(details)) {}
+
+namespace detail {
+
+void assertion_failed(const char* condition, const char* file, int line, std::string_view text) {
+  throw Error(fmt::format("internal error: {} ({} is false at {}:{}); this is a bug in lockstep", text,
+                          condition, file, line));
+}
+
+}  // namespace detail
+}  // namespace lockstep

@@ -1,0 +1,22 @@
+// Which engine serves which device.
+#pragma once
+
+#include <map>
+#include <string>
+
+#include <lockstep/comm/group_state.h>
+#include <lockstep/launch/identity.h>
+
+namespace lockstep::detail {
+
+class ThreadsJob;
+using Backends = std::map<at::DeviceType, std::string>;
+
+// "auto", a name, or "cpu:gloo,cuda:nccl"; ConfigError names what is allowed.
+void check_backend_text(const std::string& text, bool threads);
+// The same, resolved for this host's ranks and devices.
+Backends choose_backends(const std::string& text, const Identity& identity, bool threads);
+
+Transports make_transports(const Backends& backends, const TransportContext& context, ThreadsJob* threads);
+
+}  // namespace lockstep::detail

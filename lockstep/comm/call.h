@@ -1,0 +1,116 @@
+// What one rank asked of a group: compared between the ranks before data moves, shown in errors,
+// handed to observers. No LibTorch: the transports' cores and their tests use it as it is.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <source_location>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+
+enum class ReduceOp : std::uint8_t { SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
+
+enum class Operation : std::uint8_t {
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  gather,
+  scatter,
+  reduce_scatter,
+  all_to_all,
+  barrier,
+  send,
+  recv,
+};
+
+enum class Dtype : std::uint8_t {
+  float32,
+  float64,
+  bfloat16,
+  float16,
+  int8,
+  int16,
+  int32,
+  int64,
+  uint8,
+  boolean,
+  complex64,
+  complex128,
+  other
+};
+
+std::string_view name(ReduceOp op);
+std::string_view name(Operation operation);
+std::string_view name(Dtype dtype);
+
+struct Call {
+  Operation operation{};
+  Dtype dtype = Dtype::other;
+  ReduceOp reduction = ReduceOp::SUM;  // of all_reduce, reduce, reduce_scatter
+  int root = -1;                       // of reduce, broadcast, gather, scatter; the peer of send and recv
+  int rank = 0;                        // who calls, and in which group
+  int size = 1;
+  std::uint64_t sequence = 0;  // collectives of a group count from 0; so do sends and receives, apart
+  std::int64_t count = 0;      // elements of this rank's tensor
+  std::int64_t bytes = 0;
+  std::vector<std::int64_t> shape;
+  // Elements to and from each rank, where ranks may differ: to of scatter's root, reduce_scatter and
+  // all_to_all; from of gather's root, all_gather and all_to_all.
+  std::vector<std::int64_t> to, from;
+  std::string tag;
+  std::string group;
+  std::source_location site = std::source_location::current();
+  std::string far_site;  // instead of site, where another process made the call
+};
+
+namespace detail {
+
+constexpr bool reduces(Operation o) {
+  return o == Operation::all_reduce || o == Operation::reduce || o == Operation::reduce_scatter;
+}
+constexpr bool rooted(Operation o) {
+  return o == Operation::reduce || o == Operation::broadcast || o == Operation::gather ||
+         o == Operation::scatter;
+}
+constexpr bool point_to_point(Operation o) { return o == Operation::send || o == Operation::recv; }
+
+// "all_reduce(float32 [10, 4], sum, tag 'grads') at train.cpp:42"
+std::string describe(const Call& call);
+std::string tensor_text(const Call& call);  // "float32 [10, 4]"
+std::string site_text(const Call& call);    // "train.cpp:42", the path's last part
+
+// What two ranks' calls to one collective must share and do not, naming both.
+std::optional<std::string> find_difference(const Call& a, const Call& b);
+// The same over all ranks, and the sizes that they exchange; calls[r] is rank r's. Every rank that asks
+// gets the same answer.
+std::optional<std::string> find_mismatch(std::span<const Call* const> calls);
+// Of a send and the receive that met it.
+std::optional<std::string> find_mismatch(const Call& send, const Call& recv);
+
+// For transports that do not compare calls themselves: Group gathers these. Every rank's has the same
+// length, which depends on the group's size alone.
+std::size_t packed_size(int group_size);
+std::vector<std::uint8_t> pack(const Call& call);
+Call unpack(std::span<const std::uint8_t> bytes, int group_size);
+
+// The call that this thread is making, for a transport that compares calls: c10d's interface has no
+// room for tag and call site. Null when c10d is used directly.
+const Call* current_call();
+class CallScope {
+ public:
+  explicit CallScope(const Call& call);
+  ~CallScope();
+  CallScope(const CallScope&) = delete;
+  CallScope& operator=(const CallScope&) = delete;
+
+ private:
+  const Call* outer_;
+};
+
+}  // namespace detail
+}  // namespace lockstep

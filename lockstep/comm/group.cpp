@@ -1,0 +1,144 @@
+#include <lockstep/comm/group.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/comm/group_state.h>
+#include <lockstep/comm/world_state.h>
+
+namespace lockstep {
+namespace {
+
+// A small value travels in one message of this size, a large one in a second message.
+constexpr std::int64_t kSlot = 256;
+constexpr std::int64_t kInSlot = kSlot - static_cast<std::int64_t>(sizeof(std::int64_t));
+
+at::Tensor bytes_of(std::string_view text) {
+  auto tensor = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
+  std::memcpy(tensor.mutable_data_ptr(), text.data(), text.size());
+  return tensor;
+}
+
+std::string text_of(const at::Tensor& bytes) {
+  auto here = bytes.to(at::kCPU).contiguous();
+  return {static_cast<const char*>(here.const_data_ptr()), static_cast<std::size_t>(here.numel())};
+}
+
+// The length, and as much of the text as fits.
+at::Tensor slot_of(std::string_view text) {
+  std::string slot(static_cast<std::size_t>(kSlot), '\0');
+  const auto length = static_cast<std::int64_t>(text.size());
+  std::memcpy(slot.data(), &length, sizeof length);
+  text.copy(slot.data() + sizeof length, static_cast<std::size_t>(kInSlot));
+  return bytes_of(slot);
+}
+
+std::int64_t length_in(std::string_view slot) {
+  std::int64_t length = 0;
+  std::memcpy(&length, slot.data(), sizeof length);
+  return length;
+}
+
+std::string text_in(std::string_view slot) {
+  return std::string(
+      slot.substr(sizeof(std::int64_t), static_cast<std::size_t>(std::min(length_in(slot), kInSlot))));
+}
+
+}  // namespace
+
+Group::Group(std::shared_ptr<detail::GroupState> state) : state_(std::move(state)) {}
+
+int Group::rank() const { return state_->rank(); }
+int Group::size() const { return state_->size(); }
+const std::vector<int>& Group::ranks() const { return state_->ranks(); }
+const std::string& Group::name() const { return state_->name(); }
+
+std::string Group::backend(at::DeviceType device) const {
+  auto engine = state_->transport(device);
+  return engine ? engine->backend().getBackendName() : std::string();
+}
+
+std::string Group::broadcast_value(std::string value, RootOptions options, Site site) {
+  const auto device = state_->control_device();
+  auto slot = slot_of(rank() == options.root ? std::string_view(value) : std::string_view()).to(device);
+  broadcast(slot, options, site).wait();
+  const auto head = text_of(slot);
+  const auto rest = length_in(head) - kInSlot;
+  auto text = text_in(head);
+  if (rest > 0) {
+    auto tail = rank() == options.root
+                    ? bytes_of(std::string_view(value).substr(static_cast<std::size_t>(kInSlot))).to(device)
+                    : at::empty({rest}, at::TensorOptions(at::kByte).device(device));
+    broadcast(tail, options, site).wait();
+    text += text_of(tail);
+  }
+  return text;
+}
+
+std::vector<std::string> Group::all_gather_values(const std::string& value, GatherAllOptions options,
+                                                  Site site) {
+  const auto device = state_->control_device();
+  const auto bytes = at::TensorOptions(at::kByte).device(device);
+  auto slots = at::empty({size() * kSlot}, bytes);
+  all_gather(slots, slot_of(value).to(device), options, site).wait();
+  const auto heads = text_of(slots);
+
+  std::vector<std::string> values;
+  std::vector<at::Tensor> tails;
+  bool any = false;
+  for (int r = 0; r < size(); ++r) {
+    const auto slot =
+        std::string_view(heads).substr(static_cast<std::size_t>(r * kSlot), static_cast<std::size_t>(kSlot));
+    values.push_back(text_in(slot));
+    tails.push_back(at::empty({std::max<std::int64_t>(0, length_in(slot) - kInSlot)}, bytes));
+    any = any || tails.back().numel() > 0;
+  }
+  if (any) {
+    const auto cut = std::min(value.size(), static_cast<std::size_t>(kInSlot));
+    all_gather(tails, bytes_of(std::string_view(value).substr(cut)).to(device), options, site).wait();
+    for (std::size_t r = 0; r < values.size(); ++r) values[r] += text_of(tails[r]);
+  }
+  return values;
+}
+
+at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const auto device = state_->world().device();
+  auto options = at::TensorOptions(dtype).device(device);
+  auto engine = state_->transport(device.type());
+  if (!engine || !engine->backend().supportsTensorAlloc(device.has_index() ? device.index() : 0))
+    return at::empty(sizes, options);
+  return engine->backend().allocateTensor(c10::multiply_integers(sizes), options).view(sizes);
+}
+
+Group Group::subgroup(const std::vector<int>& members, GroupOptions options) {
+  std::vector<int> world_ranks;
+  for (int member : members) {
+    if (member < 0 || member >= size())
+      throw ConfigError(fmt::format("rank {} is not allowed in a subgroup: group '{}' has ranks 0 to {}",
+                                    member, name(), size() - 1));
+    world_ranks.push_back(ranks()[static_cast<std::size_t>(member)]);
+  }
+  return Group(state_->world().make_group(std::move(world_ranks), std::move(options)));
+}
+
+Group Group::split(int color, int key, GroupOptions options, Site site) {
+  if (color < 0)
+    throw ConfigError(fmt::format(
+        "color={} is not allowed: from 0 on is; a rank that is to be alone takes a colour of its own",
+        color));
+  struct Choice {
+    int color, key;
+  };
+  auto choices = all_gather_values(Choice{color, key}, {}, site);
+  std::vector<int> members;
+  for (int r = 0; r < size(); ++r)
+    if (choices[static_cast<std::size_t>(r)].color == color) members.push_back(r);
+  auto key_of = [&](int member) { return choices[static_cast<std::size_t>(member)].key; };
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return key_of(a) < key_of(b); });
+  return subgroup(members, std::move(options));
+}
+
+}  // namespace lockstep

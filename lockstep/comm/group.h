@@ -1,0 +1,161 @@
+// A set of ranks that communicate. A Group is a handle: copies are cheap and mean the same group.
+//
+//   group.all_reduce(t, {.op = ReduceOp::AVG}).wait();
+//   group.broadcast(t, {.root = 0}).wait();
+//   group.send(t, {.peer = 1}).wait();
+//
+// Collectives: every rank of the group makes the same calls in the same order, with tensors of the same
+// dtype and size unless said otherwise. Tensors may be non-contiguous. Each call returns at once; the
+// tensors belong to the operation until its Work has been waited for. Several threads may use a group,
+// if the order of calls is still the same on every rank; different groups are independent.
+// Throws ConfigError for what the caller can fix, before anything is sent; CommError (here or in wait())
+// for the rest. The last argument, the call site, is for errors and traces: leave it out.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <source_location>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <lockstep/comm/call.h>
+#include <lockstep/comm/work.h>
+
+namespace lockstep {
+
+namespace detail {
+class GroupState;
+}
+
+using Timeout = std::optional<std::chrono::milliseconds>;  // nothing: the group's
+using Site = std::source_location;
+
+constexpr int kAnyRank = -1;
+
+// A tag is shown in errors and traces, and must be the same on every rank.
+struct AllReduceOptions {
+  ReduceOp op = ReduceOp::SUM;
+  std::string tag = {};
+  Timeout timeout = {};
+};
+struct ReduceOptions {
+  ReduceOp op = ReduceOp::SUM;
+  int root = 0;
+  std::string tag = {};
+  Timeout timeout = {};
+};
+struct RootOptions {
+  int root = 0;
+  std::string tag = {};
+  Timeout timeout = {};
+};
+struct GatherAllOptions {
+  std::string tag = {};
+  Timeout timeout = {};
+};
+struct AllToAllOptions {
+  std::vector<std::int64_t> out_splits = {};  // rows from each rank; empty: equal parts
+  std::vector<std::int64_t> in_splits = {};   // rows to each rank
+  std::string tag = {};
+  Timeout timeout = {};
+};
+struct PeerOptions {
+  int peer;
+  int tag = 0;
+  Timeout timeout = {};
+};  // here the tag pairs sends with receives
+struct GroupOptions {
+  std::string name = {};
+  Timeout timeout = {};
+};
+
+class Group {
+ public:
+  explicit Group(std::shared_ptr<detail::GroupState> state);
+
+  int rank() const;  // this process's place in the group
+  int size() const;
+  const std::vector<int>& ranks() const;  // the members' ranks in the world, in the group's order
+  const std::string& name() const;
+  std::string backend(at::DeviceType device = at::kCPU) const;  // "gloo"; empty where there is none
+
+  // In place. AVG divides the sum by size(), once; floating point only.
+  Work all_reduce(at::Tensor tensor, AllReduceOptions options = {}, Site site = Site::current());
+  // In place on the root; elsewhere the tensor is left as it was.
+  Work reduce(at::Tensor tensor, ReduceOptions options = {}, Site site = Site::current());
+  Work broadcast(at::Tensor tensor, RootOptions options = {}, Site site = Site::current());
+  // out has size() times in's elements, in the order of the ranks. The second form takes one tensor per
+  // rank, whose sizes may differ; every rank must know them all.
+  Work all_gather(at::Tensor out, at::Tensor in, GatherAllOptions options = {}, Site site = Site::current());
+  Work all_gather(std::vector<at::Tensor> out, at::Tensor in, GatherAllOptions options = {},
+                  Site site = Site::current());
+  // out: on the root one tensor per rank, of any sizes; elsewhere empty.
+  Work gather(std::vector<at::Tensor> out, at::Tensor in, RootOptions options = {},
+              Site site = Site::current());
+  Work scatter(at::Tensor out, std::vector<at::Tensor> in, RootOptions options = {},
+               Site site = Site::current());
+  // in has size() times out's elements; or one tensor per rank, sizes as in all_gather.
+  Work reduce_scatter(at::Tensor out, at::Tensor in, AllReduceOptions options = {},
+                      Site site = Site::current());
+  Work reduce_scatter(at::Tensor out, std::vector<at::Tensor> in, AllReduceOptions options = {},
+                      Site site = Site::current());
+  // Splits count rows of the first dimension.
+  Work all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options = {}, Site site = Site::current());
+  Work send(at::Tensor tensor, PeerOptions options, Site site = Site::current());
+  // From peer, or from any rank with kAnyRank: Work::source() tells which.
+  Work recv(at::Tensor tensor, PeerOptions options, Site site = Site::current());
+  Work barrier(GatherAllOptions options = {}, Site site = Site::current());
+
+  // Small values, at once: the root's on every rank; every rank's on every rank.
+  std::string broadcast_value(std::string value, RootOptions options = {}, Site site = Site::current());
+  template <typename T>
+  requires std::is_trivially_copyable_v<T> T broadcast_value(T value, RootOptions options = {},
+                                                             Site site = Site::current());
+  std::vector<std::string> all_gather_values(const std::string& value, GatherAllOptions options = {},
+                                             Site site = Site::current());
+  template <typename T>
+  requires std::is_trivially_copyable_v<T> std::vector<T> all_gather_values(const T& value,
+                                                                            GatherAllOptions options = {},
+                                                                            Site site = Site::current());
+
+  // A tensor in memory that the transport reaches without a copy, where it has such memory. Local: any
+  // rank, any order; the tensor may outlive the group.
+  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
+
+  // Of these ranks of this group, in this order; called by them alone, each with the same list.
+  Group subgroup(const std::vector<int>& ranks, GroupOptions options = {});
+  // One group per colour, its ranks ordered by key, then by rank. Every rank calls it.
+  Group split(int color, int key = 0, GroupOptions options = {}, Site site = Site::current());
+
+ private:
+  std::shared_ptr<detail::GroupState> state_;
+};
+
+template <typename T>
+requires std::is_trivially_copyable_v<T> T Group::broadcast_value(T value, RootOptions options, Site site) {
+  std::string bytes(reinterpret_cast<const char*>(&value), sizeof value);
+  bytes = broadcast_value(std::move(bytes), std::move(options), site);
+  bytes.copy(reinterpret_cast<char*>(&value), sizeof value);
+  return value;
+}
+
+template <typename T>
+requires std::is_trivially_copyable_v<T> std::vector<T> Group::all_gather_values(const T& value,
+                                                                                 GatherAllOptions options,
+                                                                                 Site site) {
+  const std::string bytes(reinterpret_cast<const char*>(&value), sizeof value);
+  std::vector<T> values;
+  for (const std::string& each : all_gather_values(bytes, std::move(options), site)) {
+    T& target = values.emplace_back(value);
+    each.copy(reinterpret_cast<char*>(&target), sizeof target);
+  }
+  return values;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,200 @@
+#include <lockstep/comm/group_state.h>
+
+#include <future>
+#include <thread>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <fmt/format.h>
+#include <lockstep/base/log.h>
+#include <lockstep/comm/pending.h>
+#include <lockstep/comm/world_state.h>
+
+namespace lockstep::detail {
+
+using std::chrono::milliseconds;
+
+GroupState::GroupState(std::shared_ptr<WorldState> world, std::string name, std::vector<int> ranks, int rank,
+                       milliseconds timeout, Transports transports)
+    : world_(std::move(world)),
+      name_(std::move(name)),
+      ranks_(std::move(ranks)),
+      rank_(rank),
+      timeout_(timeout),
+      transports_(std::move(transports)) {}
+
+// Operations under way hold the group, so there are none.
+GroupState::~GroupState() { close(/*in_order=*/true); }
+
+std::shared_ptr<Transport> GroupState::transport(at::DeviceType device) const {
+  std::lock_guard lock(state_mutex_);
+  auto found = transports_.find(device);
+  return found == transports_.end() ? nullptr : found->second;
+}
+
+at::Device GroupState::control_device() const {
+  return transport(at::kCPU) ? at::Device(at::kCPU) : world_->device();
+}
+
+Work GroupState::issue(Call call, at::Device device, Timeout timeout, const Start& start) {
+  std::unique_lock order(issue_mutex_);
+  reap();
+  call.group = name_;
+  call.rank = rank_;
+  call.size = size();
+  call.sequence = point_to_point(call.operation) ? messages_ : collectives_;
+  check_usable(call);
+  ++(point_to_point(call.operation) ? messages_ : collectives_);
+
+  auto engine = transport(device.type());
+  auto pending =
+      std::make_shared<Pending>(shared_from_this(), engine, std::move(call), timeout.value_or(timeout_));
+  pending->by_messages = point_to_point(pending->call().operation);
+  world_->observe([&](Observer& observer) { observer.started(pending->call()); });
+  try {
+    at::AutoDispatchBelowAutograd below_autograd;
+    c10::NoGradGuard no_grad;
+    if (world_->compares_calls() && !engine->traits().compares_calls && !pending->by_messages)
+      compare(pending->call(), pending->timeout());
+    CallScope scope(pending->call());
+    start(*engine, *pending);
+  } catch (const std::exception& error) {
+    order.unlock();
+    pending->fail_at_issue(error);
+  }
+  return Work(std::move(pending));
+}
+
+// A side collective: one all-gather of a few hundred bytes per rank, waited for before data moves.
+void GroupState::compare(const Call& call, milliseconds timeout) {
+  const auto device = control_device();
+  auto engine = transport(device.type());
+  const auto length = static_cast<std::int64_t>(packed_size(size()));
+  auto packed = pack(call);
+  auto mine = at::empty({length}, at::kByte);
+  std::copy(packed.begin(), packed.end(), mine.mutable_data_ptr<std::uint8_t>());
+  mine = mine.to(device);
+  auto all = at::empty({length * size()}, at::TensorOptions(at::kByte).device(device));
+  c10d::AllgatherOptions options;
+  options.timeout = timeout;
+  engine->backend()._allgather_base(all, mine, options)->wait(timeout);
+  all = all.to(at::kCPU);
+
+  std::vector<Call> calls;
+  for (int r = 0; r < size(); ++r)
+    calls.push_back(unpack({all.const_data_ptr<std::uint8_t>() + r * length, packed.size()}, size()));
+  std::vector<const Call*> pointers;
+  for (const Call& each : calls) pointers.push_back(&each);
+  if (auto mismatch = find_mismatch(pointers)) throw Error(*mismatch);
+}
+
+void GroupState::check_usable(const Call& call) {
+  std::unique_lock lock(state_mutex_);
+  if (closed_)
+    throw ConfigError(fmt::format("{} at {} on group '{}', whose World is gone",
+                                  lockstep::name(call.operation), site_text(call), name_));
+  if (!verdict_) return;
+  CommError::Details details;
+  details.cause = verdict_->cause;
+  details.operation = lockstep::name(call.operation);
+  details.group = name_;
+  details.rank = rank_;
+  details.size = size();
+  details.sequence = call.sequence;
+  details.tensor = tensor_text(call);
+  details.tag = call.tag;
+  details.call_site = site_text(call);
+  throw CommError(std::move(details));
+}
+
+void GroupState::fail(Verdict verdict) noexcept {
+  Transports engines;
+  std::string cause = verdict.cause;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (verdict_) return;
+    verdict_ = std::move(verdict);
+    failed_ = true;
+    engines = transports_;
+  }
+  for (auto& [device, engine] : engines) engine->interrupt(cause);
+}
+
+std::optional<Verdict> GroupState::verdict() const {
+  if (!failed_) return std::nullopt;
+  std::lock_guard lock(state_mutex_);
+  return verdict_;
+}
+
+void GroupState::adopt(std::shared_ptr<Pending> pending) noexcept {
+  try {
+    if (pending->needs_watching()) pending->done();  // polling it starts a watch
+    std::lock_guard lock(state_mutex_);
+    if (!closed_) dropped_.push_back(std::move(pending));
+  } catch (const std::exception& error) {
+    fail({fmt::format("an operation was dropped and could not be kept: {}", error.what()), std::nullopt});
+  }
+}
+
+void GroupState::watch(std::shared_ptr<Pending> pending) {
+  std::thread([pending = std::move(pending)] {
+    try {
+      pending->wait(std::nullopt);
+    } catch (const std::exception&) {  // kept in pending, and in the group's verdict
+    }
+  }).detach();
+}
+
+void GroupState::reap() {
+  std::vector<std::shared_ptr<Pending>> candidates;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (dropped_.empty()) return;
+    candidates.assign(dropped_.begin(), dropped_.end());
+  }
+  // done() settles what has ended; a failure becomes the group's verdict, which the caller checks next.
+  for (auto& pending : candidates) pending->done();
+  std::lock_guard lock(state_mutex_);
+  dropped_.remove_if([](const auto& pending) { return pending->settled(); });
+}
+
+void GroupState::close(bool in_order) noexcept {
+  std::list<std::shared_ptr<Pending>> dropped;
+  {
+    std::lock_guard lock(state_mutex_);
+    if (closed_) return;
+    closed_ = true;
+    dropped.swap(dropped_);
+  }
+  if (in_order)
+    for (auto& pending : dropped) {
+      try {
+        pending->wait(std::nullopt);
+      } catch (const std::exception& error) {
+        log(LogLevel::error, "an operation that nobody waited for has failed: {}", error.what());
+      }
+    }
+  if (!in_order) fail({"this rank is leaving", std::nullopt});
+  Transports engines;
+  {
+    std::lock_guard lock(state_mutex_);
+    engines.swap(transports_);
+  }
+  if (!failed_) return;  // `engines` and `dropped` go here, in order
+
+  // An engine that was interrupted should go at once; if one does not, nobody waits for it.
+  auto gone = std::make_shared<std::promise<void>>();
+  auto future = gone->get_future();
+  try {
+    std::thread([engines = std::move(engines), dropped = std::move(dropped), gone]() mutable {
+      dropped.clear();
+      engines.clear();
+      gone->set_value();
+    }).detach();
+    future.wait_for(milliseconds(500));
+  } catch (const std::exception&) {  // no thread to be had: the engines go here after all
+  }
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,89 @@
+// What the copies of a Group share on one rank.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <lockstep/base/error.h>
+#include <lockstep/comm/group.h>
+#include <lockstep/comm/transport.h>
+
+namespace lockstep::detail {
+
+class Pending;
+class WorldState;
+
+// Shared with the operations under way, which may outlast the group.
+using Transports = std::map<at::DeviceType, std::shared_ptr<Transport>>;
+
+// Why nobody should wait any longer.
+struct Verdict {
+  std::string cause;
+  std::optional<int> rank;  // of the world: who failed, where known
+};
+
+class GroupState : public std::enable_shared_from_this<GroupState> {
+ public:
+  GroupState(std::shared_ptr<WorldState> world, std::string name, std::vector<int> ranks, int rank,
+             std::chrono::milliseconds timeout, Transports transports);
+  ~GroupState();
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  const std::vector<int>& ranks() const { return ranks_; }
+  const std::string& name() const { return name_; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  WorldState& world() const { return *world_; }
+  std::shared_ptr<Transport> transport(at::DeviceType device) const;  // null where there is none
+  // The device on which small values travel.
+  at::Device control_device() const;
+
+  // Starts an operation: order, sequence number, observers, the comparison of calls. `start` hands the
+  // tensors to the engine. Errors that the caller can fix have been thrown before.
+  using Start = std::function<void(Transport&, Pending&)>;
+  Work issue(Call call, at::Device device, Timeout timeout, const Start& start);
+
+  // The group is of no use from here on: wakes whoever waits in its engines. The first verdict stays.
+  void fail(Verdict verdict) noexcept;
+  std::optional<Verdict> verdict() const;
+
+  // Takes over an operation whose Work was dropped.
+  void adopt(std::shared_ptr<Pending> pending) noexcept;
+  // Waits for it on a thread of its own, so that its completion can be seen by polling.
+  void watch(std::shared_ptr<Pending> pending);
+
+  // Finishes what was dropped, then lets go of the engines; in_order = false, or after a failure: leaves
+  // at once, and no engine is waited for.
+  void close(bool in_order) noexcept;
+
+ private:
+  void check_usable(const Call& call);
+  void reap();
+  void compare(const Call& call, std::chrono::milliseconds timeout);
+
+  const std::shared_ptr<WorldState> world_;
+  const std::string name_;
+  const std::vector<int> ranks_;
+  const int rank_;
+  const std::chrono::milliseconds timeout_;
+
+  Transports transports_;
+  std::mutex issue_mutex_;  // one operation is issued at a time, so all ranks see one order
+  std::uint64_t collectives_ = 0, messages_ = 0;
+
+  mutable std::mutex state_mutex_;
+  std::optional<Verdict> verdict_;
+  std::atomic<bool> failed_ = false;
+  bool closed_ = false;
+  std::list<std::shared_ptr<Pending>> dropped_;
+};
+
+}  // namespace lockstep::detail

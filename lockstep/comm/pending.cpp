@@ -1,0 +1,174 @@
+#include <lockstep/comm/pending.h>
+
+#include <algorithm>
+
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <lockstep/comm/world_state.h>
+
+namespace lockstep::detail {
+
+using std::chrono::duration;
+using std::chrono::duration_cast;
+using std::chrono::milliseconds;
+
+std::string plain_text(const std::exception& error) {
+  std::string text = error.what();
+  if (const auto* c10_error = dynamic_cast<const c10::Error*>(&error))
+    text = c10_error->what_without_backtrace();
+  if (auto stack = text.find("\nException raised from"); stack != std::string::npos) text.resize(stack);
+  // Engines prefix "[/path/pair.cc:451] " or "[enforce fail at file.cpp:1] ": their lines, not the user's.
+  if (auto end = text.find("] "); text.starts_with('[') && end != std::string::npos &&
+                                  text.substr(0, end).find(".c") != std::string::npos)
+    text.erase(0, end + 2);
+  while (!text.empty() && (text.back() == '\n' || text.back() == '.')) text.pop_back();
+  return text;
+}
+
+Pending::Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
+                 milliseconds timeout)
+    : group_(std::move(group)),
+      transport_(std::move(transport)),
+      call_(std::move(call)),
+      timeout_(timeout),
+      deadline_(start_ + timeout) {}
+
+bool Pending::needs_watching() const { return by_messages && !transport_->traits().completes_unwatched; }
+
+std::optional<int> Pending::source() const {
+  if (call_.operation != Operation::recv || state_ != State::complete) return std::nullopt;
+  return call_.root != kAnyRank ? call_.root : works.back()->sourceRank();
+}
+
+void Pending::wait(std::optional<milliseconds> limit) {
+  auto deadline = limit ? std::min(deadline_, Clock::now() + *limit) : deadline_;
+  if (!settled()) {
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (lock.try_lock_until(deadline)) {
+      if (!settled()) wait_locked(deadline);
+    } else {
+      // Somebody else waits in the engine, with a later deadline than ours: the verdict wakes them.
+      group_->fail(
+          {fmt::format("{} #{} was not complete within {:.3f} s, its deadline", name(call_.operation),
+                       call_.sequence, duration<double>(Clock::now() - start_).count()),
+           std::nullopt});
+      lock.lock();
+      if (!settled()) wait_locked(deadline);
+    }
+  }
+  if (state_ == State::failed) throw_error();
+}
+
+void Pending::wait_locked(Clock::time_point deadline) {
+  try {
+    for (; waited_ < works.size(); ++waited_) {
+      // c10d reads 0 as "no limit", so a deadline that has passed is the shortest wait.
+      auto left = duration_cast<milliseconds>(deadline - Clock::now()) + milliseconds(1);
+      works[waited_]->wait(std::max(left, milliseconds(1)));
+    }
+    settle_complete();
+  } catch (const std::exception& error) {
+    std::string cause = plain_text(error);
+    if (!group_->verdict() && Clock::now() >= deadline) {
+      cause = fmt::format("it was not complete within {:.3f} s, its deadline",
+                          duration<double>(deadline - start_).count());
+      auto absent = point_to_point(call_.operation) ? "" : transport_->absent(call_.sequence);
+      if (!absent.empty()) cause += "; " + absent;
+    }
+    settle_failed(std::move(cause));
+  }
+}
+
+bool Pending::done() {
+  if (settled()) return true;
+  if (needs_watching()) {
+    if (!watched_.exchange(true)) group_->watch(shared_from_this());
+    return settled();
+  }
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return false;
+  if (settled()) return true;
+  for (std::size_t i = waited_; i < works.size(); ++i)
+    if (!works[i]->isCompleted() && Clock::now() < deadline_ && !group_->verdict()) return false;
+  wait_locked(std::min(deadline_, Clock::now()));
+  return true;
+}
+
+void Pending::settle_complete() {
+  c10::NoGradGuard no_grad;
+  for (const auto& step : finish) step();
+  finish.clear();
+  keep.clear();
+  const auto elapsed = Clock::now() - start_;
+  group_->world().observe([&](Observer& observer) { observer.finished(call_, elapsed); });
+  state_.store(State::complete, std::memory_order_release);
+}
+
+void Pending::settle_failed(std::string cause) {
+  const auto elapsed = Clock::now() - start_;
+  error_.operation = name(call_.operation);
+  error_.group = call_.group;
+  error_.rank = call_.rank;
+  error_.size = call_.size;
+  error_.sequence = call_.sequence;
+  error_.tensor = tensor_text(call_);
+  error_.tag = call_.tag;
+  error_.call_site = site_text(call_);
+  error_.elapsed = elapsed;
+  if (point_to_point(call_.operation) && call_.root >= 0) error_.peer = call_.root;
+
+  // A verdict says more than the engine that it interrupted.
+  if (auto verdict = group_->verdict()) {
+    cause = verdict->cause;
+    if (verdict->rank) {
+      const auto& ranks = group_->ranks();
+      auto place = std::find(ranks.begin(), ranks.end(), *verdict->rank);
+      if (place != ranks.end()) error_.peer = static_cast<int>(place - ranks.begin());
+    }
+  }
+  error_.cause = cause;
+  group_->fail(
+      {fmt::format("{} #{} at {} failed: {}", name(call_.operation), call_.sequence, site_text(call_), cause),
+       std::nullopt});
+  group_->world().observe([&](Observer& observer) { observer.failed(call_, elapsed, error_.cause); });
+  // The tensors stay: the engine may still write to them.
+  state_.store(State::failed, std::memory_order_release);
+}
+
+void Pending::throw_error() const { throw CommError(error_); }
+
+void Pending::fail_at_issue(const std::exception& error) {
+  std::lock_guard lock(mutex_);
+  settle_failed(plain_text(error));
+  throw_error();
+}
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+Work::Work(std::shared_ptr<detail::Pending> pending) : pending_(std::move(pending)) {}
+
+Work& Work::operator=(Work&& other) noexcept {
+  if (this != &other) {
+    drop();
+    pending_ = std::move(other.pending_);
+  }
+  return *this;
+}
+
+Work::~Work() { drop(); }
+
+void Work::drop() noexcept {
+  if (pending_ && !pending_->settled()) pending_->group().adopt(pending_);
+  pending_.reset();
+}
+
+void Work::wait() { pending_->wait(std::nullopt); }
+void Work::wait(std::chrono::milliseconds timeout) { pending_->wait(timeout); }
+bool Work::done() { return pending_->done(); }
+std::optional<int> Work::source() const { return pending_->source(); }
+const Call& Work::call() const { return pending_->call(); }
+
+}  // namespace lockstep

@@ -1,0 +1,67 @@
+// What a Work holds: the engine's own work objects, the tensors that must live as long, and what is left
+// to do when the engine is done.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include <lockstep/comm/group_state.h>
+
+namespace lockstep::detail {
+
+using Clock = std::chrono::steady_clock;
+
+class Pending : public std::enable_shared_from_this<Pending> {
+ public:
+  Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
+          std::chrono::milliseconds timeout);
+
+  // Filled while the operation is issued, by one thread.
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  std::vector<at::Tensor> keep;
+  std::vector<std::function<void()>> finish;  // in order: what is left when the engine is done
+  bool by_messages = false;                   // it is made of the engine's sends and receives
+
+  const Call& call() const { return call_; }
+  GroupState& group() const { return *group_; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  // Sends and receives of some engines complete unseen unless somebody waits for them.
+  bool needs_watching() const;
+  std::optional<int> source() const;
+
+  void wait(std::optional<std::chrono::milliseconds> limit);
+  bool done();
+  bool settled() const { return state_.load(std::memory_order_acquire) != State::running; }
+  // The engine refused the operation while it was issued.
+  [[noreturn]] void fail_at_issue(const std::exception& error);
+
+ private:
+  enum class State { running, complete, failed };
+
+  void wait_locked(Clock::time_point deadline);
+  void settle_complete();
+  void settle_failed(std::string cause);
+  [[noreturn]] void throw_error() const;
+
+  const std::shared_ptr<GroupState> group_;
+  const std::shared_ptr<Transport> transport_;
+  const Call call_;
+  const Clock::time_point start_ = Clock::now();
+  const std::chrono::milliseconds timeout_;
+  const Clock::time_point deadline_;
+  // Held by whoever waits inside the engine; a verdict interrupts the engine and so frees it.
+  std::timed_mutex mutex_;
+  std::size_t waited_ = 0;  // works that are complete
+  std::atomic<State> state_ = State::running;
+  std::atomic<bool> watched_ = false;
+  CommError::Details error_;
+};
+
+// The part of an engine's error that a person reads: no stack, no source lines of the engine.
+std::string plain_text(const std::exception& error);
+
+}  // namespace lockstep::detail

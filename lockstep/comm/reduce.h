@@ -1,0 +1,24 @@
+// The arithmetic of reductions, without LibTorch. The order of a sum is fixed per element: the aligned
+// binary tree over ranks, ((0+1)+(2+3))+..., in float for bfloat16 and float16, rounded once. So the
+// bits depend on the inputs alone, and p ranks give those of one rank that adds p tensors by the tree.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include <lockstep/comm/call.h>
+
+namespace lockstep::detail {
+
+// Whether reduce_tree has this pair: any arithmetic on numbers, bitwise on integers, avg on floating
+// point; booleans are bytes of 0 and 1 (sum is or, product is and).
+bool reducible(Dtype dtype, ReduceOp op);
+
+std::size_t item_size(Dtype dtype);
+
+// output[i] = the tree over inputs[*][i], for count elements. output may be one of the inputs.
+// One pass: reads every input once, writes once.
+void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, void* output,
+                 std::size_t count);
+
+}  // namespace lockstep::detail

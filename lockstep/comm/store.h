@@ -1,0 +1,46 @@
+// A store whose waits end when somebody says so. Engines meet through it; a peer that never comes must
+// not keep them beyond the deadline or a verdict.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace lockstep::detail {
+
+class WatchedStore final : public c10d::Store {
+ public:
+  // check is called some times a second while a wait goes on; it throws to end it.
+  WatchedStore(c10::intrusive_ptr<c10d::Store> inner, std::chrono::milliseconds timeout,
+               std::function<void()> check);
+
+  c10::intrusive_ptr<c10d::Store> clone() override;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override;
+  std::vector<uint8_t> get(const std::string& key) override;
+  int64_t add(const std::string& key, int64_t value) override;
+  bool deleteKey(const std::string& key) override;
+  bool check(const std::vector<std::string>& keys) override;
+  int64_t getNumKeys() override;
+  void wait(const std::vector<std::string>& keys) override;
+  void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override;
+  void append(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
+  void multiSet(const std::vector<std::string>& keys,
+                const std::vector<std::vector<uint8_t>>& values) override;
+  bool hasExtendedApi() const override;
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> inner_;
+  const std::function<void()> check_;
+};
+
+// Text values, for our own use.
+void put(c10d::Store& store, const std::string& key, const std::string& value);
+std::string take(c10d::Store& store, const std::string& key);
+
+}  // namespace lockstep::detail

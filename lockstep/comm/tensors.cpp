@@ -1,0 +1,106 @@
+#include <lockstep/comm/tensors.h>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <fmt/ostream.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep::detail {
+
+Dtype dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return Dtype::float32;
+    case at::kDouble: return Dtype::float64;
+    case at::kBFloat16: return Dtype::bfloat16;
+    case at::kHalf: return Dtype::float16;
+    case at::kChar: return Dtype::int8;
+    case at::kShort: return Dtype::int16;
+    case at::kInt: return Dtype::int32;
+    case at::kLong: return Dtype::int64;
+    case at::kByte: return Dtype::uint8;
+    case at::kBool: return Dtype::boolean;
+    case at::kComplexFloat: return Dtype::complex64;
+    case at::kComplexDouble: return Dtype::complex128;
+    default: return Dtype::other;
+  }
+}
+
+void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable) {
+  if (!tensor.defined())
+    throw ConfigError(fmt::format("{} is an undefined tensor: a tensor with data is needed", what));
+  if (tensor.layout() != at::kStrided || tensor.is_quantized())
+    throw ConfigError(fmt::format("{} has layout {}: a dense tensor is needed, not a sparse or quantized one",
+                                  what, fmt::streamed(tensor.layout())));
+  if (!writable) return;
+  for (std::int64_t d = 0; d < tensor.dim(); ++d)
+    if (tensor.size(d) > 1 && tensor.stride(d) == 0)
+      throw ConfigError(fmt::format(
+          "{} has several elements in one place of memory (sizes [{}], strides [{}], as expand() makes): "
+          "a result cannot be written there; use clone()",
+          what, fmt::join(tensor.sizes(), ", "), fmt::join(tensor.strides(), ", ")));
+}
+
+Call describe_call(Operation operation, const at::Tensor& tensor, Site site) {
+  Call call;
+  call.operation = operation;
+  call.site = site;
+  if (!tensor.defined()) return call;
+  call.dtype = dtype_of(tensor.scalar_type());
+  call.count = tensor.numel();
+  call.bytes = static_cast<std::int64_t>(tensor.nbytes());
+  call.shape = tensor.sizes().vec();
+  return call;
+}
+
+at::Tensor dense(const at::Tensor& tensor) { return tensor.detach().contiguous(); }
+
+at::Tensor dense_target(Pending& pending, const at::Tensor& tensor, bool reads) {
+  auto target = tensor.detach();
+  pending.keep.push_back(target);
+  if (target.is_contiguous()) return target;
+  auto staged = reads ? target.contiguous() : at::empty(target.sizes(), target.options());
+  pending.finish.emplace_back([target, staged] { target.copy_(staged); });
+  return staged;
+}
+
+at::Tensor to_move(const Transport& engine, const at::Tensor& tensor) {
+  auto flat = tensor.view({-1});
+  return engine.traits().any_dtype ? flat : flat.view(at::kByte);
+}
+
+at::Tensor to_reduce(const Transport& engine, const at::Tensor& tensor) {
+  auto flat = tensor.view({-1});
+  if (engine.traits().any_dtype) return flat;
+  if (flat.is_complex()) return at::view_as_real(flat).view({-1});
+  return flat.scalar_type() == at::kBool ? flat.view(at::kByte) : flat;
+}
+
+ReduceOp engine_reduction(const Transport& engine, Dtype dtype, ReduceOp op) {
+  if (op == ReduceOp::AVG && !engine.traits().avg) return ReduceOp::SUM;
+  if (dtype != Dtype::boolean || engine.traits().any_dtype) return op;
+  switch (op) {
+    case ReduceOp::SUM:
+    case ReduceOp::BOR: return ReduceOp::MAX;
+    case ReduceOp::PRODUCT:
+    case ReduceOp::BAND: return ReduceOp::MIN;
+    default: return op;
+  }
+}
+
+c10d::ReduceOp to_c10d(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::SUM: return c10d::ReduceOp::SUM;
+    case ReduceOp::AVG: return c10d::ReduceOp::AVG;
+    case ReduceOp::PRODUCT: return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::MIN: return c10d::ReduceOp::MIN;
+    case ReduceOp::MAX: return c10d::ReduceOp::MAX;
+    case ReduceOp::BAND: return c10d::ReduceOp::BAND;
+    case ReduceOp::BOR: return c10d::ReduceOp::BOR;
+    case ReduceOp::BXOR: return c10d::ReduceOp::BXOR;
+  }
+  LOCKSTEP_ASSERT(false, "an unknown reduction");
+  return c10d::ReduceOp::SUM;
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,63 @@
+// What Group needs of an engine. Any c10d::Backend is an engine as it stands; a Transport is the
+// backend and what c10d has no word for: what the engine lacks, and how to wake those who wait in it.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/call.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace lockstep::detail {
+
+class Transport {
+ public:
+  // Group supplies what is false here, in one place.
+  struct Traits {
+    bool avg = false;                 // reduces with AVG itself
+    bool unequal = false;             // all_gather, gather, scatter, reduce_scatter of unequal sizes, and
+                                      // all_to_all by splits, without padding
+    bool any_dtype = false;           // moves every dtype and reduces all that reduce.h does
+    bool compares_calls = false;      // finds mismatches itself, before data moves
+    bool completes_unwatched = true;  // isCompleted() of sends and receives turns true without wait()
+    bool keeps_inputs = false;        // reduce leaves the tensors of ranks other than the root alone
+    bool blocks_host = true;          // wait() returns when the data is there (not: when a stream will wait)
+  };
+
+  virtual ~Transport() = default;
+  virtual Traits traits() const = 0;
+  virtual c10d::Backend& backend() = 0;
+  // Reductions that the engine cannot do on this dtype, beyond avg; Group refuses them by name.
+  virtual bool reduces(Dtype dtype, ReduceOp op) const = 0;
+  // Ends every wait inside the engine, now and later, with an error. Any thread, any number of times.
+  // The engine is of no use afterwards, and destroying it does not wait for peers.
+  virtual void interrupt(const std::string& cause) noexcept = 0;
+  // Which ranks have not come to the collective, where the engine can tell: "rank 1 is in ...".
+  virtual std::string absent(std::uint64_t /*sequence*/) { return {}; }
+};
+
+// What a transport is made from; the same on every rank but for `rank`.
+struct TransportContext {
+  std::string group;       // unique within the job
+  std::vector<int> ranks;  // the members' ranks in the world
+  int rank = 0;            // our place in `ranks`
+  int world_size = 1;
+  c10::intrusive_ptr<c10d::Store> store;  // prefixed: keys of this group alone
+  std::chrono::milliseconds timeout{};
+  std::string address;  // of this host, as its peers reach it; empty: loopback
+  int device_index = 0;
+
+  int size() const { return static_cast<int>(ranks.size()); }
+};
+
+// Each throws ConfigError where the engine is not there, saying what would bring it.
+std::unique_ptr<Transport> make_gloo_transport(const TransportContext& context);
+std::unique_ptr<Transport> make_mpi_transport(const TransportContext& context);
+std::unique_ptr<Transport> make_nccl_transport(const TransportContext& context);
+std::unique_ptr<Transport> make_local_transport(const TransportContext& context);
+bool nccl_available();
+
+}  // namespace lockstep::detail

@@ -1,0 +1,24 @@
+// The TCP sockets of this process, as the kernel lists them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace lockstep::detail {
+
+struct TcpSocket {
+  int fd = -1;
+  std::uint64_t inode = 0;  // the same descriptor may be another socket later: the inode tells
+  bool listens = false;
+  int local_port = 0;
+  int peer_port = 0;  // 0: not connected
+
+  bool operator==(const TcpSocket&) const = default;
+};
+
+std::vector<TcpSocket> tcp_sockets();
+
+// Both directions, if the descriptor is still that socket.
+void shut_down(const TcpSocket& socket) noexcept;
+
+}  // namespace lockstep::detail

@@ -1,0 +1,75 @@
+// LibTorch's own NCCL as a transport. CUDA tensors. NCCL refuses two ranks on one GPU.
+#include <cstdlib>
+
+#include <thread>
+
+#include <c10/cuda/CUDAFunctions.h>
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/base/log.h>
+#include <lockstep/comm/reduce.h>
+#include <lockstep/comm/transport.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+namespace lockstep::detail {
+namespace {
+
+using Nccl = c10d::ProcessGroupNCCL;
+
+class NcclTransport final : public Transport {
+ public:
+  explicit NcclTransport(const TransportContext& context) {
+    const int devices = c10::cuda::device_count();
+    if (context.device_index >= devices)
+      throw ConfigError(
+          fmt::format("backend 'nccl' needs a GPU of its own for each rank of a host: local rank {} has "
+                      "none, there are {}",
+                      context.device_index, devices));
+    // By default LibTorch's watchdog ends the process at an error; errors are ours to report.
+    ::setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", /*overwrite=*/0);
+    auto options = Nccl::Options::create();
+    options->timeout = context.timeout;
+    options->group_name = context.group;
+    backend_ = c10::make_intrusive<Nccl>(context.store, context.rank, context.size(), options);
+    backend_->setBoundDeviceId(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(context.device_index)));
+  }
+
+  Traits traits() const override { return {.avg = true, .keeps_inputs = true, .blocks_host = false}; }
+  c10d::Backend& backend() override { return *backend_; }
+
+  bool reduces(Dtype dtype, ReduceOp op) const override {
+    const bool bitwise = op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
+    // and, or of booleans are min and max of 0 and 1
+    const bool boolean = dtype == Dtype::boolean && op != ReduceOp::BXOR;
+    return reducible(dtype, op) && dtype != Dtype::int16 && (!bitwise || boolean);
+  }
+
+  // ncclCommAbort may take its time: a thread of its own calls it, which keeps the backend alive.
+  void interrupt(const std::string&) noexcept override {
+    if (interrupted_.exchange(true)) return;
+    try {
+      std::thread([backend = backend_] {
+        try {
+          backend->abort();
+        } catch (const std::exception& error) {
+          log(LogLevel::warn, "nccl: abort failed: {}", error.what());
+        }
+      }).detach();
+    } catch (...) {
+    }
+  }
+
+ private:
+  c10::intrusive_ptr<Nccl> backend_;
+  std::atomic<bool> interrupted_ = false;
+};
+
+}  // namespace
+
+bool nccl_available() { return c10::cuda::device_count() > 0; }
+
+std::unique_ptr<Transport> make_nccl_transport(const TransportContext& context) {
+  return std::make_unique<NcclTransport>(context);
+}
+
+}  // namespace lockstep::detail

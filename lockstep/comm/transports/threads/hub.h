@@ -1,0 +1,94 @@
+// Where ranks that are threads of one process meet. No sockets, no copies on the way, no LibTorch.
+//
+// A rank posts its part of an operation and goes on; the rank that comes last does the work of all, on
+// its own thread, and completes everybody's part. So nobody blocks while posting, operations overlap
+// freely, and each group's collectives run in the order in which they were posted.
+// Cost of an all-reduce of n bytes by p ranks: p n bytes read, p n written, by one thread.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/call.h>
+
+namespace lockstep::detail {
+
+constexpr int kAnySource = -1;
+
+// One rank's share of an operation. Buffers are dense and live until `done` has been called.
+//   all_reduce, reduce, broadcast: outputs[0], in place
+//   all_gather: inputs[0], outputs[from each rank]   gather: inputs[0], on the root outputs[from each]
+//   scatter: outputs[0], on the root inputs[to each]  reduce_scatter: inputs[to each], outputs[0]
+//   all_to_all: inputs[to each], outputs[from each]   send: inputs[0]   recv: outputs[0]
+struct Part {
+  Call call;
+  std::vector<const void*> inputs;
+  std::vector<void*> outputs;
+  std::size_t item_size = 0;  // bytes an element
+  // Called exactly once, by any thread, without the hub's lock; source is set for a receive.
+  std::function<void(std::exception_ptr error, int source)> done;
+};
+
+// The last call of every rank of the process, over all groups, for the answer to "where is rank 1?".
+class Whereabouts {
+ public:
+  explicit Whereabouts(int world_size) : last_(static_cast<std::size_t>(world_size)) {}
+  void note(int world_rank, const Call& call);
+  std::string describe(int world_rank) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Call>> last_;
+};
+
+class Hub {
+ public:
+  // ranks: the members' ranks in the world.
+  Hub(std::vector<int> ranks, std::shared_ptr<Whereabouts> whereabouts);
+
+  const std::vector<int>& ranks() const { return ranks_; }
+
+  void post(int rank, Part part);                                   // a collective
+  void post_point_to_point(int rank, std::int64_t tag, Part part);  // call.root is the peer or kAnySource
+
+  // Ends every pending and every later part with an error.
+  void poison(const std::string& cause);
+  // The rank will post no more: whoever waits for it gets an error at once.
+  void leave(int rank);
+  // Who has not come to the collective, and where it was last.
+  std::string absent(std::uint64_t sequence) const;
+
+ private:
+  struct Meeting {
+    std::vector<std::unique_ptr<Part>> parts;  // by rank
+    int arrived = 0;
+  };
+  struct Waiting {
+    int rank;
+    std::int64_t tag;
+    Part part;
+  };
+  using Finished = std::vector<Part>;
+
+  void fail_all(std::unique_lock<std::mutex> lock, const std::string& cause);
+  static void finish(Finished parts, const std::exception_ptr& error);
+  static void execute(Meeting& meeting);
+
+  const std::vector<int> ranks_;
+  const std::shared_ptr<Whereabouts> whereabouts_;
+  mutable std::mutex mutex_;
+  std::string poison_;  // empty: alive
+  std::vector<bool> left_;
+  std::vector<std::uint64_t> next_;  // each rank's next collective
+  std::map<std::uint64_t, Meeting> meetings_;
+  std::list<Waiting> sends_, receives_;  // in the order of posting
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,30 @@
+// Ranks as threads of one process: the transport, and the job that its ranks share.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include <lockstep/comm/transport.h>
+#include <lockstep/comm/transports/threads/hub.h>
+
+namespace lockstep::detail {
+
+// One per run_threads(): the groups' hubs by name, and the store.
+class ThreadsJob {
+ public:
+  explicit ThreadsJob(int size);
+  std::shared_ptr<Hub> hub(const std::string& group, const std::vector<int>& ranks);
+  const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
+
+ private:
+  const std::shared_ptr<Whereabouts> whereabouts_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<Hub>> hubs_;  // a rank may leave before another has come
+};
+
+std::unique_ptr<Transport> make_threads_transport(const TransportContext& context, ThreadsJob& job);
+
+}  // namespace lockstep::detail

@@ -1,0 +1,115 @@
+#include <lockstep/comm/world.h>
+
+#include <atomic>
+#include <exception>
+#include <thread>
+
+#include <fmt/format.h>
+#include <lockstep/base/log.h>
+#include <lockstep/comm/transports/threads/threads.h>
+#include <lockstep/comm/world_state.h>
+
+namespace lockstep {
+namespace {
+
+// One World at a time in a process: a second would meet the others under the first one's names.
+std::atomic<bool> process_has_world = false;
+
+World join_as(detail::Identity identity, WorldOptions options) {
+  if (process_has_world.exchange(true))
+    throw ConfigError(
+        "this process has a World already: one at a time is allowed, groups of it as many as needed");
+  try {
+    auto state = std::make_shared<detail::WorldState>(std::move(identity), std::move(options));
+    state->join();
+    return World(std::move(state));
+  } catch (...) {
+    process_has_world = false;
+    throw;
+  }
+}
+
+}  // namespace
+
+World World::from_environment(WorldOptions options) {
+  return join_as(detail::identity_from_environment(), std::move(options));
+}
+
+World init_process_group(const std::string& backend, int rank, int world_size, WorldOptions options) {
+  options.backend = backend;
+  return join_as(detail::identity_from_environment(rank, world_size), std::move(options));
+}
+
+World::World(std::shared_ptr<detail::WorldState> state)
+    : state_(std::move(state)), exceptions_at_birth_(std::uncaught_exceptions()) {}
+
+World::~World() {
+  if (!state_) return;  // moved from
+  const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
+  if (unwinding) detail::log(LogLevel::error, "rank {} leaves the job because of an exception", rank());
+  state_->close(/*in_order=*/!unwinding);
+  if (!state_->in_threads()) process_has_world = false;
+}
+
+int World::rank() const { return state_->identity().rank; }
+int World::size() const { return state_->identity().size; }
+int World::local_rank() const { return state_->identity().local_rank.value_or(0); }
+int World::local_size() const { return state_->identity().local_size.value_or(1); }
+at::Device World::device() const { return state_->device(); }
+Group World::group() const { return Group(state_->default_group()); }
+Group World::group(std::vector<int> ranks, GroupOptions options) {
+  return Group(state_->make_group(std::move(ranks), std::move(options)));
+}
+void World::add_observer(std::shared_ptr<Observer> observer) { state_->add_observer(std::move(observer)); }
+void World::remove_observer(const std::shared_ptr<Observer>& observer) { state_->remove_observer(observer); }
+void World::fail(const std::string& cause, std::optional<int> rank) { state_->fail({cause, rank}); }
+
+void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOptions options) {
+  if (num_ranks < 1 || num_ranks > 1024)
+    throw ConfigError(fmt::format("num_ranks={} is not allowed: from 1 to 1024 is", num_ranks));
+  auto job = std::make_shared<detail::ThreadsJob>(num_ranks);
+  std::vector<std::shared_ptr<detail::WorldState>> states;
+  for (int r = 0; r < num_ranks; ++r) {
+    detail::Identity identity;
+    identity.rank = r;
+    identity.size = num_ranks;
+    identity.local_rank = r;
+    identity.local_size = num_ranks;
+    identity.launcher = "threads";
+    states.push_back(std::make_shared<detail::WorldState>(std::move(identity), options, job));
+  }
+
+  std::mutex mutex;
+  std::exception_ptr first;
+  auto fail = [&](int rank, const std::string& text) {
+    {
+      std::lock_guard lock(mutex);
+      if (first) return;
+      first = std::current_exception();
+    }
+    for (auto& state : states) state->fail({fmt::format("rank {} threw: {}", rank, text), rank});
+  };
+  auto run_rank = [&](int rank) {
+    auto& state = states[static_cast<std::size_t>(rank)];
+    try {
+      state->join();
+      World world(state);
+      // Told before ~World, which would only say that this rank is leaving.
+      try {
+        body(world);
+      } catch (const std::exception& error) {
+        fail(rank, error.what());
+      } catch (...) {
+        fail(rank, "something that is not a std::exception");
+      }
+    } catch (const std::exception& error) {
+      fail(rank, error.what());
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int r = 0; r < num_ranks; ++r) threads.emplace_back(run_rank, r);
+  for (auto& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace lockstep

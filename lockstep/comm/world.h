@@ -1,0 +1,82 @@
+// This process's place in the job, and what it needs to talk to the others.
+//
+//   auto world = lockstep::World::from_environment();   // alone, or under a launcher: the same binary
+//   world.group().all_reduce(t).wait();
+//
+// One World at a time in a process (one per rank where ranks are threads). Leaving the scope leaves the
+// job: pending operations are finished first. During unwinding, or after a failure, it leaves at once.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <lockstep/comm/group.h>
+#include <lockstep/comm/observer.h>
+
+namespace lockstep {
+
+namespace detail {
+class WorldState;
+}
+
+struct WorldOptions {
+  // "auto", "gloo", "nccl", "mpi", "shm", or by device: "cpu:gloo,cuda:nccl".
+  // Unset: LOCKSTEP_BACKEND, else auto: nccl for CUDA where LibTorch has it, gloo for the CPU.
+  std::string backend = {};
+  // The deadline of each operation. Unset: LOCKSTEP_TIMEOUT, else 30 minutes.
+  Timeout timeout = {};
+  // How long to wait for all ranks to come. Unset: LOCKSTEP_JOIN_TIMEOUT, else 5 minutes.
+  Timeout join_timeout = {};
+};
+
+class World {
+ public:
+  // RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and LOCAL_RANK, LOCAL_WORLD_SIZE where given; a world of
+  // one where none of them is. Every rank calls it; returns when all have come. Throws ConfigError when
+  // the environment is incomplete or contradicts itself or another rank's, CommError when ranks are missing.
+  static World from_environment(WorldOptions options = {});
+
+  explicit World(std::shared_ptr<detail::WorldState> state);
+  World(World&&) noexcept = default;
+  World& operator=(World&&) = delete;
+  ~World();
+
+  int rank() const;
+  int size() const;
+  int local_rank() const;  // among the ranks of this host
+  int local_size() const;
+  bool is_main() const { return rank() == 0; }
+  at::Device device() const;  // cuda:<local rank> where the job uses CUDA, else cpu
+
+  Group group() const;  // of all ranks
+  // Of these ranks of the world, in this order; called by them alone, each with the same list. The same
+  // list again makes another group.
+  Group group(std::vector<int> ranks, GroupOptions options = {});
+
+  void add_observer(std::shared_ptr<Observer> observer);
+  void remove_observer(const std::shared_ptr<Observer>& observer);
+
+  // Tells this process that the job has failed: every wait ends at once with a CommError that carries
+  // the cause, in every thread and group, and so does every later call. Any thread, any time.
+  void fail(const std::string& cause, std::optional<int> rank = std::nullopt);
+
+ private:
+  std::shared_ptr<detail::WorldState> state_;
+  int exceptions_at_birth_;
+};
+
+// For those who come from PyTorch. rank and world_size below 0 are taken from the environment.
+World init_process_group(const std::string& backend = "auto", int rank = -1, int world_size = -1,
+                         WorldOptions options = {});
+
+// Ranks as threads of this process: runs body once per rank, each with a World of its own, and returns
+// when all have ended. When one throws, the others' waits end with a CommError that names it, and its
+// exception is thrown here.
+void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOptions options = {});
+
+}  // namespace lockstep

@@ -1,0 +1,176 @@
+#include <lockstep/comm/world_state.h>
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include <ATen/Context.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/environment.h>
+#include <lockstep/base/log.h>
+#include <lockstep/comm/backends.h>
+#include <lockstep/comm/rendezvous.h>
+#include <lockstep/comm/store.h>
+#include <lockstep/comm/transports/threads/threads.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace lockstep::detail {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+milliseconds limit(const Timeout& given, const char* variable, milliseconds fallback) {
+  auto value = given ? given : env::duration(variable);
+  if (!value) return fallback;
+  if (*value <= milliseconds(0))
+    throw ConfigError(fmt::format("a timeout of {} ms is not allowed: above 0 is", value->count()));
+  return *value;
+}
+
+}  // namespace
+
+WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<ThreadsJob> threads)
+    : identity_(std::move(identity)),
+      timeout_(limit(options.timeout, "LOCKSTEP_TIMEOUT", std::chrono::minutes(30))),
+      join_timeout_(limit(options.join_timeout, "LOCKSTEP_JOIN_TIMEOUT", std::chrono::minutes(5))),
+      backend_(options.backend.empty() ? env::text("LOCKSTEP_BACKEND").value_or("auto") : options.backend),
+      compares_calls_(env::flag("LOCKSTEP_CHECK", false)),
+      threads_(std::move(threads)) {}
+
+void WorldState::join() {
+  set_log_prefix(fmt::format("rank {}", identity_.rank));
+  check_backend_text(backend_, threads_ != nullptr);  // before anybody is met: it needs nobody
+  auto bare = threads_ ? threads_->store() : connect_store(identity_, join_timeout_);
+  auto watch = [this, bare] {
+    throw_if_failed();
+    throw_if_refused(*bare);
+  };
+  store_ = c10::make_intrusive<WatchedStore>(bare, join_timeout_, watch);
+  if (!threads_) address_ = meet(*store_, identity_, join_timeout_);
+
+  backends_ = choose_backends(backend_, identity_, threads_ != nullptr);
+  if (backends_.contains(at::kCUDA))
+    device_ = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(*identity_.local_rank));
+  std::vector<int> all(static_cast<std::size_t>(identity_.size));
+  for (int r = 0; r < identity_.size; ++r) all[static_cast<std::size_t>(r)] = r;
+  auto group = make_group(std::move(all), {.name = "world"});
+  std::lock_guard lock(mutex_);
+  default_group_ = std::move(group);
+}
+
+std::shared_ptr<GroupState> WorldState::default_group() const {
+  std::lock_guard lock(mutex_);
+  if (!default_group_) throw ConfigError("this World has been left: it has no groups");
+  return default_group_;
+}
+
+std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, GroupOptions options) {
+  const auto text = fmt::format("[{}]", fmt::join(ranks, ", "));
+  auto place = std::find(ranks.begin(), ranks.end(), identity_.rank);
+  auto sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  if (ranks.empty() || sorted.front() < 0 || sorted.back() >= identity_.size ||
+      std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
+    throw ConfigError(fmt::format("a group of ranks {} is not allowed: different ranks from 0 to {} are",
+                                  text, identity_.size - 1));
+  if (place == ranks.end())
+    throw ConfigError(fmt::format("rank {} makes a group of ranks {}: only its members make a group",
+                                  identity_.rank, text));
+  if (closed_) throw ConfigError("this World has been left: it makes no more groups");
+
+  TransportContext context;
+  context.ranks = ranks;
+  context.rank = static_cast<int>(place - ranks.begin());
+  context.world_size = identity_.size;
+  context.timeout = options.timeout.value_or(timeout_);
+  context.address = address_;
+  context.device_index = identity_.local_rank.value_or(0);
+  {
+    // Members agree on this name because each has made the same number of groups of the same ranks.
+    std::lock_guard lock(mutex_);
+    const auto members = fmt::format("{}", fmt::join(sorted, ","));
+    context.group = fmt::format("{}#{}", members, group_counts_[members]++);
+  }
+  context.store = c10::make_intrusive<c10d::PrefixStore>("group/" + context.group, store_);
+  if (ranks.size() > 1) agree_on_order(context, join_timeout_);
+  throw_if_failed();
+  auto name = options.name.empty() ? "world" + text : options.name;
+  auto group =
+      std::make_shared<GroupState>(shared_from_this(), std::move(name), std::move(ranks), context.rank,
+                                   context.timeout, make_transports(backends_, context, threads_.get()));
+  std::lock_guard lock(mutex_);
+  std::erase_if(groups_, [](const auto& known) { return known.expired(); });
+  groups_.push_back(group);
+  // A verdict that came meanwhile did not know of this group.
+  if (verdict_) group->fail(*verdict_);
+  return group;
+}
+
+std::vector<std::shared_ptr<GroupState>> WorldState::live_groups() const {
+  std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<GroupState>> groups;
+  for (const auto& known : groups_)
+    if (auto group = known.lock()) groups.push_back(std::move(group));
+  return groups;
+}
+
+void WorldState::fail(Verdict verdict) noexcept {
+  try {
+    {
+      std::lock_guard lock(mutex_);
+      if (verdict_) return;
+      verdict_ = verdict;
+      failed_ = true;
+    }
+    for (auto& group : live_groups()) group->fail(verdict);
+  } catch (const std::exception& error) {
+    log(LogLevel::error, "a failure could not be told to every group: {}", error.what());
+  }
+}
+
+void WorldState::throw_if_failed() const {
+  if (!failed_) return;
+  std::lock_guard lock(mutex_);
+  throw Error(verdict_->cause);
+}
+
+void WorldState::close(bool in_order) noexcept {
+  if (closed_.exchange(true)) return;
+  try {
+    auto groups = live_groups();
+    in_order = in_order && !failed_;
+    for (auto group = groups.rbegin(); group != groups.rend(); ++group) (*group)->close(in_order);
+    {
+      std::lock_guard lock(mutex_);
+      default_group_.reset();
+      groups_.clear();
+    }
+    groups.clear();
+    if (!threads_ && identity_.size > 1) leave(*store_, identity_, in_order);
+  } catch (const std::exception& error) {
+    log(LogLevel::warn, "leaving the job: {}", error.what());
+  }
+}
+
+void WorldState::add_observer(std::shared_ptr<Observer> observer) {
+  if (!observer) throw ConfigError("add_observer was given no observer");
+  std::lock_guard lock(mutex_);
+  observers_.push_back(std::move(observer));
+  observed_ = true;
+}
+
+void WorldState::remove_observer(const std::shared_ptr<Observer>& observer) {
+  std::lock_guard lock(mutex_);
+  std::erase(observers_, observer);
+  observed_ = !observers_.empty();
+}
+
+std::vector<std::shared_ptr<Observer>> WorldState::observers() const {
+  std::lock_guard lock(mutex_);
+  return observers_;
+}
+
+}  // namespace lockstep::detail

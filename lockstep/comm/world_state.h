@@ -1,0 +1,72 @@
+// What a World owns: identity, store, groups, observers.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/group_state.h>
+#include <lockstep/comm/world.h>
+#include <lockstep/launch/identity.h>
+
+namespace lockstep::detail {
+
+class ThreadsJob;
+
+class WorldState : public std::enable_shared_from_this<WorldState> {
+ public:
+  // threads: set when ranks are threads of this process; then no launcher and no network is used.
+  WorldState(Identity identity, WorldOptions options, std::shared_ptr<ThreadsJob> threads = nullptr);
+
+  // Meets the other ranks and makes the group of all.
+  void join();
+
+  const Identity& identity() const { return identity_; }
+  at::Device device() const { return device_; }
+  std::shared_ptr<GroupState> default_group() const;
+  std::shared_ptr<GroupState> make_group(std::vector<int> ranks, GroupOptions options);
+  bool compares_calls() const { return compares_calls_; }
+
+  void fail(Verdict verdict) noexcept;
+  bool failed() const { return failed_; }
+  bool in_threads() const { return threads_ != nullptr; }
+  void close(bool in_order) noexcept;
+
+  void add_observer(std::shared_ptr<Observer> observer);
+  void remove_observer(const std::shared_ptr<Observer>& observer);
+  template <typename F>
+  void observe(F&& tell) const {
+    if (!observed_.load(std::memory_order_acquire)) return;
+    for (const auto& observer : observers()) tell(*observer);
+  }
+
+ private:
+  std::vector<std::shared_ptr<Observer>> observers() const;
+  std::vector<std::shared_ptr<GroupState>> live_groups() const;
+  void throw_if_failed() const;
+
+  Identity identity_;
+  const std::chrono::milliseconds timeout_, join_timeout_;
+  const std::string backend_;  // as given
+  const bool compares_calls_;
+  const std::shared_ptr<ThreadsJob> threads_;
+  std::map<at::DeviceType, std::string> backends_;
+  at::Device device_ = at::kCPU;
+  std::string address_;  // of this host, as peers reach it; empty: loopback
+  c10::intrusive_ptr<c10d::Store> store_;
+
+  mutable std::mutex mutex_;
+  std::optional<Verdict> verdict_;
+  std::atomic<bool> failed_ = false, closed_ = false;
+  std::shared_ptr<GroupState> default_group_;
+  std::vector<std::weak_ptr<GroupState>> groups_;
+  std::map<std::string, int> group_counts_;  // how often a list of ranks was made into a group
+  std::vector<std::shared_ptr<Observer>> observers_;
+  std::atomic<bool> observed_ = false;
+};
+
+}  // namespace lockstep::detail

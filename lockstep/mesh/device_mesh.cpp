@@ -1,0 +1,149 @@
+#include <lockstep/mesh/device_mesh.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <numeric>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep {
+
+struct DeviceMesh::State {
+  explicit State(Group all) : world(std::move(all)) {}
+
+  Group world;  // of all ranks, from which the others are made
+  std::vector<std::string> axes;
+  std::vector<int> sizes, coordinates;
+  std::vector<int> ranks;  // of the world, row-major over the axes
+  std::map<std::string, Group, std::less<>> groups;
+  std::mutex mutex;
+
+  std::size_t index(std::string_view axis) const {
+    auto found = std::find(axes.begin(), axes.end(), axis);
+    if (found == axes.end())
+      throw ConfigError(fmt::format("the mesh has no axis '{}': it has {}", axis, fmt::join(axes, ", ")));
+    return static_cast<std::size_t>(found - axes.begin());
+  }
+
+  // The chosen axes' places in the mesh's own order.
+  std::vector<std::size_t> indices(const std::vector<std::string>& chosen) const {
+    std::vector<std::size_t> result;
+    for (const auto& axis : chosen) result.push_back(index(axis));
+    std::sort(result.begin(), result.end());
+    if (result.empty() || std::adjacent_find(result.begin(), result.end()) != result.end())
+      throw ConfigError(fmt::format("axes [{}] are not allowed: different axes of {} are",
+                                    fmt::join(chosen, ", "), fmt::join(axes, ", ")));
+    return result;
+  }
+
+  // World ranks that share this rank's coordinates but for the chosen axes.
+  std::vector<int> members(const std::vector<std::size_t>& chosen) const {
+    std::vector<int> result;
+    for (std::size_t place = 0; place < ranks.size(); ++place) {
+      bool ours = true;
+      std::size_t rest = place;
+      for (std::size_t axis = axes.size(); axis-- > 0;) {
+        const auto size = static_cast<std::size_t>(sizes[axis]);
+        const bool free = std::find(chosen.begin(), chosen.end(), axis) != chosen.end();
+        ours = ours && (free || static_cast<int>(rest % size) == coordinates[axis]);
+        rest /= size;
+      }
+      if (ours) result.push_back(ranks[place]);
+    }
+    return result;
+  }
+
+  void place(int world_rank) {
+    auto found = std::find(ranks.begin(), ranks.end(), world_rank);
+    LOCKSTEP_ASSERT(found != ranks.end(), "a mesh without this rank");
+    auto rest = static_cast<int>(found - ranks.begin());
+    coordinates.resize(axes.size());
+    for (std::size_t axis = axes.size(); axis-- > 0;) {
+      coordinates[axis] = rest % sizes[axis];
+      rest /= sizes[axis];
+    }
+  }
+};
+
+DeviceMesh::DeviceMesh(World& world, Axes axes) : state_(std::make_shared<State>(world.group())) {
+  std::vector<std::string> texts;
+  for (const auto& [name, size] : axes) texts.push_back(fmt::format("{}={}", name, size));
+  auto refuse = [&](std::string_view why) {
+    return ConfigError(fmt::format("a mesh of [{}] over {} ranks is not allowed: {}", fmt::join(texts, ", "),
+                                   world.size(), why));
+  };
+  if (axes.empty()) throw refuse("at least one axis is needed");
+  std::int64_t known = 1;
+  int open = 0;
+  for (const auto& [name, size] : axes) {
+    if (name.empty()) throw refuse("an axis needs a name");
+    if (std::find(state_->axes.begin(), state_->axes.end(), name) != state_->axes.end())
+      throw refuse("names must differ");
+    if (size != -1 && (size < 1 || size > world.size()))
+      throw refuse("a size is from 1 to the number of ranks, or -1 for what is left");
+    if (size == -1)
+      ++open;
+    else
+      known *= size;
+    state_->axes.push_back(name);
+    state_->sizes.push_back(size);
+  }
+  if (open > 1) throw refuse("one size at most may be -1");
+  if (open == 1 ? world.size() % known != 0 : known != world.size())
+    throw refuse(fmt::format("the sizes multiply to {}", known));
+  for (int& size : state_->sizes)
+    if (size == -1) size = world.size() / static_cast<int>(known);
+
+  state_->ranks.resize(static_cast<std::size_t>(world.size()));
+  std::iota(state_->ranks.begin(), state_->ranks.end(), 0);
+  state_->place(world.rank());
+  for (std::size_t axis = 0; axis < state_->axes.size(); ++axis) {
+    const auto& name = state_->axes[axis];
+    state_->groups.emplace(name, state_->world.subgroup(state_->members({axis}), {.name = name}));
+  }
+}
+
+const std::vector<std::string>& DeviceMesh::axes() const { return state_->axes; }
+int DeviceMesh::size() const { return static_cast<int>(state_->ranks.size()); }
+int DeviceMesh::size(std::string_view axis) const { return state_->sizes[state_->index(axis)]; }
+int DeviceMesh::coordinate(std::string_view axis) const { return state_->coordinates[state_->index(axis)]; }
+const std::vector<int>& DeviceMesh::ranks() const { return state_->ranks; }
+
+Group DeviceMesh::operator[](std::string_view axis) const {
+  state_->index(axis);
+  std::lock_guard lock(state_->mutex);
+  return state_->groups.find(axis)->second;
+}
+
+Group DeviceMesh::group(const std::vector<std::string>& axes) const {
+  const auto chosen = state_->indices(axes);
+  std::vector<std::string> names;
+  for (auto axis : chosen) names.push_back(state_->axes[axis]);
+  const auto name = fmt::format("{}", fmt::join(names, "."));
+  std::lock_guard lock(state_->mutex);
+  auto found = state_->groups.find(name);
+  if (found == state_->groups.end())
+    found =
+        state_->groups.emplace(name, state_->world.subgroup(state_->members(chosen), {.name = name})).first;
+  return found->second;
+}
+
+DeviceMesh DeviceMesh::slice(const std::vector<std::string>& axes) const {
+  const auto chosen = state_->indices(axes);
+  auto part = std::make_shared<State>(state_->world);
+  part->ranks = state_->members(chosen);
+  std::lock_guard lock(state_->mutex);
+  for (auto axis : chosen) {
+    const auto& name = state_->axes[axis];
+    part->axes.push_back(name);
+    part->sizes.push_back(state_->sizes[axis]);
+    part->coordinates.push_back(state_->coordinates[axis]);
+    part->groups.emplace(name, state_->groups.find(name)->second);
+  }
+  return DeviceMesh(std::move(part));
+}
+
+}  // namespace lockstep

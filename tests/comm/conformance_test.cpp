@@ -1,0 +1,487 @@
+// Every collective against a reference computed on one rank. Runs on every transport and number of ranks:
+// tests/CMakeLists.txt has the table, docs/conformance.md the outcome.
+#include <chrono>
+#include <thread>
+
+#include "support/ranks.h"
+#include "support/values.h"
+
+namespace lockstep::testing {
+namespace {
+
+using std::chrono::milliseconds;
+
+// bf16 and half sums are exact here, but an average need not be: engines that divide a rounded sum and
+// those that round once agree only where the quotient is exact.
+void expect_close(const at::Tensor& got, const at::Tensor& expected) {
+  ASSERT_EQ(got.scalar_type(), expected.scalar_type());
+  EXPECT_TRUE(at::allclose(got.to(at::kDouble), expected.to(at::kDouble), 1e-2, 0)) << "got\n"
+                                                                                    << got << "\nexpected\n"
+                                                                                    << expected;
+}
+
+void expect_reduced(const at::Tensor& got, const at::Tensor& expected, ReduceOp op) {
+  if (op == ReduceOp::AVG)
+    expect_close(got, expected);
+  else
+    EXPECT_SAME(got, expected);
+}
+
+template <typename F>
+void for_every_reduction(F&& f) {
+  for (auto type : kTrainingDtypes)
+    for (auto op : kReductions)
+      if (defined_for(op, type)) {
+        SCOPED_TRACE(std::string(name(op)) + " of " + c10::toString(type));
+        f(type, op);
+      }
+}
+
+TEST(Conformance, all_reduce) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    for_every_reduction([&](at::ScalarType type, ReduceOp op) {
+      auto tensor = value(group.rank(), {3, 5}, type, 0, op);
+      group.all_reduce(tensor, {.op = op, .tag = "test"}).wait();
+      expect_reduced(tensor, reduced_values(group.size(), {3, 5}, type, op), op);
+    });
+  });
+}
+
+TEST(Conformance, all_reduce_of_a_large_tensor) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto tensor = value(group.rank(), {1'000'003}, at::kFloat);
+    group.all_reduce(tensor).wait();
+    EXPECT_SAME(tensor, reduced_values(group.size(), {1'000'003}, at::kFloat, ReduceOp::SUM));
+  });
+}
+
+TEST(Conformance, all_reduce_of_scalars_and_nothing) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto scalar = at::scalar_tensor(group.rank() + 1.0, at::kDouble);
+    group.all_reduce(scalar).wait();
+    EXPECT_EQ(scalar.item<double>(), group.size() * (group.size() + 1) / 2);
+    auto nothing = at::empty({0, 3});
+    group.all_reduce(nothing).wait();
+    EXPECT_EQ(nothing.numel(), 0);
+  });
+}
+
+TEST(Conformance, all_reduce_of_views) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto whole = value(group.rank(), {6, 4}, at::kFloat);
+    auto before = whole.clone();
+    group.all_reduce(whole.t()).wait();
+    EXPECT_SAME(whole, reduced_values(group.size(), {6, 4}, at::kFloat, ReduceOp::SUM));
+    auto striped = before.clone();
+    group.all_reduce(striped.slice(1, 0, 4, 2)).wait();
+    EXPECT_SAME(striped.slice(1, 0, 4, 2), whole.slice(1, 0, 4, 2));
+    EXPECT_SAME(striped.slice(1, 1, 4, 2), before.slice(1, 1, 4, 2));
+  });
+}
+
+TEST(Conformance, all_reduce_passes_nan_and_infinity) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const double nan = std::nan(""), infinity = std::numeric_limits<double>::infinity();
+    for (auto op : {ReduceOp::SUM, ReduceOp::MAX, ReduceOp::MIN}) {
+      auto tensor = at::ones({3});
+      if (group.rank() == group.size() - 1) tensor = at::tensor({nan, infinity, 1.0}, at::kFloat);
+      group.all_reduce(tensor, {.op = op}).wait();
+      const bool drops_nan = transport() == "gloo" && op != ReduceOp::SUM && group.size() > 1;
+      EXPECT_TRUE(drops_nan || std::isnan(tensor[0].item<float>())) << name(op);
+      EXPECT_EQ(op != ReduceOp::MIN || group.size() == 1, std::isinf(tensor[1].item<float>())) << name(op);
+    }
+  });
+}
+
+TEST(Conformance, all_reduce_of_a_leaf_that_requires_grad) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto parameter = at::ones({4}).requires_grad_();
+    group.all_reduce(parameter).wait();
+    EXPECT_SAME(parameter.detach(), at::full({4}, group.size(), at::kFloat));
+  });
+}
+
+TEST(Conformance, reduce) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    for (int root = 0; root < group.size(); ++root)
+      for (auto type : kTrainingDtypes)
+        for (auto op : {ReduceOp::SUM, ReduceOp::MAX, ReduceOp::AVG}) {
+          if (!defined_for(op, type)) continue;
+          auto tensor = value(group.rank(), {7}, type, root);
+          const auto before = tensor.clone();
+          group.reduce(tensor, {.op = op, .root = root}).wait();
+          if (group.rank() == root)
+            expect_reduced(tensor, reduced_values(group.size(), {7}, type, op, root), op);
+          else
+            EXPECT_SAME(tensor, before);
+        }
+  });
+}
+
+TEST(Conformance, broadcast) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto dtypes = kTrainingDtypes;
+    dtypes.insert(dtypes.end(), {at::kChar, at::kShort, at::kComplexFloat});
+    for (int root = 0; root < group.size(); ++root)
+      for (auto type : dtypes) {
+        auto tensor = value(group.rank(), {2, 9}, type, root);
+        group.broadcast(tensor, {.root = root}).wait();
+        EXPECT_SAME(tensor, value(root, {2, 9}, type, root));
+        auto view = value(group.rank(), {9, 2}, type, root).t();
+        group.broadcast(view, {.root = root}).wait();
+        EXPECT_SAME(view, value(root, {9, 2}, type, root).t());
+      }
+    auto nothing = at::empty({0});
+    group.broadcast(nothing).wait();
+  });
+}
+
+TEST(Conformance, all_gather) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    for (auto type : kTrainingDtypes) {
+      std::vector<at::Tensor> expected;
+      for (int r = 0; r < group.size(); ++r) expected.push_back(value(r, {2, 3}, type));
+      auto out = at::zeros({2 * group.size(), 3}, type);
+      group.all_gather(out, value(group.rank(), {2, 3}, type)).wait();
+      EXPECT_SAME(out, at::cat(expected));
+      auto view = at::zeros({3, 2 * group.size()}, type).t();
+      group.all_gather(view, value(group.rank(), {3, 2}, type).t().contiguous()).wait();
+      for (int r = 0; r < group.size(); ++r)
+        EXPECT_SAME(view.narrow(0, 2 * r, 2), value(r, {3, 2}, type).t());
+    }
+    auto out = at::empty({0});
+    group.all_gather(out, at::empty({0})).wait();
+  });
+}
+
+// Rank r has r * 3 % 4 rows: some have none.
+std::int64_t rows(int rank) { return rank * 3 % 4; }
+
+TEST(Conformance, all_gather_of_unequal_sizes) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    for (auto type : kTrainingDtypes) {
+      std::vector<at::Tensor> out;
+      for (int r = 0; r < group.size(); ++r)
+        out.push_back(r % 2 == 0 ? at::zeros({rows(r), 3}, type) : at::zeros({3, rows(r)}, type).t());
+      group.all_gather(out, value(group.rank(), {rows(group.rank()), 3}, type)).wait();
+      for (int r = 0; r < group.size(); ++r)
+        EXPECT_SAME(out[static_cast<std::size_t>(r)], value(r, {rows(r), 3}, type));
+    }
+  });
+}
+
+TEST(Conformance, gather) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    for (bool equal : {true, false})
+      for (int root = 0; root < group.size(); ++root)
+        for (auto type : kTrainingDtypes) {
+          auto size = [&](int rank) { return equal ? 2 : rows(rank); };
+          std::vector<at::Tensor> out;
+          for (int r = 0; r < group.size() && group.rank() == root; ++r)
+            out.push_back(at::zeros({size(r), 3}, type));
+          group.gather(out, value(group.rank(), {size(group.rank()), 3}, type, root), {.root = root}).wait();
+          for (std::size_t r = 0; r < out.size(); ++r)
+            EXPECT_SAME(out[r], value(static_cast<int>(r), {size(static_cast<int>(r)), 3}, type, root));
+        }
+  });
+}
+
+TEST(Conformance, scatter) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    for (bool equal : {true, false})
+      for (int root = 0; root < group.size(); ++root)
+        for (auto type : kTrainingDtypes) {
+          auto size = [&](int rank) { return equal ? 2 : rows(rank); };
+          std::vector<at::Tensor> in;
+          for (int r = 0; r < group.size() && group.rank() == root; ++r)
+            in.push_back(value(r, {3, size(r)}, type, root).t());
+          auto out = at::zeros({size(group.rank()), 3}, type);
+          group.scatter(out, in, {.root = root}).wait();
+          EXPECT_SAME(out, value(group.rank(), {3, size(group.rank())}, type, root).t());
+        }
+  });
+}
+
+TEST(Conformance, reduce_scatter) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    for_every_reduction([&](at::ScalarType type, ReduceOp op) {
+      auto in = value(group.rank(), {2 * group.size(), 3}, type, 0, op);
+      auto out = at::zeros({3, 2}, type).t();
+      group.reduce_scatter(out, in, {.op = op}).wait();
+      auto all = reduced_values(group.size(), {2 * group.size(), 3}, type, op);
+      expect_reduced(out, all.narrow(0, 2 * group.rank(), 2), op);
+      EXPECT_SAME(in, value(group.rank(), {2 * group.size(), 3}, type, 0, op));
+    });
+  });
+}
+
+TEST(Conformance, reduce_scatter_of_unequal_sizes) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    for_every_reduction([&](at::ScalarType type, ReduceOp op) {
+      std::vector<at::Tensor> in;
+      for (int r = 0; r < group.size(); ++r) in.push_back(value(group.rank(), {rows(r), 3}, type, r, op));
+      auto out = at::zeros({3, rows(group.rank())}, type).t();
+      group.reduce_scatter(out, in, {.op = op}).wait();
+      expect_reduced(out, reduced_values(group.size(), {rows(group.rank()), 3}, type, op, group.rank()), op);
+    });
+  });
+}
+
+TEST(Conformance, all_to_all) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const int n = group.size(), me = group.rank();
+    for (auto type : kTrainingDtypes) {
+      auto in = value(me, {2 * n, 3}, type);
+      auto out = at::zeros({2 * n, 3}, type);
+      group.all_to_all(out, in).wait();
+      for (int r = 0; r < n; ++r)
+        EXPECT_SAME(out.narrow(0, 2 * r, 2), value(r, {2 * n, 3}, type).narrow(0, 2 * me, 2));
+    }
+  });
+}
+
+TEST(Conformance, all_to_all_of_unequal_splits) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const int n = group.size(), me = group.rank();
+    auto split = [](int from, int to) -> std::int64_t { return (from + 2 * to) % 3; };
+    for (auto type : kTrainingDtypes) {
+      std::vector<std::int64_t> to, from;
+      std::vector<at::Tensor> in, expected;
+      for (int r = 0; r < n; ++r) {
+        to.push_back(split(me, r));
+        from.push_back(split(r, me));
+        in.push_back(value(me, {split(me, r), 2}, type, r));
+        expected.push_back(value(r, {split(r, me), 2}, type, me));
+      }
+      auto out = at::zeros({at::cat(expected).size(0), 2}, type);
+      group.all_to_all(out, at::cat(in), {.out_splits = from, .in_splits = to}).wait();
+      EXPECT_SAME(out, at::cat(expected));
+    }
+  });
+}
+
+TEST(Conformance, send_and_recv) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const int n = group.size(), me = group.rank(), next = (me + 1) % n, previous = (me + n - 1) % n;
+    if (n == 1) return;
+    for (auto type : kTrainingDtypes) {
+      auto in = at::zeros({4, 3}, type).t();
+      auto received = group.recv(in, {.peer = previous});
+      auto sent = group.send(value(me, {4, 3}, type).t(), {.peer = next});
+      received.wait();
+      sent.wait();
+      EXPECT_SAME(in, value(previous, {4, 3}, type).t());
+      EXPECT_EQ(received.source(), previous);
+    }
+    // Tags pair them, whatever the order; many may be under way.
+    std::vector<at::Tensor> in;
+    std::vector<Work> works;
+    for (int tag = 0; tag < 8; ++tag) {
+      in.push_back(at::zeros({1000 + tag}));
+      works.push_back(group.recv(in.back(), {.peer = previous, .tag = tag}));
+    }
+    for (int tag = 7; tag >= 0; --tag)
+      works.push_back(group.send(value(me, {1000 + tag}, at::kFloat, tag), {.peer = next, .tag = tag}));
+    for (auto& work : works) work.wait();
+    for (int tag = 0; tag < 8; ++tag)
+      EXPECT_SAME(in[static_cast<std::size_t>(tag)], value(previous, {1000 + tag}, at::kFloat, tag));
+  });
+}
+
+TEST(Conformance, recv_from_any_rank) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    if (group.rank() != 0)
+      return group.send(value(group.rank(), {5}, at::kFloat), {.peer = 0, .tag = 9}).wait();
+    std::vector<bool> seen(static_cast<std::size_t>(group.size()));
+    for (int i = 1; i < group.size(); ++i) {
+      auto in = at::zeros({5});
+      auto work = group.recv(in, {.peer = kAnyRank, .tag = 9});
+      work.wait();
+      ASSERT_TRUE(work.source().has_value());
+      EXPECT_SAME(in, value(*work.source(), {5}, at::kFloat));
+      EXPECT_FALSE(seen.at(static_cast<std::size_t>(*work.source())));
+      seen[static_cast<std::size_t>(*work.source())] = true;
+    }
+  });
+}
+
+TEST(Conformance, barrier) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto now = [] { return std::chrono::steady_clock::now().time_since_epoch().count(); };
+    for (int round = 0; round < 3; ++round) {
+      std::this_thread::sleep_for(milliseconds((group.rank() * 7 + round * 3) % 20));
+      const auto entered = now();
+      group.barrier().wait();
+      const auto left = now();
+      // One clock for all ranks of a host.
+      const auto entries = group.all_gather_values(entered);
+      EXPECT_GE(left, *std::max_element(entries.begin(), entries.end()));
+    }
+  });
+}
+
+TEST(Conformance, values_and_strings) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    struct Point {
+      int x;
+      double y;
+    };
+    for (int root = 0; root < group.size(); ++root) {
+      auto point = group.broadcast_value(Point{group.rank(), group.rank() * 0.5}, {.root = root});
+      EXPECT_EQ(point.x, root);
+      EXPECT_EQ(point.y, root * 0.5);
+      for (std::size_t length : {0, 1, 247, 248, 249, 100'000}) {
+        auto text = group.broadcast_value(
+            std::string(group.rank() == root ? length : 3, static_cast<char>('a' + group.rank())),
+            {.root = root});
+        EXPECT_EQ(text, std::string(length, static_cast<char>('a' + root)));
+      }
+    }
+    auto all = group.all_gather_values(std::string(static_cast<std::size_t>(group.rank()) * 200, 'x'));
+    for (std::size_t r = 0; r < all.size(); ++r) EXPECT_EQ(all[r], std::string(r * 200, 'x'));
+  });
+}
+
+TEST(Conformance, overlapping_operations) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    std::vector<at::Tensor> tensors;
+    std::vector<Work> works;
+    for (int i = 0; i < 24; ++i) {
+      tensors.push_back(value(group.rank(), {1 + i * 977}, at::kFloat, i));
+      if (i % 3 == 2)
+        works.push_back(group.broadcast(tensors.back(), {.root = i % group.size()}));
+      else
+        works.push_back(group.all_reduce(tensors.back()));
+    }
+    for (int i = 23; i >= 0; --i) {
+      works[static_cast<std::size_t>(i)].wait();
+      EXPECT_TRUE(works[static_cast<std::size_t>(i)].done());
+      auto expected = i % 3 == 2 ? value(i % group.size(), {1 + i * 977}, at::kFloat, i)
+                                 : reduced_values(group.size(), {1 + i * 977}, at::kFloat, ReduceOp::SUM, i);
+      EXPECT_SAME(tensors[static_cast<std::size_t>(i)], expected);
+    }
+  });
+}
+
+TEST(Conformance, subgroups_at_the_same_time) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const int parity = group.rank() % 2;
+    auto half = group.split(parity);
+    EXPECT_EQ(half.size(), (group.size() + 1 - parity) / 2);
+    EXPECT_EQ(half.rank(), group.rank() / 2);
+    for (int round = 0; round < 10; ++round) {
+      auto a = value(half.rank(), {100}, at::kFloat, round),
+           b = value(group.rank(), {100}, at::kFloat, round);
+      auto first = half.all_reduce(a);
+      auto second = group.all_reduce(b);
+      if (parity == 0) std::this_thread::sleep_for(milliseconds(1));
+      second.wait();
+      first.wait();
+      EXPECT_SAME(a, reduced_values(half.size(), {100}, at::kFloat, ReduceOp::SUM, round));
+      EXPECT_SAME(b, reduced_values(group.size(), {100}, at::kFloat, ReduceOp::SUM, round));
+    }
+  });
+}
+
+TEST(Conformance, split_orders_by_key) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto reversed = group.split(0, -group.rank());
+    EXPECT_EQ(reversed.rank(), group.size() - 1 - group.rank());
+    auto out = at::zeros({group.size()}, at::kLong);
+    reversed.all_gather(out, at::full({1}, group.rank(), at::kLong)).wait();
+    EXPECT_SAME(out, at::arange(group.size() - 1, -1, -1, at::kLong));
+  });
+}
+
+TEST(Conformance, groups_of_listed_ranks) {
+  on_every_rank([](World& world) {
+    if (world.size() < 3 || (world.rank() != 0 && world.rank() != 2)) return;
+    for (int round = 0; round < 2; ++round) {  // the same list again is another group
+      auto pair = world.group({2, 0});
+      EXPECT_EQ(pair.rank(), world.rank() == 2 ? 0 : 1);
+      auto tensor = at::full({3}, world.rank() + 1.0);
+      pair.all_reduce(tensor).wait();
+      EXPECT_SAME(tensor, at::full({3}, 4.0));
+    }
+  });
+}
+
+TEST(Conformance, dropped_works_complete) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto kept = at::ones({1000});
+    for (int i = 0; i < 5; ++i) {
+      auto gone = value(group.rank(), {5000}, at::kFloat, i);
+      auto dropped = group.all_reduce(gone);  // the tensor goes before the Work
+    }
+    if (group.size() > 1 && group.rank() < 2) {
+      const int peer = 1 - group.rank();
+      auto gone = group.send(at::ones({20}), {.peer = peer, .tag = 3});
+      group.recv(at::zeros({20}), {.peer = peer, .tag = 3}).wait();
+    }
+    group.all_reduce(kept).wait();
+    EXPECT_SAME(kept, at::full({1000}, static_cast<double>(group.size()), at::kFloat));
+  });
+}
+
+TEST(Conformance, done_turns_true_by_polling) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto poll = [](Work& work) {
+      const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+      while (!work.done() && std::chrono::steady_clock::now() < limit)
+        std::this_thread::sleep_for(milliseconds(1));
+      EXPECT_TRUE(work.done());
+      work.wait();
+    };
+    auto tensor = at::ones({10});
+    auto work = group.all_reduce(tensor);
+    poll(work);
+    EXPECT_SAME(tensor, at::full({10}, static_cast<double>(group.size()), at::kFloat));
+    if (group.size() == 1) return;
+    const int n = group.size(), next = (group.rank() + 1) % n, previous = (group.rank() + n - 1) % n;
+    auto in = at::zeros({4});
+    auto received = group.recv(in, {.peer = previous});
+    auto sent = group.send(at::full({4}, static_cast<double>(group.rank())), {.peer = next});
+    poll(received);
+    poll(sent);
+    EXPECT_SAME(in, at::full({4}, static_cast<double>(previous)));
+  });
+}
+
+TEST(Conformance, allocate_gives_tensors_that_travel) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    auto tensor = group.allocate({3, 4}, at::kDouble);
+    tensor.fill_(group.rank() + 1.0);
+    group.all_reduce(tensor.narrow(0, 1, 1)).wait();
+    EXPECT_EQ(tensor[1][0].item<double>(), group.size() * (group.size() + 1) / 2);
+    EXPECT_EQ(tensor[0][0].item<double>(), group.rank() + 1.0);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::testing

@@ -1,0 +1,56 @@
+#include <lockstep/comm/transports/gloo/sockets.h>
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "support/errors.h"
+
+namespace lockstep::testing {
+namespace {
+
+using detail::tcp_sockets;
+using detail::TcpSocket;
+
+TEST(Sockets, the_process_finds_its_own_and_shuts_down_one_of_them) {
+  const int listener = ::socket(AF_INET, SOCK_STREAM, 0), client = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  ASSERT_EQ(::bind(listener, reinterpret_cast<sockaddr*>(&address), length), 0);
+  ASSERT_EQ(::listen(listener, 1), 0);
+  ASSERT_EQ(::getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  ASSERT_EQ(::connect(client, reinterpret_cast<sockaddr*>(&address), length), 0);
+  const int server = ::accept(listener, nullptr, nullptr);
+
+  const auto all = tcp_sockets();
+  auto find = [&](int fd) {
+    auto found =
+        std::find_if(all.begin(), all.end(), [&](const TcpSocket& socket) { return socket.fd == fd; });
+    return found == all.end() ? TcpSocket{} : *found;
+  };
+  EXPECT_TRUE(find(listener).listens);
+  EXPECT_EQ(find(listener).local_port, ntohs(address.sin_port));
+  EXPECT_FALSE(find(server).listens);
+  EXPECT_EQ(find(server).local_port, ntohs(address.sin_port));
+  EXPECT_EQ(find(client).peer_port, ntohs(address.sin_port));
+
+  // Not what has taken the descriptor's place since.
+  TcpSocket stale = find(client);
+  stale.inode += 1;
+  detail::shut_down(stale);
+  char byte = 'x';
+  EXPECT_EQ(::send(client, &byte, 1, MSG_NOSIGNAL), 1);
+  EXPECT_EQ(::recv(server, &byte, 1, 0), 1);
+
+  detail::shut_down(find(client));
+  EXPECT_EQ(::recv(server, &byte, 1, 0), 0);
+  for (int fd : {listener, client, server}) ::close(fd);
+}
+
+}  // namespace
+}  // namespace lockstep::testing

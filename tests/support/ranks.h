@@ -1,0 +1,26 @@
+// Runs a test's body on every rank of the setting that the command line names:
+//
+//   conformance --transport=threads --ranks=4            ranks as threads of this process
+//   lockstep run -n 4 conformance --transport=gloo       ranks as processes, this one being one of them
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include <lockstep/lockstep.h>
+
+#include "support/errors.h"
+
+namespace lockstep::testing {
+
+const std::string& transport();  // "threads", "gloo", "mpi", "nccl"
+int num_ranks();
+bool ranks_are_threads();
+
+// The same World for every test of a process: a test that breaks a group makes one of its own.
+void on_every_rank(const std::function<void(World&)>& body);
+
+// For a test that breaks the whole World, last in its process: makes one just for it.
+World fresh_world(WorldOptions options = {});
+
+}  // namespace lockstep::testing
