@@ -50,6 +50,20 @@ void supply_average(const Transport& engine, Pending& pending, at::Tensor result
   pending.finish.insert(pending.finish.begin(), [result, size] { at::Tensor(result).div_(size); });
 }
 
+// For engines that have none: an all-reduce of a copy, of which this rank takes its part. Twice the bytes.
+void reduce_scatter_by_all_reduce(Transport& engine, Pending& pending, const at::Tensor& target,
+                                  const std::vector<at::Tensor>& in, std::int64_t offset) {
+  std::vector<at::Tensor> flat;
+  for (const auto& tensor : in) flat.push_back(tensor.detach().reshape({-1}));
+  auto all = at::cat(flat);
+  auto part = all.narrow(0, offset, target.numel());
+  std::vector<at::Tensor> tensors{to_reduce(engine, all)};
+  pending.works.push_back(
+      engine.backend().allreduce(tensors, reducing<c10d::AllreduceOptions>(engine, pending)));
+  pending.finish.insert(pending.finish.begin(), [target, part] { target.copy_(part.view(target.sizes())); });
+  supply_average(engine, pending, part);
+}
+
 // Nothing to move on any rank: engines that do not compare calls need not hear of it.
 bool nothing_to_do(const Transport& engine, std::int64_t total) {
   return total == 0 && !engine.traits().compares_calls;
@@ -139,15 +153,15 @@ Work Group::all_reduce(at::Tensor tensor, AllReduceOptions options, Site site) {
   auto call = describe_call(Operation::all_reduce, tensor, site);
   call.reduction = options.op;
   call.tag = std::move(options.tag);
-  return state_->issue(
-      std::move(call), tensor.device(), options.timeout, [&](Transport& engine, Pending& pending) {
-        if (nothing_to_do(engine, tensor.numel())) return;
-        auto target = dense_target(pending, tensor, true);
-        std::vector<at::Tensor> tensors{to_reduce(engine, target)};
-        pending.works.push_back(
-            engine.backend().allreduce(tensors, reducing<c10d::AllreduceOptions>(engine, pending)));
-        supply_average(engine, pending, target);
-      });
+  auto start = [&](Transport& engine, Pending& pending) {
+    if (nothing_to_do(engine, tensor.numel())) return;
+    auto target = dense_target(pending, tensor, true);
+    std::vector<at::Tensor> tensors{to_reduce(engine, target)};
+    pending.works.push_back(
+        engine.backend().allreduce(tensors, reducing<c10d::AllreduceOptions>(engine, pending)));
+    supply_average(engine, pending, target);
+  };
+  return state_->issue(std::move(call), tensor.device(), options.timeout, start);
 }
 
 Work Group::reduce(at::Tensor tensor, ReduceOptions options, Site site) {
@@ -158,21 +172,21 @@ Work Group::reduce(at::Tensor tensor, ReduceOptions options, Site site) {
   call.reduction = options.op;
   call.root = options.root;
   call.tag = std::move(options.tag);
-  return state_->issue(
-      std::move(call), tensor.device(), options.timeout, [&](Transport& engine, Pending& pending) {
-        if (nothing_to_do(engine, tensor.numel())) return;
-        const bool root = rank() == options.root;
-        // Engines use the tensors of other ranks as scratch.
-        auto target = root                           ? dense_target(pending, tensor, true)
-                      : engine.traits().keeps_inputs ? dense(tensor)
-                                                     : tensor.detach().clone(at::MemoryFormat::Contiguous);
-        std::vector<at::Tensor> tensors{to_reduce(engine, target)};
-        auto engine_options = reducing<c10d::ReduceOptions>(engine, pending);
-        engine_options.rootRank = options.root;
-        pending.works.push_back(engine.backend().reduce(tensors, engine_options));
-        pending.keep.push_back(target);
-        if (root) supply_average(engine, pending, target);
-      });
+  auto start = [&](Transport& engine, Pending& pending) {
+    if (nothing_to_do(engine, tensor.numel())) return;
+    const bool root = rank() == options.root;
+    // Engines use the tensors of other ranks as scratch.
+    auto target = root                           ? dense_target(pending, tensor, true)
+                  : engine.traits().keeps_inputs ? dense(tensor)
+                                                 : tensor.detach().clone(at::MemoryFormat::Contiguous);
+    std::vector<at::Tensor> tensors{to_reduce(engine, target)};
+    auto engine_options = reducing<c10d::ReduceOptions>(engine, pending);
+    engine_options.rootRank = options.root;
+    pending.works.push_back(engine.backend().reduce(tensors, engine_options));
+    pending.keep.push_back(target);
+    if (root) supply_average(engine, pending, target);
+  };
+  return state_->issue(std::move(call), tensor.device(), options.timeout, start);
 }
 
 Work Group::broadcast(at::Tensor tensor, RootOptions options, Site site) {
@@ -182,16 +196,16 @@ Work Group::broadcast(at::Tensor tensor, RootOptions options, Site site) {
   auto call = describe_call(Operation::broadcast, tensor, site);
   call.root = options.root;
   call.tag = std::move(options.tag);
-  return state_->issue(
-      std::move(call), tensor.device(), options.timeout, [&](Transport& engine, Pending& pending) {
-        if (nothing_to_do(engine, tensor.numel())) return;
-        auto target = rank() == options.root ? dense(tensor) : dense_target(pending, tensor, false);
-        pending.keep.push_back(target);
-        std::vector<at::Tensor> tensors{to_move(engine, target)};
-        auto engine_options = with_timeout<c10d::BroadcastOptions>(pending);
-        engine_options.rootRank = options.root;
-        pending.works.push_back(engine.backend().broadcast(tensors, engine_options));
-      });
+  auto start = [&](Transport& engine, Pending& pending) {
+    if (nothing_to_do(engine, tensor.numel())) return;
+    auto target = rank() == options.root ? dense(tensor) : dense_target(pending, tensor, false);
+    pending.keep.push_back(target);
+    std::vector<at::Tensor> tensors{to_move(engine, target)};
+    auto engine_options = with_timeout<c10d::BroadcastOptions>(pending);
+    engine_options.rootRank = options.root;
+    pending.works.push_back(engine.backend().broadcast(tensors, engine_options));
+  };
+  return state_->issue(std::move(call), tensor.device(), options.timeout, start);
 }
 
 Work Group::all_gather(at::Tensor out, at::Tensor in, GatherAllOptions options, Site site) {
@@ -203,16 +217,16 @@ Work Group::all_gather(at::Tensor out, at::Tensor in, GatherAllOptions options, 
   auto call = describe_call(Operation::all_gather, in, site);
   call.from.assign(static_cast<std::size_t>(size()), in.numel());
   call.tag = std::move(options.tag);
-  return state_->issue(std::move(call), in.device(), options.timeout,
-                       [&](Transport& engine, Pending& pending) {
-                         if (nothing_to_do(engine, in.numel())) return;
-                         auto source = dense(in);
-                         auto target = dense_target(pending, out, false);
-                         pending.keep.push_back(source);
-                         auto flat_out = to_move(engine, target), flat_in = to_move(engine, source);
-                         pending.works.push_back(engine.backend()._allgather_base(
-                             flat_out, flat_in, with_timeout<c10d::AllgatherOptions>(pending)));
-                       });
+  auto start = [&](Transport& engine, Pending& pending) {
+    if (nothing_to_do(engine, in.numel())) return;
+    auto source = dense(in);
+    auto target = dense_target(pending, out, false);
+    pending.keep.push_back(source);
+    auto flat_out = to_move(engine, target), flat_in = to_move(engine, source);
+    pending.works.push_back(
+        engine.backend()._allgather_base(flat_out, flat_in, with_timeout<c10d::AllgatherOptions>(pending)));
+  };
+  return state_->issue(std::move(call), in.device(), options.timeout, start);
 }
 
 Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, GatherAllOptions options, Site site) {
@@ -226,29 +240,29 @@ Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, GatherAllOpti
   auto call = describe_call(Operation::all_gather, in, site);
   call.from = sizes;
   call.tag = std::move(options.tag);
-  return state_->issue(
-      std::move(call), in.device(), options.timeout, [&](Transport& engine, Pending& pending) {
-        if (nothing_to_do(engine, total(sizes))) return;
-        auto engine_options = with_timeout<c10d::AllgatherOptions>(pending);
-        auto source = dense(in);
-        pending.keep.push_back(source);
-        if (engine.traits().unequal) {
-          std::vector<std::vector<at::Tensor>> outs(1);
-          for (auto& tensor : out) outs[0].push_back(to_move(engine, dense_target(pending, tensor, false)));
-          std::vector<at::Tensor> ins{to_move(engine, source)};
-          pending.works.push_back(engine.backend().allgather(outs, ins, engine_options));
-          return;
-        }
-        // Padded to the largest.
-        const auto largest = *std::max_element(sizes.begin(), sizes.end());
-        auto padded = at::zeros({largest}, in.options());
-        padded.narrow(0, 0, in.numel()).copy_(source.view({-1}));
-        auto all = at::empty({largest * size()}, in.options());
-        auto flat_out = to_move(engine, all), flat_in = to_move(engine, padded);
-        pending.works.push_back(engine.backend()._allgather_base(flat_out, flat_in, engine_options));
-        for (std::size_t r = 0; r < out.size(); ++r)
-          copy_here(pending, out[r], all.narrow(0, static_cast<std::int64_t>(r) * largest, sizes[r]));
-      });
+  auto start = [&](Transport& engine, Pending& pending) {
+    if (nothing_to_do(engine, total(sizes))) return;
+    auto engine_options = with_timeout<c10d::AllgatherOptions>(pending);
+    auto source = dense(in);
+    pending.keep.push_back(source);
+    if (engine.traits().unequal) {
+      std::vector<std::vector<at::Tensor>> outs(1);
+      for (auto& tensor : out) outs[0].push_back(to_move(engine, dense_target(pending, tensor, false)));
+      std::vector<at::Tensor> ins{to_move(engine, source)};
+      pending.works.push_back(engine.backend().allgather(outs, ins, engine_options));
+      return;
+    }
+    // Padded to the largest.
+    const auto largest = *std::max_element(sizes.begin(), sizes.end());
+    auto padded = at::zeros({largest}, in.options());
+    padded.narrow(0, 0, in.numel()).copy_(source.view({-1}));
+    auto all = at::empty({largest * size()}, in.options());
+    auto flat_out = to_move(engine, all), flat_in = to_move(engine, padded);
+    pending.works.push_back(engine.backend()._allgather_base(flat_out, flat_in, engine_options));
+    for (std::size_t r = 0; r < out.size(); ++r)
+      copy_here(pending, out[r], all.narrow(0, static_cast<std::int64_t>(r) * largest, sizes[r]));
+  };
+  return state_->issue(std::move(call), in.device(), options.timeout, start);
 }
 
 Work Group::gather(std::vector<at::Tensor> out, at::Tensor in, RootOptions options, Site site) {
@@ -269,38 +283,38 @@ Work Group::gather(std::vector<at::Tensor> out, at::Tensor in, RootOptions optio
   call.root = options.root;
   if (root) call.from = counts(out);
   call.tag = std::move(options.tag);
-  return state_->issue(
-      std::move(call), in.device(), options.timeout, [&](Transport& engine, Pending& pending) {
-        auto source = dense(in);
-        pending.keep.push_back(source);
-        std::vector<at::Tensor> ins{to_move(engine, source)};
-        if (engine.traits().unequal) {
-          std::vector<std::vector<at::Tensor>> outs;
-          if (root) {
-            outs.emplace_back();
-            for (auto& tensor : out) outs[0].push_back(to_move(engine, dense_target(pending, tensor, false)));
-          }
-          auto engine_options = with_timeout<c10d::GatherOptions>(pending);
-          engine_options.rootRank = options.root;
-          pending.works.push_back(engine.backend().gather(outs, ins, engine_options));
-          return;
-        }
-        pending.by_messages = true;
-        const int tag = internal_tag(pending.call());
-        if (!root) {
-          if (in.numel() > 0) pending.works.push_back(engine.backend().send(ins, options.root, tag));
-          return;
-        }
-        for (int r = 0; r < size(); ++r) {
-          auto& tensor = out[static_cast<std::size_t>(r)];
-          if (r == rank()) {
-            copy_here(pending, tensor, source);
-          } else if (tensor.numel() > 0) {
-            std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, tensor, false))};
-            pending.works.push_back(engine.backend().recv(outs, r, tag));
-          }
-        }
-      });
+  auto start = [&](Transport& engine, Pending& pending) {
+    auto source = dense(in);
+    pending.keep.push_back(source);
+    std::vector<at::Tensor> ins{to_move(engine, source)};
+    if (engine.traits().unequal) {
+      std::vector<std::vector<at::Tensor>> outs;
+      if (root) {
+        outs.emplace_back();
+        for (auto& tensor : out) outs[0].push_back(to_move(engine, dense_target(pending, tensor, false)));
+      }
+      auto engine_options = with_timeout<c10d::GatherOptions>(pending);
+      engine_options.rootRank = options.root;
+      pending.works.push_back(engine.backend().gather(outs, ins, engine_options));
+      return;
+    }
+    pending.by_messages = true;
+    const int tag = internal_tag(pending.call());
+    if (!root) {
+      if (in.numel() > 0) pending.works.push_back(engine.backend().send(ins, options.root, tag));
+      return;
+    }
+    for (int r = 0; r < size(); ++r) {
+      auto& tensor = out[static_cast<std::size_t>(r)];
+      if (r == rank()) {
+        copy_here(pending, tensor, source);
+      } else if (tensor.numel() > 0) {
+        std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, tensor, false))};
+        pending.works.push_back(engine.backend().recv(outs, r, tag));
+      }
+    }
+  };
+  return state_->issue(std::move(call), in.device(), options.timeout, start);
 }
 
 Work Group::scatter(at::Tensor out, std::vector<at::Tensor> in, RootOptions options, Site site) {
@@ -321,38 +335,37 @@ Work Group::scatter(at::Tensor out, std::vector<at::Tensor> in, RootOptions opti
   call.root = options.root;
   if (root) call.to = counts(in);
   call.tag = std::move(options.tag);
-  return state_->issue(std::move(call), out.device(), options.timeout,
-                       [&](Transport& engine, Pending& pending) {
-                         std::vector<at::Tensor> sources;
-                         for (const auto& tensor : in) sources.push_back(dense(tensor));
-                         if (engine.traits().unequal) {
-                           std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, out, false))};
-                           std::vector<std::vector<at::Tensor>> ins;
-                           if (root) ins.push_back(moved(engine, sources));
-                           pending.keep.insert(pending.keep.end(), sources.begin(), sources.end());
-                           auto engine_options = with_timeout<c10d::ScatterOptions>(pending);
-                           engine_options.rootRank = options.root;
-                           pending.works.push_back(engine.backend().scatter(outs, ins, engine_options));
-                           return;
-                         }
-                         pending.by_messages = true;
-                         const int tag = internal_tag(pending.call());
-                         if (!root) {
-                           std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, out, false))};
-                           if (out.numel() > 0)
-                             pending.works.push_back(engine.backend().recv(outs, options.root, tag));
-                           return;
-                         }
-                         for (int r = 0; r < size(); ++r) {
-                           auto& source = sources[static_cast<std::size_t>(r)];
-                           std::vector<at::Tensor> ins{to_move(engine, source)};
-                           if (r == rank())
-                             copy_here(pending, out, source);
-                           else if (source.numel() > 0)
-                             pending.works.push_back(engine.backend().send(ins, r, tag));
-                           pending.keep.push_back(source);
-                         }
-                       });
+  auto start = [&](Transport& engine, Pending& pending) {
+    std::vector<at::Tensor> sources;
+    for (const auto& tensor : in) sources.push_back(dense(tensor));
+    if (engine.traits().unequal) {
+      std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, out, false))};
+      std::vector<std::vector<at::Tensor>> ins;
+      if (root) ins.push_back(moved(engine, sources));
+      pending.keep.insert(pending.keep.end(), sources.begin(), sources.end());
+      auto engine_options = with_timeout<c10d::ScatterOptions>(pending);
+      engine_options.rootRank = options.root;
+      pending.works.push_back(engine.backend().scatter(outs, ins, engine_options));
+      return;
+    }
+    pending.by_messages = true;
+    const int tag = internal_tag(pending.call());
+    if (!root) {
+      std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, out, false))};
+      if (out.numel() > 0) pending.works.push_back(engine.backend().recv(outs, options.root, tag));
+      return;
+    }
+    for (int r = 0; r < size(); ++r) {
+      auto& source = sources[static_cast<std::size_t>(r)];
+      std::vector<at::Tensor> ins{to_move(engine, source)};
+      if (r == rank())
+        copy_here(pending, out, source);
+      else if (source.numel() > 0)
+        pending.works.push_back(engine.backend().send(ins, r, tag));
+      pending.keep.push_back(source);
+    }
+  };
+  return state_->issue(std::move(call), out.device(), options.timeout, start);
 }
 
 Work Group::reduce_scatter(at::Tensor out, at::Tensor in, AllReduceOptions options, Site site) {
@@ -365,17 +378,19 @@ Work Group::reduce_scatter(at::Tensor out, at::Tensor in, AllReduceOptions optio
   call.reduction = options.op;
   call.to.assign(static_cast<std::size_t>(size()), out.numel());
   call.tag = std::move(options.tag);
-  return state_->issue(std::move(call), in.device(), options.timeout,
-                       [&](Transport& engine, Pending& pending) {
-                         if (nothing_to_do(engine, in.numel())) return;
-                         auto source = dense(in);
-                         auto target = dense_target(pending, out, false);
-                         pending.keep.push_back(source);
-                         auto flat_out = to_reduce(engine, target), flat_in = to_reduce(engine, source);
-                         pending.works.push_back(engine.backend()._reduce_scatter_base(
-                             flat_out, flat_in, reducing<c10d::ReduceScatterOptions>(engine, pending)));
-                         supply_average(engine, pending, target);
-                       });
+  auto start = [&](Transport& engine, Pending& pending) {
+    if (nothing_to_do(engine, in.numel())) return;
+    auto source = dense(in);
+    auto target = dense_target(pending, out, false);
+    if (!engine.traits().reduce_scatter)
+      return reduce_scatter_by_all_reduce(engine, pending, target, {source}, rank() * out.numel());
+    pending.keep.push_back(source);
+    auto flat_out = to_reduce(engine, target), flat_in = to_reduce(engine, source);
+    pending.works.push_back(engine.backend()._reduce_scatter_base(
+        flat_out, flat_in, reducing<c10d::ReduceScatterOptions>(engine, pending)));
+    supply_average(engine, pending, target);
+  };
+  return state_->issue(std::move(call), in.device(), options.timeout, start);
 }
 
 Work Group::reduce_scatter(at::Tensor out, std::vector<at::Tensor> in, AllReduceOptions options, Site site) {
@@ -390,38 +405,22 @@ Work Group::reduce_scatter(at::Tensor out, std::vector<at::Tensor> in, AllReduce
   call.reduction = options.op;
   call.to = sizes;
   call.tag = std::move(options.tag);
-  return state_->issue(
-      std::move(call), out.device(), options.timeout, [&](Transport& engine, Pending& pending) {
-        if (nothing_to_do(engine, total(sizes))) return;
-        auto target = dense_target(pending, out, false);
-        if (engine.traits().unequal) {
-          std::vector<at::Tensor> outs{to_reduce(engine, target)};
-          std::vector<std::vector<at::Tensor>> ins(1);
-          for (const auto& tensor : in) ins[0].push_back(to_reduce(engine, dense(tensor)));
-          pending.keep.insert(pending.keep.end(), ins[0].begin(), ins[0].end());
-          pending.works.push_back(engine.backend().reduce_scatter(
-              outs, ins, reducing<c10d::ReduceScatterOptions>(engine, pending)));
-        } else {
-          // One reduction per rank, on copies: engines use the tensors of other ranks as scratch.
-          auto engine_options = reducing<c10d::ReduceOptions>(engine, pending);
-          for (std::size_t r = 0; r < in.size(); ++r) {
-            if (sizes[r] == 0) continue;
-            auto part = in[r].detach().clone(at::MemoryFormat::Contiguous);
-            std::vector<at::Tensor> tensors{to_reduce(engine, part)};
-            engine_options.rootRank = static_cast<std::int64_t>(r);
-            pending.works.push_back(engine.backend().reduce(tensors, engine_options));
-            pending.keep.push_back(part);
-            if (static_cast<int>(r) == rank())
-              pending.finish.insert(pending.finish.begin(),
-                                    [target, part] { at::Tensor(target).copy_(part.view(target.sizes())); });
-          }
-        }
-        // Runs after the copy above, before the result goes where it belongs.
-        if (options.op == ReduceOp::AVG && !engine.traits().avg) {
-          auto place = pending.finish.begin() + (!engine.traits().unequal && out.numel() > 0 ? 1 : 0);
-          pending.finish.insert(place, [target, n = size()] { at::Tensor(target).div_(n); });
-        }
-      });
+  auto start = [&](Transport& engine, Pending& pending) {
+    if (nothing_to_do(engine, total(sizes))) return;
+    auto target = dense_target(pending, out, false);
+    if (!engine.traits().unequal) {
+      const auto before = std::accumulate(sizes.begin(), sizes.begin() + rank(), std::int64_t{0});
+      return reduce_scatter_by_all_reduce(engine, pending, target, in, before);
+    }
+    std::vector<at::Tensor> outs{to_reduce(engine, target)};
+    std::vector<std::vector<at::Tensor>> ins(1);
+    for (const auto& tensor : in) ins[0].push_back(to_reduce(engine, dense(tensor)));
+    pending.keep.insert(pending.keep.end(), ins[0].begin(), ins[0].end());
+    pending.works.push_back(
+        engine.backend().reduce_scatter(outs, ins, reducing<c10d::ReduceScatterOptions>(engine, pending)));
+    supply_average(engine, pending, target);
+  };
+  return state_->issue(std::move(call), out.device(), options.timeout, start);
 }
 
 Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, Site site) {
@@ -452,19 +451,19 @@ Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, S
   call.to = elements(in, std::move(options.in_splits), "in");
   call.from = elements(out, std::move(options.out_splits), "out");
   call.tag = std::move(options.tag);
-  return state_->issue(
-      std::move(call), in.device(), options.timeout, [&](Transport& engine, Pending& pending) {
-        auto source = dense(in);
-        auto target = dense_target(pending, out, false);
-        pending.keep.push_back(source);
-        auto flat_out = to_move(engine, target), flat_in = to_move(engine, source);
-        const auto scale = engine.traits().any_dtype ? 1 : static_cast<std::int64_t>(in.element_size());
-        auto from = pending.call().from, to = pending.call().to;
-        for (auto* table : {&from, &to})
-          for (auto& count : *table) count *= scale;
-        pending.works.push_back(engine.backend().alltoall_base(flat_out, flat_in, from, to,
-                                                               with_timeout<c10d::AllToAllOptions>(pending)));
-      });
+  auto start = [&](Transport& engine, Pending& pending) {
+    auto source = dense(in);
+    auto target = dense_target(pending, out, false);
+    pending.keep.push_back(source);
+    auto flat_out = to_move(engine, target), flat_in = to_move(engine, source);
+    const auto scale = engine.traits().any_dtype ? 1 : static_cast<std::int64_t>(in.element_size());
+    auto from = pending.call().from, to = pending.call().to;
+    for (auto* table : {&from, &to})
+      for (auto& count : *table) count *= scale;
+    pending.works.push_back(engine.backend().alltoall_base(flat_out, flat_in, from, to,
+                                                           with_timeout<c10d::AllToAllOptions>(pending)));
+  };
+  return state_->issue(std::move(call), in.device(), options.timeout, start);
 }
 
 namespace {
@@ -493,14 +492,14 @@ Work Group::send(at::Tensor tensor, PeerOptions options, Site site) {
   check_peer(*this, options, false);
   engine_for(*state_, tensor, "send's tensor");
   auto call = describe_message(Operation::send, tensor, options, site);
-  return state_->issue(std::move(call), tensor.device(), options.timeout,
-                       [&](Transport& engine, Pending& pending) {
-                         if (nothing_to_do(engine, tensor.numel())) return;
-                         auto source = dense(tensor);
-                         pending.keep.push_back(source);
-                         std::vector<at::Tensor> tensors{to_move(engine, source)};
-                         pending.works.push_back(engine.backend().send(tensors, options.peer, options.tag));
-                       });
+  auto start = [&](Transport& engine, Pending& pending) {
+    if (nothing_to_do(engine, tensor.numel())) return;
+    auto source = dense(tensor);
+    pending.keep.push_back(source);
+    std::vector<at::Tensor> tensors{to_move(engine, source)};
+    pending.works.push_back(engine.backend().send(tensors, options.peer, options.tag));
+  };
+  return state_->issue(std::move(call), tensor.device(), options.timeout, start);
 }
 
 Work Group::recv(at::Tensor tensor, PeerOptions options, Site site) {
@@ -510,25 +509,26 @@ Work Group::recv(at::Tensor tensor, PeerOptions options, Site site) {
   if (options.peer == kAnyRank && tensor.numel() == 0)
     throw ConfigError("recv of an empty tensor from any rank: nothing comes, so its sender cannot be told");
   auto call = describe_message(Operation::recv, tensor, options, site);
-  return state_->issue(
-      std::move(call), tensor.device(), options.timeout, [&](Transport& engine, Pending& pending) {
-        if (nothing_to_do(engine, tensor.numel())) return;
-        std::vector<at::Tensor> tensors{to_move(engine, dense_target(pending, tensor, false))};
-        pending.works.push_back(options.peer == kAnyRank
-                                    ? engine.backend().recvAnysource(tensors, options.tag)
-                                    : engine.backend().recv(tensors, options.peer, options.tag));
-      });
+  auto start = [&](Transport& engine, Pending& pending) {
+    if (nothing_to_do(engine, tensor.numel())) return;
+    std::vector<at::Tensor> tensors{to_move(engine, dense_target(pending, tensor, false))};
+    pending.works.push_back(options.peer == kAnyRank
+                                ? engine.backend().recvAnysource(tensors, options.tag)
+                                : engine.backend().recv(tensors, options.peer, options.tag));
+  };
+  return state_->issue(std::move(call), tensor.device(), options.timeout, start);
 }
 
 Work Group::barrier(GatherAllOptions options, Site site) {
   auto call = describe_call(Operation::barrier, {}, site);
   call.tag = std::move(options.tag);
   const auto device = state_->control_device();
-  return state_->issue(std::move(call), device, options.timeout, [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, Pending& pending) {
     auto engine_options = with_timeout<c10d::BarrierOptions>(pending);
     if (device.is_cuda()) engine_options.device = device;
     pending.works.push_back(engine.backend().barrier(engine_options));
-  });
+  };
+  return state_->issue(std::move(call), device, options.timeout, start);
 }
 
 }  // namespace lockstep

@@ -1,5 +1,6 @@
 #include <lockstep/comm/group_state.h>
 
+#include <algorithm>
 #include <future>
 #include <thread>
 
@@ -89,6 +90,12 @@ void GroupState::compare(const Call& call, milliseconds timeout) {
   if (auto mismatch = find_mismatch(pointers)) throw Error(*mismatch);
 }
 
+std::optional<int> GroupState::place_of(std::optional<int> world_rank) const {
+  auto place = world_rank ? std::find(ranks_.begin(), ranks_.end(), *world_rank) : ranks_.end();
+  if (place == ranks_.end()) return std::nullopt;
+  return static_cast<int>(place - ranks_.begin());
+}
+
 void GroupState::check_usable(const Call& call) {
   std::unique_lock lock(state_mutex_);
   if (closed_)
@@ -97,6 +104,7 @@ void GroupState::check_usable(const Call& call) {
   if (!verdict_) return;
   CommError::Details details;
   details.cause = verdict_->cause;
+  details.peer = place_of(verdict_->rank);
   details.operation = lockstep::name(call.operation);
   details.group = name_;
   details.rank = rank_;
@@ -109,16 +117,38 @@ void GroupState::check_usable(const Call& call) {
 }
 
 void GroupState::fail(Verdict verdict) noexcept {
+  if (judge(std::move(verdict))) wake();
+}
+
+bool GroupState::judge(Verdict verdict) noexcept {
+  std::lock_guard lock(state_mutex_);
+  if (verdict_) return false;
+  verdict_ = std::move(verdict);
+  failed_ = true;
+  return true;
+}
+
+void GroupState::wake() noexcept {
   Transports engines;
-  std::string cause = verdict.cause;
+  std::string cause;
   {
     std::lock_guard lock(state_mutex_);
-    if (verdict_) return;
-    verdict_ = std::move(verdict);
-    failed_ = true;
+    cause = verdict_->cause;
     engines = transports_;
+    for (const auto& tell : on_fail_) tell();
   }
   for (auto& [device, engine] : engines) engine->interrupt(cause);
+}
+
+GroupState::FailureWatch::FailureWatch(GroupState& group, std::function<void()> on_fail) : group_(group) {
+  std::lock_guard lock(group_.state_mutex_);
+  if (group_.verdict_) on_fail();
+  place_ = group_.on_fail_.insert(group_.on_fail_.end(), std::move(on_fail));
+}
+
+GroupState::FailureWatch::~FailureWatch() {
+  std::lock_guard lock(group_.state_mutex_);
+  group_.on_fail_.erase(place_);
 }
 
 std::optional<Verdict> GroupState::verdict() const {

@@ -53,7 +53,26 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   // The group is of no use from here on: wakes whoever waits in its engines. The first verdict stays.
   void fail(Verdict verdict) noexcept;
+  // The same in two steps, for several groups that share an engine: all know the verdict before any of them
+  // is woken by it. judge() is false where there was a verdict already.
+  bool judge(Verdict verdict) noexcept;
+  void wake() noexcept;
+  // The place in the group of a rank of the world.
+  std::optional<int> place_of(std::optional<int> world_rank) const;
   std::optional<Verdict> verdict() const;
+
+  // Has on_fail called when the group fails, at once if it has failed; not after it is destroyed.
+  class FailureWatch {
+   public:
+    FailureWatch(GroupState& group, std::function<void()> on_fail);
+    ~FailureWatch();
+    FailureWatch(const FailureWatch&) = delete;
+    FailureWatch& operator=(const FailureWatch&) = delete;
+
+   private:
+    GroupState& group_;
+    std::list<std::function<void()>>::iterator place_;
+  };
 
   // Takes over an operation whose Work was dropped.
   void adopt(std::shared_ptr<Pending> pending) noexcept;
@@ -84,6 +103,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> failed_ = false;
   bool closed_ = false;
   std::list<std::shared_ptr<Pending>> dropped_;
+  std::list<std::function<void()>> on_fail_;
 };
 
 }  // namespace lockstep::detail

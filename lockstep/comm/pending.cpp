@@ -1,7 +1,9 @@
 #include <lockstep/comm/pending.h>
 
 #include <algorithm>
+#include <condition_variable>
 
+#include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
@@ -25,6 +27,29 @@ std::string plain_text(const std::exception& error) {
   while (!text.empty() && (text.back() == '\n' || text.back() == '.')) text.pop_back();
   return text;
 }
+
+namespace {
+
+// Rung by completion or by a verdict, whichever is first.
+class Bell {
+ public:
+  void ring() {
+    std::lock_guard lock(mutex_);
+    rung_ = true;
+    condition_.notify_all();
+  }
+  bool wait_until(Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    return condition_.wait_until(lock, deadline, [&] { return rung_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable condition_;
+  bool rung_ = false;
+};
+
+}  // namespace
 
 Pending::Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
                  milliseconds timeout)
@@ -62,22 +87,38 @@ void Pending::wait(std::optional<milliseconds> limit) {
 
 void Pending::wait_locked(Clock::time_point deadline) {
   try {
-    for (; waited_ < works.size(); ++waited_) {
-      // c10d reads 0 as "no limit", so a deadline that has passed is the shortest wait.
-      auto left = duration_cast<milliseconds>(deadline - Clock::now()) + milliseconds(1);
-      works[waited_]->wait(std::max(left, milliseconds(1)));
-    }
+    for (; waited_ < works.size(); ++waited_) wait_for(*works[waited_], deadline);
     settle_complete();
   } catch (const std::exception& error) {
-    std::string cause = plain_text(error);
-    if (!group_->verdict() && Clock::now() >= deadline) {
-      cause = fmt::format("it was not complete within {:.3f} s, its deadline",
-                          duration<double>(deadline - start_).count());
-      auto absent = point_to_point(call_.operation) ? "" : transport_->absent(call_.sequence);
-      if (!absent.empty()) cause += "; " + absent;
-    }
-    settle_failed(std::move(cause));
+    settle_failed(cause_of(error, deadline));
   }
+}
+
+void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
+  // c10d reads 0 as "no limit", so a deadline that has passed is the shortest wait.
+  const auto left =
+      std::max(duration_cast<milliseconds>(deadline - Clock::now()) + milliseconds(1), milliseconds(1));
+  if (transport_->traits().wakes_waiters || work.isCompleted()) {
+    work.wait(left);
+  } else if (by_messages) {
+    GroupState::FailureWatch watch(*group_, [&work] { work.abort(); });
+    if (!work.wait(left)) throw Error("it was interrupted");
+  } else {
+    auto bell = std::make_shared<Bell>();
+    auto future = work.getFuture();
+    future->addCallback([bell](c10::ivalue::Future&) { bell->ring(); });
+    GroupState::FailureWatch watch(*group_, [bell] { bell->ring(); });
+    if (!bell->wait_until(deadline) || !future->completed()) throw Error("it was interrupted");
+    work.wait(left);
+  }
+}
+
+std::string Pending::cause_of(const std::exception& error, Clock::time_point deadline) const {
+  if (Clock::now() < deadline) return plain_text(error);
+  auto cause = fmt::format("it was not complete within {:.3f} s, its deadline",
+                           duration<double>(deadline - start_).count());
+  auto absent = point_to_point(call_.operation) ? "" : transport_->absent(call_.sequence);
+  return absent.empty() ? cause : cause + "; " + absent;
 }
 
 bool Pending::done() {
@@ -89,9 +130,15 @@ bool Pending::done() {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return false;
   if (settled()) return true;
-  for (std::size_t i = waited_; i < works.size(); ++i)
-    if (!works[i]->isCompleted() && Clock::now() < deadline_ && !group_->verdict()) return false;
-  wait_locked(std::min(deadline_, Clock::now()));
+  for (std::size_t i = waited_; i < works.size(); ++i) {
+    if (works[i]->isCompleted()) continue;
+    if (group_->verdict()) {
+      settle_failed({});
+      return true;
+    }
+    if (Clock::now() < deadline_) return false;
+  }
+  wait_locked(deadline_);
   return true;
 }
 
@@ -121,11 +168,7 @@ void Pending::settle_failed(std::string cause) {
   // A verdict says more than the engine that it interrupted.
   if (auto verdict = group_->verdict()) {
     cause = verdict->cause;
-    if (verdict->rank) {
-      const auto& ranks = group_->ranks();
-      auto place = std::find(ranks.begin(), ranks.end(), *verdict->rank);
-      if (place != ranks.end()) error_.peer = static_cast<int>(place - ranks.begin());
-    }
+    if (auto place = group_->place_of(verdict->rank)) error_.peer = place;
   }
   error_.cause = cause;
   group_->fail(
@@ -140,7 +183,7 @@ void Pending::throw_error() const { throw CommError(error_); }
 
 void Pending::fail_at_issue(const std::exception& error) {
   std::lock_guard lock(mutex_);
-  settle_failed(plain_text(error));
+  settle_failed(cause_of(error, deadline_));
   throw_error();
 }
 

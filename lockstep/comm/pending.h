@@ -43,6 +43,9 @@ class Pending : public std::enable_shared_from_this<Pending> {
   enum class State { running, complete, failed };
 
   void wait_locked(Clock::time_point deadline);
+  void wait_for(c10d::Work& work, Clock::time_point deadline);
+  // In words: a deadline that has passed says more than the engine.
+  std::string cause_of(const std::exception& error, Clock::time_point deadline) const;
   void settle_complete();
   void settle_failed(std::string cause);
   [[noreturn]] void throw_error() const;

@@ -28,7 +28,7 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr milliseconds kLeaveLimit(10000);
+constexpr milliseconds kLeaveLimit(10000), kRefusalLimit(2000);
 constexpr const char* kRefused = "refused";
 
 [[noreturn]] void throw_join_error(const Identity& identity, const std::string& operation,
@@ -96,6 +96,22 @@ std::string address_towards(const std::string& master, int port) {
   throw ConfigError(text);
 }
 
+bool serves_store(const Identity& identity) { return identity.rank == 0 && !identity.store_is_served; }
+
+// The refusal is in the store: whoever serves it stays until those who came have read it.
+void part_refused(c10d::Store& store, const Identity& identity) noexcept {
+  try {
+    auto told = store.add("told", 1);
+    if (!serves_store(identity)) return;
+    const auto limit = Clock::now() + kRefusalLimit;
+    while (told < store.add("arrived", 0) && Clock::now() < limit) {
+      std::this_thread::sleep_for(milliseconds(5));
+      told = store.add("told", 0);
+    }
+  } catch (const std::exception&) {  // the store is gone, and with it whom to tell
+  }
+}
+
 }  // namespace
 
 c10::intrusive_ptr<c10d::Store> connect_store(const Identity& identity, milliseconds timeout) {
@@ -123,8 +139,9 @@ void throw_if_refused(c10d::Store& bare) {
   if (bare.check({kRefused})) throw ConfigError(take(bare, kRefused));
 }
 
-std::string meet(c10d::Store& store, Identity& identity, milliseconds timeout) {
-  if (identity.size == 1) return {};
+namespace {
+
+void compare_cards(c10d::Store& store, Identity& identity, milliseconds timeout) {
   const auto start = Clock::now();
   char name[256] = {};
   ::gethostname(name, sizeof name - 1);
@@ -135,6 +152,7 @@ std::string meet(c10d::Store& store, Identity& identity, milliseconds timeout) {
                   host_identity(),
                   name,
                   kVersion};
+  store.add("arrived", 1);
   if (store.add(fmt::format("arrived/{}", identity.rank), 1) > 1) {
     const auto other = Card::parse(take(store, card_key(identity.rank)));
     refuse(store, fmt::format("two processes have RANK={}: process {} on {} and process {} on {}; each needs "
@@ -180,6 +198,18 @@ std::string meet(c10d::Store& store, Identity& identity, milliseconds timeout) {
   }
   if (!identity.local_rank) identity.local_rank = local_rank;
   if (!identity.local_size) identity.local_size = local_size;
+}
+
+}  // namespace
+
+std::string meet(c10d::Store& store, Identity& identity, milliseconds timeout) {
+  if (identity.size == 1) return {};
+  try {
+    compare_cards(store, identity, timeout);
+  } catch (const ConfigError&) {
+    part_refused(store, identity);
+    throw;
+  }
   return address_towards(identity.master_address, identity.master_port);
 }
 
@@ -212,8 +242,7 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
 
 void leave(c10d::Store& store, const Identity& identity, bool in_order) {
   const auto left = store.add("left", 1);
-  const bool serves = identity.rank == 0 && !identity.store_is_served;
-  if (!serves || !in_order) return;
+  if (!serves_store(identity) || !in_order) return;
   const auto start = Clock::now();
   for (auto count = left; count < identity.size; count = store.add("left", 0)) {
     if (Clock::now() - start > kLeaveLimit) {

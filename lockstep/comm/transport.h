@@ -20,10 +20,12 @@ class Transport {
     bool avg = false;                 // reduces with AVG itself
     bool unequal = false;             // all_gather, gather, scatter, reduce_scatter of unequal sizes, and
                                       // all_to_all by splits, without padding
+    bool reduce_scatter = true;       // has one whose completion can be seen
     bool any_dtype = false;           // moves every dtype and reduces all that reduce.h does
     bool compares_calls = false;      // finds mismatches itself, before data moves
     bool completes_unwatched = true;  // isCompleted() of sends and receives turns true without wait()
     bool keeps_inputs = false;        // reduce leaves the tensors of ranks other than the root alone
+    bool wakes_waiters = true;        // interrupt() ends every wait() of its works; else Group's own waits do
     bool blocks_host = true;          // wait() returns when the data is there (not: when a stream will wait)
   };
 

@@ -87,7 +87,8 @@ void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOp
       if (first) return;
       first = std::current_exception();
     }
-    for (auto& state : states) state->fail({fmt::format("rank {} threw: {}", rank, text), rank});
+    for (auto& state : states) state->judge({fmt::format("rank {} threw: {}", rank, text), rank});
+    for (auto& state : states) state->wake();
   };
   auto run_rank = [&](int rank) {
     auto& state = states[static_cast<std::size_t>(rank)];

@@ -119,16 +119,25 @@ std::vector<std::shared_ptr<GroupState>> WorldState::live_groups() const {
 
 void WorldState::fail(Verdict verdict) noexcept {
   try {
-    {
-      std::lock_guard lock(mutex_);
-      if (verdict_) return;
-      verdict_ = verdict;
-      failed_ = true;
-    }
-    for (auto& group : live_groups()) group->fail(verdict);
+    if (judge(std::move(verdict))) wake();
   } catch (const std::exception& error) {
     log(LogLevel::error, "a failure could not be told to every group: {}", error.what());
   }
+}
+
+bool WorldState::judge(Verdict verdict) {
+  {
+    std::lock_guard lock(mutex_);
+    if (verdict_) return false;
+    verdict_ = verdict;
+    failed_ = true;
+  }
+  for (auto& group : live_groups()) group->judge(verdict);
+  return true;
+}
+
+void WorldState::wake() {
+  for (auto& group : live_groups()) group->wake();
 }
 
 void WorldState::throw_if_failed() const {

@@ -32,6 +32,8 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   bool compares_calls() const { return compares_calls_; }
 
   void fail(Verdict verdict) noexcept;
+  bool judge(Verdict verdict);  // as in GroupState
+  void wake();
   bool failed() const { return failed_; }
   bool in_threads() const { return threads_ != nullptr; }
   void close(bool in_order) noexcept;

@@ -1,6 +1,9 @@
 // LibTorch's own Gloo as a transport. CPU tensors, TCP.
+#include <signal.h>
+
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <set>
 
 #include <fmt/format.h>
@@ -23,9 +26,18 @@ std::shared_ptr<::gloo::transport::Device> make_device(const TransportContext& c
   return Gloo::createDeviceForHostname(context.address.empty() ? "127.0.0.1" : context.address);
 }
 
+// Gloo writes to its sockets without MSG_NOSIGNAL: a peer that is gone would end this process by SIGPIPE
+// before anybody could report it. A handler of the program's own is left alone.
+void survive_broken_connections() {
+  struct sigaction current {};
+  if (::sigaction(SIGPIPE, nullptr, &current) == 0 && current.sa_handler == SIG_DFL)
+    ::signal(SIGPIPE, SIG_IGN);
+}
+
 class GlooTransport final : public Transport {
  public:
   explicit GlooTransport(const TransportContext& context) {
+    survive_broken_connections();
     const auto before = tcp_sockets();
     auto options = Gloo::Options::create(context.timeout);
     options->devices.push_back(make_device(context));
@@ -35,7 +47,11 @@ class GlooTransport final : public Transport {
     find_connections(context, before);
   }
 
-  Traits traits() const override { return {.completes_unwatched = false}; }
+  // A send that is half written is not woken when its connection ends, and neither is a collective that
+  // waits for one. Its reduce_scatter is an all-reduce of a copy that completes only in wait().
+  Traits traits() const override {
+    return {.reduce_scatter = false, .completes_unwatched = false, .wakes_waiters = false};
+  }
   c10d::Backend& backend() override { return *backend_; }
 
   bool reduces(Dtype dtype, ReduceOp op) const override {

@@ -170,7 +170,7 @@ std::string Hub::absent(std::uint64_t sequence) const {
   {
     std::lock_guard lock(mutex_);
     auto meeting = meetings_.find(sequence);
-    if (meeting == meetings_.end()) return {};
+    if (meeting == meetings_.end()) return poison_;  // somebody's verdict, or nobody is absent
     for (std::size_t r = 0; r < ranks_.size(); ++r)
       if (!meeting->second.parts[r]) missing.push_back(r);
   }

@@ -62,7 +62,7 @@ class Hub {
   void poison(const std::string& cause);
   // The rank will post no more: whoever waits for it gets an error at once.
   void leave(int rank);
-  // Who has not come to the collective, and where it was last.
+  // Who has not come to the collective, and where it was last; after a failure, its cause.
   std::string absent(std::uint64_t sequence) const;
 
  private:

@@ -1,0 +1,95 @@
+// How processes meet, and what they say when they cannot.
+#include "support/errors.h"
+#include "support/process.h"
+
+namespace lockstep::testing {
+namespace {
+
+Program probe(int port, int rank, int size, std::map<std::string, std::string> more = {},
+              std::vector<std::string> arguments = {}) {
+  Program program{{LOCKSTEP_JOIN_PROBE},
+                  {{"RANK", std::to_string(rank)},
+                   {"WORLD_SIZE", std::to_string(size)},
+                   {"MASTER_ADDR", "127.0.0.1"},
+                   {"MASTER_PORT", std::to_string(port)},
+                   {"LOCKSTEP_JOIN_TIMEOUT", "20s"}}};
+  for (auto& [name, value] : more) program.environment[name] = value;
+  program.command.insert(program.command.end(), arguments.begin(), arguments.end());
+  return program;
+}
+
+TEST(Join, local_ranks_are_worked_out_where_they_are_missing) {
+  const int port = free_port();
+  const auto outcomes = run_together({probe(port, 0, 3), probe(port, 1, 3), probe(port, 2, 3)});
+  for (std::size_t r = 0; r < 3; ++r) {
+    EXPECT_EQ(outcomes[r].status, 0) << outcomes[r].output;
+    EXPECT_THAT(outcomes[r].output,
+                HasSubstr("rank " + std::to_string(r) + " of 3, local " + std::to_string(r) + " of 3, gloo"));
+  }
+}
+
+TEST(Join, ranks_that_do_not_come_are_named) {
+  const int port = free_port();
+  const std::map<std::string, std::string> soon{{"LOCKSTEP_JOIN_TIMEOUT", "1s"}};
+  const auto outcomes = run_together({probe(port, 0, 4, soon), probe(port, 2, 4, soon)});
+  EXPECT_EQ(outcomes[0].status, 4);
+  EXPECT_THAT(outcomes[0].output, AllOf(HasSubstr("these did not come: 1, 3"), HasSubstr("these did: 0, 2")));
+  EXPECT_LT(outcomes[0].seconds, 5);
+  EXPECT_EQ(outcomes[1].status, 4) << outcomes[1].output;
+}
+
+TEST(Join, two_processes_of_one_rank_are_refused) {
+  const int port = free_port();
+  const auto outcomes = run_together({probe(port, 0, 3), probe(port, 1, 3), probe(port, 1, 3)});
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.status, 3) << outcome.output;
+    EXPECT_THAT(outcome.output, HasSubstr("two processes have RANK=1"));
+    EXPECT_LT(outcome.seconds, 10);
+  }
+}
+
+TEST(Join, ranks_that_disagree_on_the_size_are_refused) {
+  const int port = free_port();
+  const auto outcomes = run_together({probe(port, 0, 2), probe(port, 1, 3)});
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.status, 3) << outcome.output;
+    EXPECT_THAT(outcome.output, HasSubstr("disagree on WORLD_SIZE"));
+  }
+}
+
+TEST(Join, one_local_rank_twice_on_a_host_is_refused) {
+  const int port = free_port();
+  const std::map<std::string, std::string> local{{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "2"}};
+  for (const auto& outcome : run_together({probe(port, 0, 2, local), probe(port, 1, 2, local)})) {
+    EXPECT_EQ(outcome.status, 3) << outcome.output;
+    EXPECT_THAT(outcome.output, HasSubstr("both have LOCAL_RANK=0"));
+  }
+}
+
+TEST(Join, a_master_that_is_not_there_is_named) {
+  const int port = free_port();
+  const auto outcome = run(probe(port, 1, 2, {{"LOCKSTEP_JOIN_TIMEOUT", "1s"}}));
+  EXPECT_EQ(outcome.status, 4);
+  EXPECT_THAT(outcome.output,
+              AllOf(HasSubstr("MASTER_ADDR=127.0.0.1"), HasSubstr("MASTER_PORT=" + std::to_string(port))));
+}
+
+TEST(Join, a_port_in_use_is_named) {
+  const int port = free_port();
+  const auto outcomes = run_together({probe(port, 0, 2, {{"LOCKSTEP_JOIN_TIMEOUT", "3s"}}),
+                                      probe(port, 0, 2, {{"LOCKSTEP_JOIN_TIMEOUT", "3s"}})});
+  EXPECT_THAT(outcomes[0].output + outcomes[1].output, HasSubstr("could not be opened"));
+}
+
+TEST(Join, a_rank_that_leaves_by_an_exception_frees_the_other) {
+  const int port = free_port();
+  const auto outcomes =
+      run_together({probe(port, 0, 2, {}, {"gloo"}), probe(port, 1, 2, {}, {"gloo", "a bug"})});
+  EXPECT_EQ(outcomes[1].status, 5);
+  EXPECT_THAT(outcomes[1].output,
+              AllOf(HasSubstr("leaves the job because of an exception"), HasSubstr("a bug")));
+  EXPECT_EQ(outcomes[0].status, 0) << outcomes[0].output;
+}
+
+}  // namespace
+}  // namespace lockstep::testing

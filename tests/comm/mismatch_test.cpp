@@ -1,0 +1,123 @@
+// Ranks whose calls differ: every one gets an error that names both calls, and no output is written.
+// On transports that do not compare calls themselves these run with LOCKSTEP_CHECK=1.
+#include <thread>
+
+#include "support/ranks.h"
+#include "support/values.h"
+
+namespace lockstep::testing {
+namespace {
+
+// Rank 1 does `odd`, the others `even`, on a group of the test's own; returns this rank's error.
+using Action = std::function<Work(Group&, at::Tensor)>;
+void expect_mismatch(const Action& even, const Action& odd, const std::vector<std::string>& parts,
+                     at::Tensor even_tensor = at::ones({10}), at::Tensor odd_tensor = at::ones({10})) {
+  on_every_rank([&](World& world) {
+    auto group = world.group().split(0, 0, {.name = "mismatch"});
+    auto tensor = (group.rank() == 1 ? odd_tensor : even_tensor).clone();
+    const auto before = tensor.clone();
+    const auto text = error_of<CommError>([&] { (group.rank() == 1 ? odd : even)(group, tensor).wait(); });
+    for (const auto& part : parts) EXPECT_THAT(text, HasSubstr(part));
+    // Rank 1 and one of those that differ from it, each with its line.
+    EXPECT_THAT(text, AllOf(HasSubstr("rank 1 called"), HasSubstr("group 'mismatch'")));
+    EXPECT_THAT(text, ContainsRegex("rank [023] called .* at mismatch_test.cpp:[0-9]+"));
+    EXPECT_SAME(tensor, before);
+    // The group is of no use any more, and says why.
+    EXPECT_THAT(error_of<CommError>([&] { group.barrier().wait(); }), HasSubstr("differ in"));
+    // The world is.
+    world.group().barrier().wait();
+  });
+}
+
+Work sum(Group& group, at::Tensor tensor) { return group.all_reduce(std::move(tensor)); }
+Work from_root(Group& group, at::Tensor tensor) { return group.broadcast(std::move(tensor)); }
+
+TEST(Mismatch, of_operations) {
+  expect_mismatch(sum, from_root,
+                  {"operation", "all_reduce(float32 [10], sum)", "broadcast(float32 [10], root 0)"});
+}
+
+TEST(Mismatch, of_sizes) {
+  expect_mismatch(sum, sum, {"size", "[10]", "[20]"}, at::ones({10}), at::ones({20}));
+}
+
+// Equal bytes: PyTorch returns garbage here with exit status 0.
+TEST(Mismatch, of_dtypes_of_one_size) {
+  expect_mismatch(sum, sum, {"dtype", "float32", "int32"}, at::ones({10}), at::ones({10}, at::kInt));
+}
+
+TEST(Mismatch, of_reductions) {
+  expect_mismatch(
+      sum, [](Group& group, at::Tensor tensor) { return group.all_reduce(tensor, {.op = ReduceOp::MAX}); },
+      {"reduction", "sum", "max"});
+}
+
+TEST(Mismatch, of_roots) {
+  expect_mismatch(from_root,
+                  [](Group& group, at::Tensor tensor) { return group.broadcast(tensor, {.root = 1}); },
+                  {"root", "root 0", "root 1"});
+}
+
+TEST(Mismatch, of_tags) {
+  expect_mismatch(sum,
+                  [](Group& group, at::Tensor tensor) { return group.all_reduce(tensor, {.tag = "other"}); },
+                  {"tag", "other"});
+}
+
+TEST(Mismatch, of_splits) {
+  on_every_rank([](World& world) {
+    auto group = world.group().split(0, 0, {.name = "splits"});
+    const auto n = static_cast<std::size_t>(group.size());
+    // Rank 1 sends one row too many to rank 0, which does not expect it.
+    std::vector<std::int64_t> to(n, 1), from(n, 1);
+    if (group.rank() == 1) to[0] = 2;
+    auto out = at::zeros({static_cast<std::int64_t>(n)});
+    auto in = at::ones({static_cast<std::int64_t>(n) + (group.rank() == 1)});
+    EXPECT_THAT(
+        error_of<CommError>([&] { group.all_to_all(out, in, {.out_splits = from, .in_splits = to}).wait(); }),
+        AllOf(HasSubstr("rank 1 gives rank 0 2 elements"), HasSubstr("expects 1")));
+    EXPECT_SAME(out, at::zeros({static_cast<std::int64_t>(n)}));
+  });
+}
+
+TEST(Mismatch, of_gathered_sizes) {
+  on_every_rank([](World& world) {
+    auto group = world.group().split(0, 0, {.name = "gathered"});
+    std::vector<at::Tensor> out;
+    for (int r = 0; r < group.size() && group.rank() == 0; ++r) out.push_back(at::zeros({2}));
+    const auto text =
+        error_of<CommError>([&] { group.gather(out, at::ones({group.rank() == 1 ? 3 : 2})).wait(); });
+    EXPECT_THAT(text, HasSubstr("rank 1 gives rank 0 3 elements"));
+    for (auto& tensor : out) EXPECT_SAME(tensor, at::zeros({2}));
+  });
+}
+
+// Each rank waits in the group that the other comes to second: only the deadline can end that, and the
+// error says who waited where.
+TEST(Mismatch, of_the_order_of_groups) {
+  on_every_rank([](World& world) {
+    if (world.rank() > 1) return;
+    auto first = world.group({0, 1}, {.name = "first", .timeout = std::chrono::milliseconds(700)});
+    auto second = world.group({0, 1}, {.name = "second", .timeout = std::chrono::milliseconds(700)});
+    auto& mine = world.rank() == 0 ? first : second;
+    const auto text = error_of<CommError>([&] { mine.all_reduce(at::ones({3})).wait(); });
+    EXPECT_THAT(text, HasSubstr("group '" + mine.name() + "'"));
+    EXPECT_THAT(text, HasSubstr("mismatch_test.cpp:"));
+    if (ranks_are_threads() && world.rank() == 0) {
+      EXPECT_THAT(text, AnyOf(HasSubstr("rank 1 has not come: its last call is #0 on group 'second'"),
+                              HasSubstr("has left")));
+    }
+  });
+}
+
+TEST(Mismatch, of_the_order_of_ranks) {
+  on_every_rank([](World& world) {
+    if (world.rank() > 1) return;
+    const std::vector<int> mine = world.rank() == 0 ? std::vector{0, 1} : std::vector{1, 0};
+    EXPECT_THAT(error_of<ConfigError>([&] { (void)world.group(mine); }),
+                AllOf(HasSubstr("[0, 1]"), HasSubstr("[1, 0]")));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::testing

@@ -1,0 +1,349 @@
+// World, Group and Work beyond the collectives themselves; ranks are threads.
+#include <lockstep/comm/world.h>
+
+#include <future>
+#include <thread>
+
+#include "support/environment.h"
+#include "support/ranks.h"
+#include "support/values.h"
+
+namespace lockstep::testing {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+TEST(World, alone_it_is_a_world_of_one) {
+  auto world = World::from_environment();
+  EXPECT_EQ(world.rank(), 0);
+  EXPECT_EQ(world.size(), 1);
+  EXPECT_EQ(world.local_rank(), 0);
+  EXPECT_EQ(world.local_size(), 1);
+  EXPECT_TRUE(world.is_main());
+  auto tensor = at::ones({3});
+  world.group().all_reduce(tensor, {.op = ReduceOp::AVG}).wait();
+  EXPECT_SAME(tensor, at::ones({3}));
+}
+
+TEST(World, one_at_a_time_in_a_process) {
+  auto first = std::make_unique<World>(World::from_environment());
+  EXPECT_THAT(error_of<ConfigError>([] { World::from_environment(); }), HasSubstr("one at a time"));
+  first.reset();
+  auto second = World::from_environment();
+  EXPECT_EQ(second.size(), 1);
+}
+
+TEST(World, a_failed_start_leaves_room_for_another) {
+  EXPECT_THROW(World::from_environment({.backend = "nonsense"}), ConfigError);
+  EXPECT_EQ(World::from_environment().size(), 1);
+}
+
+TEST(World, init_process_group_is_the_same_thing) {
+  auto world = init_process_group("gloo", 0, 1);
+  EXPECT_EQ(world.group().backend(), "gloo");
+  EXPECT_THROW(init_process_group("gloo", 3, 2), ConfigError);
+}
+
+TEST(World, backends_are_named_or_listed_by_device) {
+  EXPECT_EQ(World::from_environment({.backend = "cpu:gloo"}).group().backend(), "gloo");
+  EXPECT_THAT(error_of<ConfigError>([] { World::from_environment({.backend = "shm"}); }),
+              HasSubstr("not in this version"));
+  for (const char* bad :
+       {"gluu", "cpu:", "cpu:gloo,cpu:mpi", "tpu:gloo", "cpu:nccl", "cuda:gloo", "cpu:gloo,", ":"})
+    EXPECT_THAT(error_of<ConfigError>([&] { World::from_environment({.backend = bad}); }), HasSubstr(bad));
+  EXPECT_THROW(run_threads(1, [](World&) {}, {.backend = "gloo"}), ConfigError);
+  ScopedEnvironment scope("LOCKSTEP_BACKEND", "gloo");
+  EXPECT_EQ(World::from_environment().group().backend(), "gloo");
+}
+
+TEST(World, bad_limits_are_refused) {
+  EXPECT_THROW(World::from_environment({.timeout = milliseconds(0)}), ConfigError);
+  ScopedEnvironment scope("LOCKSTEP_TIMEOUT", "soon");
+  EXPECT_THAT(error_of<ConfigError>([] { World::from_environment(); }), HasSubstr("LOCKSTEP_TIMEOUT='soon'"));
+}
+
+TEST(World, a_group_outlives_it_as_an_error) {
+  std::optional<Group> group;
+  {
+    auto world = World::from_environment();
+    group = world.group();
+  }
+  EXPECT_THAT(error_of<ConfigError>([&] { group->barrier().wait(); }), HasSubstr("World is gone"));
+  EXPECT_THROW((void)group->split(0), ConfigError);
+}
+
+TEST(World, leaving_by_an_exception_is_quick_and_throws_nothing_else) {
+  const auto start = Clock::now();
+  EXPECT_THAT(error_of<std::logic_error>([] {
+                run_threads(2, [](World& world) {
+                  if (world.rank() == 0) throw std::logic_error("a bug of the user's");
+                  world.group().all_reduce(at::ones({2})).wait();
+                });
+              }),
+              HasSubstr("a bug of the user's"));
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(5));
+}
+
+TEST(RunThreads, the_others_are_told_who_threw) {
+  std::string text;
+  EXPECT_THROW(run_threads(3,
+                           [&](World& world) {
+                             world.group().barrier().wait();
+                             if (world.rank() == 2) throw std::logic_error("broken");
+                             const auto error = error_of<CommError>([&] { world.group().barrier().wait(); });
+                             if (world.rank() == 0) text = error;
+                           }),
+               std::logic_error);
+  EXPECT_THAT(text,
+              AllOf(HasSubstr("rank 2 threw: broken"), HasSubstr("peer: rank 2"), HasSubstr("barrier")));
+}
+
+TEST(RunThreads, a_rank_that_returns_while_others_wait_is_named) {
+  run_threads(2, [](World& world) {
+    if (world.rank() == 1) return;
+    EXPECT_THAT(error_of<CommError>([&] { world.group().barrier().wait(); }), HasSubstr("rank 1 has left"));
+  });
+}
+
+TEST(RunThreads, sums_have_the_same_bits_for_any_number_of_ranks) {
+  // Eight leaves of the tree, on 1, 2, 4 and 8 ranks.
+  at::manual_seed(1);
+  const auto leaves = at::randn({8, 1000});
+  auto halves = [](const at::Tensor& rows) {
+    auto sum = rows;
+    while (sum.size(0) > 1) sum = sum.slice(0, 0, sum.size(0), 2) + sum.slice(0, 1, sum.size(0), 2);
+    return sum[0];
+  };
+  const auto expected = halves(leaves);
+  for (int ranks : {1, 2, 4, 8})
+    run_threads(ranks, [&](World& world) {
+      const auto share = 8 / ranks;
+      auto sum = halves(leaves.narrow(0, world.rank() * share, share)).clone();
+      world.group().all_reduce(sum).wait();
+      EXPECT_SAME(sum, expected);
+    });
+}
+
+TEST(Work, a_deadline_ends_the_wait_and_names_the_absent) {
+  run_threads(3, [](World& world) {
+    if (world.rank() == 2) return std::this_thread::sleep_for(milliseconds(600));
+    auto group = world.group();
+    const auto start = Clock::now();
+    try {
+      group.all_reduce(at::ones({4, 2}), {.tag = "grads", .timeout = milliseconds(200)}).wait();
+      ADD_FAILURE() << "no error";
+    } catch (const CommError& error) {
+      const auto& d = error.details();
+      EXPECT_GE(Clock::now() - start, milliseconds(190));
+      EXPECT_EQ(d.operation, "all_reduce");
+      EXPECT_EQ(d.group, "world");
+      EXPECT_EQ(d.rank, world.rank());
+      EXPECT_EQ(d.size, 3);
+      EXPECT_EQ(d.sequence, 0u);
+      EXPECT_EQ(d.tensor, "float32 [4, 2]");
+      EXPECT_EQ(d.tag, "grads");
+      EXPECT_THAT(d.call_site, HasSubstr("world_test.cpp:"));
+      // The rank whose deadline passed first says who is absent; the other is told what it said.
+      EXPECT_THAT(d.cause, AllOf(HasSubstr("deadline"), HasSubstr("rank 2 has not come")));
+    }
+  });
+}
+
+TEST(Work, deadlines_come_from_call_group_and_world) {
+  auto waited = [](const std::function<Work(World&)>& start, WorldOptions options) {
+    double seconds = 0;
+    run_threads(
+        2,
+        [&](World& world) {
+          if (world.rank() == 1) {
+            std::optional<Group> kept;
+            if (options.join_timeout) kept = world.group({0, 1}, {.timeout = milliseconds(150)});
+            return std::this_thread::sleep_for(milliseconds(900));
+          }
+          const auto before = Clock::now();
+          EXPECT_THROW(start(world).wait(), CommError);
+          seconds = std::chrono::duration<double>(Clock::now() - before).count();
+        },
+        options);
+    return seconds;
+  };
+  const auto t = at::ones({2});
+  EXPECT_NEAR(
+      waited([&](World& world) { return world.group().all_reduce(t); }, {.timeout = milliseconds(150)}), 0.15,
+      0.14);
+  EXPECT_NEAR(
+      waited([&](World& world) { return world.group().all_reduce(t, {.timeout = milliseconds(150)}); }, {}),
+      0.15, 0.14);
+  EXPECT_NEAR(waited(
+                  [&](World& world) {
+                    return world.group({0, 1}, {.timeout = milliseconds(150)}).all_reduce(t);
+                  },
+                  {.join_timeout = std::chrono::seconds(20)}),
+              0.15, 0.14);
+}
+
+TEST(Work, wait_with_a_limit_of_its_own) {
+  run_threads(2, [](World& world) {
+    if (world.rank() == 1) return std::this_thread::sleep_for(milliseconds(500));
+    auto work = world.group().all_reduce(at::ones({2}));
+    EXPECT_FALSE(work.done());
+    EXPECT_THROW(work.wait(milliseconds(50)), CommError);
+    EXPECT_TRUE(work.done());
+    EXPECT_THROW(work.wait(), CommError);  // the same again
+  });
+}
+
+TEST(Work, two_threads_may_wait_for_one) {
+  run_threads(2, [](World& world) {
+    auto tensor = at::ones({2});
+    if (world.rank() == 1) std::this_thread::sleep_for(milliseconds(100));
+    auto work = world.group().all_reduce(tensor);
+    std::thread other([&] { work.wait(); });
+    work.wait();
+    other.join();
+    EXPECT_SAME(tensor, at::full({2}, 2.0));
+  });
+}
+
+TEST(Work, a_dropped_ones_error_surfaces_at_the_next_call) {
+  run_threads(2, [](World& world) {
+    auto group = world.group();
+    { auto dropped = group.all_reduce(at::ones({2 + world.rank()})); }
+    // Rank 0 has not been told yet when it drops: the next call tells.
+    std::this_thread::sleep_for(milliseconds(100));
+    EXPECT_THAT(error_of<CommError>([&] { group.barrier().wait(); }),
+                AllOf(HasSubstr("differ in size"), HasSubstr("barrier")));
+  });
+}
+
+TEST(Work, dropping_does_not_block) {
+  run_threads(2, [](World& world) {
+    auto group = world.group();
+    if (world.rank() == 1) std::this_thread::sleep_for(milliseconds(300));
+    const auto start = Clock::now();
+    { auto dropped = group.all_reduce(at::ones({10})); }
+    EXPECT_LT(Clock::now() - start, milliseconds(200));
+    group.barrier().wait();
+  });
+}
+
+TEST(World, fail_ends_every_wait_in_every_group_and_thread) {
+  run_threads(2, [](World& world) {
+    auto other = world.group({0, 1});
+    if (world.rank() == 1) return std::this_thread::sleep_for(milliseconds(400));
+    auto group = world.group();
+    auto first =
+        std::async(std::launch::async, [&] { return error_of<CommError>([&] { group.barrier().wait(); }); });
+    auto second = std::async(std::launch::async, [&] {
+      return error_of<CommError>([&] { other.recv(at::ones({1}), {.peer = 1}).wait(); });
+    });
+    std::this_thread::sleep_for(milliseconds(100));
+    const auto told = Clock::now();
+    world.fail("the verdict", 1);
+    EXPECT_THAT(first.get(), HasSubstr("the verdict"));
+    EXPECT_THAT(second.get(), HasSubstr("the verdict"));
+    EXPECT_LT(Clock::now() - told, milliseconds(200));
+    EXPECT_THROW((void)world.group({0}), Error);
+  });
+}
+
+TEST(Group, two_groups_from_two_threads_do_not_disturb_each_other) {
+  run_threads(2, [](World& world) {
+    auto a = world.group({0, 1}), b = world.group({0, 1});
+    auto use = [&](Group group, int salt) {
+      for (int i = 0; i < 200; ++i) {
+        auto tensor = value(group.rank(), {64}, at::kFloat, salt + i);
+        group.all_reduce(tensor).wait();
+        EXPECT_SAME(tensor, reduced_values(2, {64}, at::kFloat, ReduceOp::SUM, salt + i));
+      }
+    };
+    std::thread other([&] { use(a, 0); });
+    use(b, 3);
+    other.join();
+  });
+}
+
+TEST(Group, what_the_caller_can_fix_is_a_config_error_before_anything_moves) {
+  run_threads(2, [](World& world) {
+    auto group = world.group();
+    auto good = at::ones({4});
+    auto refuses = [&](const std::function<void()>& call, const char* part) {
+      EXPECT_THAT(error_of<ConfigError>(call), HasSubstr(part));
+    };
+    refuses([&] { (void)group.all_reduce(at::Tensor()); }, "undefined");
+    refuses([&] { (void)group.all_reduce(good.to_sparse()); }, "dense");
+    refuses([&] { (void)group.all_reduce(at::ones({1}).expand({4})); }, "clone()");
+    refuses([&] { (void)group.all_reduce(at::ones({4}, at::kInt), {.op = ReduceOp::AVG}); },
+            "avg of a int32");
+    refuses([&] { (void)group.all_reduce(good, {.op = ReduceOp::BAND}); }, "and of a float32");
+    refuses([&] { (void)group.all_reduce(at::ones({4}, at::kMeta)); }, "no transport");
+    refuses([&] { (void)group.broadcast(good, {.root = 2}); }, "root=2");
+    refuses([&] { (void)group.broadcast(good, {.root = -1}); }, "root=-1");
+    refuses([&] { (void)group.all_gather(at::ones({9}), good); }, "9 elements");
+    refuses([&] { (void)group.all_gather(at::ones({8}, at::kInt), good); }, "int32");
+    refuses([&] { (void)group.all_gather(std::vector<at::Tensor>{good}, good); }, "1 tensors");
+    refuses([&] { (void)group.all_gather({at::ones({3}), at::ones({3})}, good); }, "3 elements");
+    refuses(
+        [&] { (void)group.gather(world.rank() == 0 ? std::vector<at::Tensor>{} : std::vector{good}, good); },
+        "tensors");
+    refuses(
+        [&] {
+          (void)group.scatter(good, world.rank() == 0 ? std::vector<at::Tensor>{good} : std::vector{good});
+        },
+        "tensors");
+    refuses([&] { (void)group.reduce_scatter(good, good); }, "elements");
+    refuses([&] { (void)group.all_to_all(at::ones({3}), at::ones({4})); }, "3 rows");
+    refuses([&] { (void)group.all_to_all(good, good, {.out_splits = {1, 2}}); }, "out_splits=[1, 2]");
+    refuses([&] { (void)group.all_to_all(good, good, {.in_splits = {5, -1}}); }, "in_splits=[5, -1]");
+    refuses([&] { (void)group.send(good, {.peer = world.rank()}); }, "peer=");
+    refuses([&] { (void)group.send(good, {.peer = kAnyRank}); }, "peer=-1");
+    refuses([&] { (void)group.recv(good, {.peer = 7}); }, "kAnyRank");
+    refuses([&] { (void)group.send(good, {.peer = 1 - world.rank(), .tag = -1}); }, "tag=-1");
+    refuses([&] { (void)group.split(-1); }, "color=-1");
+    refuses([&] { (void)group.subgroup({0, 5}); }, "rank 5");
+    refuses([&] { (void)world.group({1 - world.rank()}); }, "only its members");
+    refuses([&] { (void)world.group({}); }, "[]");
+    refuses([&] { (void)world.group({world.rank(), world.rank()}); }, "different ranks");
+    // Nothing of this has touched the group.
+    group.all_reduce(good).wait();
+    EXPECT_SAME(good, at::full({4}, 2.0));
+  });
+}
+
+struct Recorder : Observer {
+  void started(const Call& call) noexcept override { add("start " + std::string(name(call.operation))); }
+  void finished(const Call& call, std::chrono::nanoseconds elapsed) noexcept override {
+    add("finish " + std::string(name(call.operation)) + " " + call.tag + " " + std::to_string(call.bytes) +
+        (elapsed.count() > 0 ? "" : " at once"));
+  }
+  void failed(const Call& call, std::chrono::nanoseconds, std::string_view cause) noexcept override {
+    add("fail " + std::string(name(call.operation)) + ": " + std::string(cause));
+  }
+  void add(std::string line) {
+    std::lock_guard lock(mutex);
+    lines.push_back(std::move(line));
+  }
+  std::mutex mutex;
+  std::vector<std::string> lines;
+};
+
+TEST(Observer, sees_start_finish_and_failure) {
+  run_threads(2, [](World& world) {
+    auto recorder = std::make_shared<Recorder>();
+    world.add_observer(recorder);
+    auto group = world.group();
+    group.all_reduce(at::ones({4}), {.tag = "grads"}).wait();
+    EXPECT_EQ(recorder->lines, (std::vector<std::string>{"start all_reduce", "finish all_reduce grads 16"}));
+    world.remove_observer(recorder);
+    group.barrier().wait();
+    EXPECT_EQ(recorder->lines.size(), 2u);
+    world.add_observer(recorder);
+    EXPECT_THROW(group.all_reduce(at::ones({4 + world.rank()})).wait(), CommError);
+    EXPECT_THAT(recorder->lines.back(), HasSubstr("fail all_reduce: the ranks' calls differ in size"));
+    EXPECT_THROW(world.add_observer(nullptr), ConfigError);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::testing
