@@ -1,0 +1,33 @@
+# What `cmake --install` puts where: the public headers, the library, its modules, the program, the CMake package.
+include(CMakePackageConfigHelpers)
+set(package ${CMAKE_INSTALL_LIBDIR}/cmake/lockstep)
+
+# Everything else in lockstep/ is internal; some of it includes what LibTorch does not ship.
+foreach(header
+    lockstep.h
+    base/error.h
+    base/log.h
+    comm/call.h
+    comm/group.h
+    comm/observer.h
+    comm/work.h
+    comm/world.h
+    mesh/device_mesh.h)
+  get_filename_component(folder ${header} DIRECTORY)
+  install(FILES lockstep/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep/${folder})
+endforeach()
+install(FILES ${PROJECT_BINARY_DIR}/include/lockstep/version.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep)
+
+install(TARGETS lockstep EXPORT lockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS lockstep_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+foreach(module lockstep_mpi_openmpi lockstep_mpi_mpich)
+  if(TARGET ${module})
+    install(TARGETS ${module} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}/lockstep)
+  endif()
+endforeach()
+install(EXPORT lockstepTargets NAMESPACE lockstep:: DESTINATION ${package})
+configure_package_config_file(cmake/lockstepConfig.cmake.in ${PROJECT_BINARY_DIR}/lockstepConfig.cmake
+                              INSTALL_DESTINATION ${package})
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/lockstepConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${PROJECT_BINARY_DIR}/lockstepConfig.cmake ${PROJECT_BINARY_DIR}/lockstepConfigVersion.cmake
+              cmake/LockstepTorch.cmake DESTINATION ${package})

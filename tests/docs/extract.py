@@ -1,0 +1,53 @@
+"""Turns the C++ of README.md and docs/ into programs that the tests compile and run.
+
+usage: extract.py OUT FILE.md...
+
+A block with main() becomes OUT/program_N.cpp; all others become functions of OUT/snippets.cpp, each with a World, a
+Group and a tensor at hand, as their text assumes.
+"""
+import pathlib
+import re
+import sys
+
+PRELUDE = """#include <iostream>
+#include <lockstep/lockstep.h>
+#include <torch/torch.h>
+using namespace lockstep;
+"""
+
+MAIN = """
+int main() {
+  auto world = World::from_environment();
+  auto run = [&](const char* name, void (*snippet)(World&, Group, torch::Tensor)) {
+    snippet(world, world.group(), torch::ones({4}));
+    if (world.is_main()) std::cout << name << " ran" << std::endl;
+  };
+"""
+
+
+def write_if_changed(path, text):
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def main():
+    out = pathlib.Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    programs, functions, calls = 0, "", ""
+    for name in sys.argv[2:]:
+        path = pathlib.Path(name)
+        text = path.read_text()
+        for match in re.finditer(r"^```cpp\n(.*?)^```", text, re.M | re.S):
+            line = text[: match.start()].count("\n") + 2
+            code = f'#line {line} "{path.name}"\n' + match[1]
+            if "int main(" in match[1]:
+                programs += 1
+                write_if_changed(out / f"program_{programs}.cpp", code)
+            else:
+                function = f"snippet_{path.stem.replace('-', '_')}_{line}"
+                functions += f"void {function}(World& world, Group group, torch::Tensor t) {{ (void)world; {{\n{code}}} }}\n"
+                calls += f'  run("{path.name}:{line}", &{function});\n'
+    write_if_changed(out / "snippets.cpp", PRELUDE + functions + MAIN + calls + "}\n")
+
+
+main()

@@ -1,0 +1,27 @@
+# Installs the build into an empty folder, and builds and runs a user's project against that.
+# cmake -DBUILD=... -DSOURCE=... -DWORK=... -P run.cmake
+file(REMOVE_RECURSE ${WORK})
+function(step)
+  execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  if(NOT status EQUAL 0)
+    string(REPLACE ";" " " command "${ARGN}")
+    message(FATAL_ERROR "${command}\n${output}")
+  endif()
+  set(output "${output}" PARENT_SCOPE)
+endfunction()
+
+step(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
+# Nothing of the source or the build tree may be needed.
+step(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH=${WORK}/prefix)
+step(${CMAKE_COMMAND} --build ${WORK}/build)
+step(${WORK}/prefix/bin/lockstep run -n 2 ${WORK}/build/consumer)
+if(NOT output MATCHES "consumer: 2 of 2")
+  message(FATAL_ERROR "the consumer printed: ${output}")
+endif()
+file(GLOB_RECURSE headers RELATIVE ${WORK}/prefix/include ${WORK}/prefix/include/*.h)
+foreach(header ${headers})
+  file(READ ${WORK}/prefix/include/${header} text)
+  if(header MATCHES "gloo|transport" OR text MATCHES "#include <(torch|ATen/ATen)")
+    message(FATAL_ERROR "${header} is installed: it is internal, or heavy")
+  endif()
+endforeach()

@@ -1,0 +1,37 @@
+// What README.md says the demo prints is what it prints.
+#include <fstream>
+#include <sstream>
+
+#include "support/errors.h"
+#include "support/process.h"
+
+namespace lockstep::testing {
+namespace {
+
+std::string text_of(const std::string& file) {
+  std::ifstream in(std::string(LOCKSTEP_SOURCE) + "/" + file);
+  std::ostringstream text;
+  text << in.rdbuf();
+  return text.str();
+}
+
+TEST(Docs, the_demo_prints_what_the_readme_shows) {
+  const auto outcome = run({{LOCKSTEP_PROGRAM, "run", "-n", "4", LOCKSTEP_HELLO}, {{"LOCKSTEP_BACKEND", "cpu:auto"}}});
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  EXPECT_THAT(text_of("README.md"), HasSubstr("$ ./dev demo\n" + outcome.output));
+}
+
+TEST(Docs, the_readme_has_both_commands_and_ci_calls_one_of_them) {
+  EXPECT_THAT(text_of("README.md"), AllOf(HasSubstr("./dev demo"), HasSubstr("./dev test")));
+  EXPECT_THAT(text_of(".ci/run"), HasSubstr("./dev test"));
+}
+
+TEST(Docs, every_variable_that_is_read_is_in_the_docs) {
+  const auto docs = text_of("docs/concepts.md");
+  for (const char* name : {"LOCKSTEP_BACKEND", "LOCKSTEP_TIMEOUT", "LOCKSTEP_JOIN_TIMEOUT", "LOCKSTEP_CHECK", "LOCKSTEP_LOG",
+                           "LOCKSTEP_MPI", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "LOCAL_RANK"})
+    EXPECT_THAT(docs, HasSubstr(name));
+}
+
+}  // namespace
+}  // namespace lockstep::testing
