@@ -2,8 +2,8 @@
 # LibTorch's own TorchConfig.cmake asks for a CUDA toolkit whenever it was built with CUDA, also from a program
 # that compiles no CUDA; a wheel on a machine without the toolkit would then be of no use.
 #
-# Looked for in LOCKSTEP_TORCH, then Torch_DIR and CMAKE_PREFIX_PATH. Sets LOCKSTEP_TORCH_VERSION and
-# LOCKSTEP_TORCH_HAS_CUDA.
+# Looked for in LOCKSTEP_TORCH, then Torch_DIR and CMAKE_PREFIX_PATH. Sets LOCKSTEP_TORCH_VERSION,
+# LOCKSTEP_TORCH_HAS_CUDA, LOCKSTEP_CUDA_INCLUDES (empty: no CUDA, or its headers are missing).
 
 set(LOCKSTEP_TORCH "" CACHE PATH "LibTorch: an unpacked one, or the folder of Python's torch package")
 if(NOT LOCKSTEP_TORCH)
@@ -37,6 +37,23 @@ endif()
 set(LOCKSTEP_TORCH_HAS_CUDA OFF)
 if(EXISTS "${LOCKSTEP_TORCH}/lib/libtorch_cuda.so")
   set(LOCKSTEP_TORCH_HAS_CUDA ON)
+endif()
+
+# Headers of CUDA and NCCL, for nccl.cpp alone. A toolkit's, or those that a wheel's dependencies bring, which stand
+# beside it and may lack crt/.
+set(LOCKSTEP_CUDA_INCLUDES "")
+if(LOCKSTEP_TORCH_HAS_CUDA)
+  file(GLOB _beside "${LOCKSTEP_TORCH}/../nvidia/*/include")
+  find_path(LOCKSTEP_CUDA_INCLUDE crt/host_config.h
+            HINTS $ENV{CUDA_HOME}/include $ENV{CUDA_PATH}/include /usr/local/cuda/include ${_beside})
+  find_path(LOCKSTEP_NCCL_INCLUDE nccl.h HINTS ${_beside} /usr/local/cuda/include)
+  mark_as_advanced(LOCKSTEP_CUDA_INCLUDE LOCKSTEP_NCCL_INCLUDE)
+  if(LOCKSTEP_CUDA_INCLUDE AND LOCKSTEP_NCCL_INCLUDE)
+    set(LOCKSTEP_CUDA_INCLUDES "${LOCKSTEP_NCCL_INCLUDE};${LOCKSTEP_CUDA_INCLUDE}")
+  else()
+    message(STATUS "LibTorch has CUDA, but the headers of a CUDA toolkit (${LOCKSTEP_CUDA_INCLUDE}) or of NCCL "
+                   "(${LOCKSTEP_NCCL_INCLUDE}) are not found: the NCCL transport is not built")
+  endif()
 endif()
 
 # Headers alone: fmt and the number formats, for code that must not link LibTorch.

@@ -1,6 +1,7 @@
 #include <lockstep/comm/store.h>
 
 #include <algorithm>
+#include <thread>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -16,22 +17,17 @@ WatchedStore::WatchedStore(c10::intrusive_ptr<c10d::Store> inner, milliseconds t
 
 void WatchedStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
   using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
   // kNoTimeout and kDefaultTimeout are c10d's words for "I don't mind": our own limit then.
   const auto limit = timeout <= milliseconds(0) || timeout == kDefaultTimeout ? timeout_ : timeout;
-  for (milliseconds slice(50);; slice = std::min(2 * slice, milliseconds(400))) {
+  const auto deadline = Clock::now() + limit;
+  // Asked for again and again, because a wait of c10d's own cannot be woken, and warns when it is cut short.
+  for (milliseconds pause(1); !inner_->check(keys); pause = std::min(2 * pause, milliseconds(50))) {
     check_();
-    const auto left = limit - std::chrono::duration_cast<milliseconds>(Clock::now() - start);
-    if (left <= milliseconds(0))
+    if (Clock::now() >= deadline)
       // c10d's users look for " timeout " with its spaces.
       throw Error(fmt::format("a wait in the store hit its timeout after {:.1f} s for: {}",
                               std::chrono::duration<double>(limit).count(), fmt::join(keys, ", ")));
-    try {
-      return inner_->wait(keys, std::min(slice, left));
-    } catch (const std::exception&) {
-      // Not there yet, or the store is gone: the latter shows when we look.
-      if (inner_->check(keys)) return;
-    }
+    std::this_thread::sleep_for(pause);
   }
 }
 

@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr auto kPromised = std::chrono::seconds(1);
-constexpr std::int64_t kLarge = 64 << 20;  // bytes: more than sockets hold
+constexpr std::int64_t kLarge = 512 << 20;  // bytes: more than is sent before the peer stops
 
 using Action = std::function<Work(Group&, at::Tensor)>;
 

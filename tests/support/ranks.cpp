@@ -13,21 +13,22 @@ std::string chosen_transport = "threads";
 int chosen_ranks = 1;
 std::unique_ptr<World> process_world;
 
+// Before there is a World, and in a launcher's own words.
+std::string rank_of_process() {
+  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
+    if (const char* rank = std::getenv(name)) return rank;
+  return "0";
+}
+
 // Ranks other than 0 print only what failed, each line with the rank.
 class FailuresOnly : public ::testing::EmptyTestEventListener {
   void OnTestPartResult(const ::testing::TestPartResult& result) override {
     if (!result.failed()) return;
-    fmt::print("rank {}: {}:{}: {}\n", std::getenv("RANK") ? std::getenv("RANK") : "?",
-               result.file_name() ? result.file_name() : "", result.line_number(), result.message());
+    fmt::print("rank {} failed: {}:{}: {}\n", rank_of_process(), result.file_name() ? result.file_name() : "",
+               result.line_number(), result.message());
     std::fflush(stdout);
   }
 };
-
-bool is_first_process() {
-  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
-    if (const char* rank = std::getenv(name)) return std::string_view(rank) == "0";
-  return true;
-}
 
 }  // namespace
 
@@ -59,13 +60,15 @@ int main(int argc, char** argv) {
     if (argument.starts_with("--transport=")) chosen_transport = argument.substr(12);
     if (argument.starts_with("--ranks=")) chosen_ranks = std::atoi(argv[i] + 8);
   }
-  if (!is_first_process()) {
+  if (rank_of_process() != "0") {
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();
     delete listeners.Release(listeners.default_result_printer());
     delete listeners.Release(listeners.default_xml_generator());
     listeners.Append(new FailuresOnly);
   }
   const int status = RUN_ALL_TESTS();
+  // Together: some launchers end the job when its first process ends.
+  if (process_world) process_world->group().barrier().wait();
   process_world.reset();
   return status;
 }

@@ -7,6 +7,8 @@
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
+#include "support/ranks.h"
+
 namespace lockstep::testing {
 
 inline const std::vector<at::ScalarType> kTrainingDtypes = {
@@ -14,6 +16,13 @@ inline const std::vector<at::ScalarType> kTrainingDtypes = {
 inline const std::vector<ReduceOp> kReductions = {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT,
                                                   ReduceOp::MIN, ReduceOp::MAX, ReduceOp::BAND,
                                                   ReduceOp::BOR, ReduceOp::BXOR};
+
+inline at::Device test_device() {
+  return transport() == "nccl" ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
+}
+inline at::TensorOptions on(at::ScalarType type = at::kFloat) {
+  return at::TensorOptions(type).device(test_device());
+}
 
 inline bool defined_for(ReduceOp op, at::ScalarType type) {
   const bool bitwise = op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
@@ -24,7 +33,7 @@ inline bool defined_for(ReduceOp op, at::ScalarType type) {
 // Rank r's tensor: small whole numbers that differ between ranks and elements. salt tells calls apart.
 inline at::Tensor value(int rank, at::IntArrayRef sizes, at::ScalarType type, int salt = 0,
                         ReduceOp op = ReduceOp::SUM) {
-  auto index = at::arange(c10::multiply_integers(sizes), at::kLong);
+  auto index = at::arange(c10::multiply_integers(sizes), on(at::kLong));
   if (type == at::kBool) return ((index + rank + salt) % 3 == 0).view(sizes);
   // A product of 8 ranks' values stays within a byte; a sum within bfloat16's exact integers.
   auto numbers = op == ReduceOp::PRODUCT ? ((index + rank + salt) % 5 == 0).to(at::kLong) + 1

@@ -34,6 +34,10 @@ class NcclTransport final : public Transport {
     backend_->setBoundDeviceId(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(context.device_index)));
   }
 
+  ~NcclTransport() override {
+    if (!interrupted_) backend_->shutdown();
+  }
+
   Traits traits() const override { return {.avg = true, .keeps_inputs = true, .blocks_host = false}; }
   c10d::Backend& backend() override { return *backend_; }
 

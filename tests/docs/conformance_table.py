@@ -1,0 +1,103 @@
+"""The outcome of the conformance suite as a table: collective by transport by number of ranks.
+
+usage: conformance_table.py check|write RESULTS PAGE
+
+RESULTS is the folder of GoogleTest's JSON files (build/test-results). `write` puts the outcome into PAGE; transports that
+were not run keep their column. `check` fails where PAGE says something else than this run.
+"""
+import json
+import pathlib
+import re
+import sys
+
+HEAD = """# Conformance
+
+One suite, `tests/comm/conformance_test.cpp`, runs on every transport and compares each collective with a reference
+computed on one rank: every dtype that LibTorch trains with, every reduction that the dtype has, non-contiguous and empty
+tensors. A cell lists the numbers of ranks with which the test passed. The table is written from a test run by `./dev docs`,
+and a test compares it with each later run.
+
+"""
+FOOT = """
+`mismatch` tests run with `LOCKSTEP_CHECK=1` except on threads; `interrupt` tests have 2 ranks, one of which never comes or is
+stopped by a signal, and require that the waiter and ~World return within 1 s of the failure being told. `large` is tensors
+above 2^31 bytes. A peer that is a thread cannot be stopped inside. nccl: one GPU was at hand, and NCCL refuses two ranks on
+one GPU.
+"""
+ORDER = ["threads", "gloo", "openmpi", "mpich", "nccl"]
+
+
+def read_results(folder):
+    """{row: {transport: {ranks, ...}}}, rows in the order of the suite."""
+    rows = {}
+    for path in sorted(pathlib.Path(folder).glob("*.json")):
+        match = re.fullmatch(r"(conformance|mismatch|interrupt|large)\.([a-z]+)(?:\.(\w+))?\.json", path.name)
+        if not match:
+            continue
+        kind, transport, detail = match.groups()
+        ranks = int(detail) if detail and detail.isdigit() else 2
+        for suite in json.loads(path.read_text()).get("testsuites", []):
+            for case in suite["testsuite"]:
+                if case.get("result") != "COMPLETED" or case.get("failures"):
+                    continue
+                row = case["name"] if kind == "conformance" else f"{kind}: {case['name']}"
+                rows.setdefault(row.replace("_", " "), {}).setdefault(transport, set()).add(ranks)
+    return rows
+
+
+def read_page(path):
+    rows = {}
+    if not path.exists():
+        return rows
+    lines = [line for line in path.read_text().splitlines() if line.startswith("|")]
+    transports = [cell.strip() for cell in lines[0].strip("|").split("|")][1:] if lines else []
+    for line in lines[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows[cells[0]] = {t: set(map(int, c.split())) for t, c in zip(transports, cells[1:]) if c}
+    return rows
+
+
+def kind_of(row):
+    return row.split(":")[0] if ":" in row else ""
+
+
+def sort_key(row):
+    return (["", "large", "mismatch", "interrupt"].index(kind_of(row)), row)
+
+
+def write_page(path, rows):
+    transports = [t for t in ORDER if any(t in columns for columns in rows.values())]
+    text = HEAD + "| | " + " | ".join(transports) + " |\n|---|" + "---|" * len(transports) + "\n"
+    for row in sorted(rows, key=sort_key):
+        cells = [" ".join(map(str, sorted(rows[row].get(t, ())))) for t in transports]
+        text += f"| {row} | " + " | ".join(cells) + " |\n"
+    path.write_text(text + FOOT)
+
+
+def main():
+    mode, results, page = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3])
+    run, known = read_results(results), read_page(page)
+    ran = {(kind_of(row), t) for row, columns in run.items() for t in columns}
+    if mode == "write":
+        for row, columns in known.items():
+            for transport, ranks in columns.items():
+                if (kind_of(row), transport) not in ran:
+                    run.setdefault(row, {})[transport] = ranks
+        write_page(page, run)
+        return 0
+    if not run:
+        print("no results: run the conformance tests first")
+        return 1
+    differences = 0
+    for row in sorted(set(run) | set(known), key=sort_key):
+        for transport in sorted(t for kind, t in ran if kind == kind_of(row)):
+            now, then = run.get(row, {}).get(transport, set()), known.get(row, {}).get(transport, set())
+            if now != then:
+                differences += 1
+                print(f"{page.name}: '{row}' on {transport} says {sorted(then)}, this run says {sorted(now)}")
+    if differences:
+        print("./dev docs writes the table anew")
+    return 1 if differences else 0
+
+
+sys.exit(main())
