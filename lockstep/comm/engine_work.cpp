@@ -2,45 +2,57 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <lockstep/base/log.h>
 
 namespace lockstep::detail {
 
-EngineWork::EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> keep,
+EngineWork::EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs,
                        std::vector<at::Tensor> outputs)
-    : Work(rank, type), keep_(std::move(keep)), outputs_(std::move(outputs)) {}
+    : Work(rank, type), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
 
-void EngineWork::complete(std::exception_ptr error, int source) {
-  source_ = source;
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  {
-    std::lock_guard lock(future_mutex_);
-    ended_ = true;
-    error_ = error;
-    future = future_;
-    keep_.clear();
-  }
-  finish(error);
-  if (!future) return;
-  if (error)
-    future->setError(error);
-  else
-    future->markCompleted(c10::IValue(outputs_));
+int EngineWork::sourceRank() const {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(completed_ && source_ >= 0, "sourceRank() is known for completed receives only");
+  return source_;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> EngineWork::getFuture() {
-  std::unique_lock lock(future_mutex_);
+  std::unique_lock lock(mutex_);
   if (future_) return future_;
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-  auto future = future_;
-  const bool ended = ended_;
+  const auto future = future_;
+  const bool completed = completed_;
   lock.unlock();
-  if (ended) {
-    if (error_)
-      future->setError(error_);
-    else
-      future->markCompleted(c10::IValue(outputs_));
-  }
+  if (completed) resolve(*future);
   return future;
+}
+
+void EngineWork::resolve(c10::ivalue::Future& future) const {
+  if (exception_)
+    future.setError(exception_);
+  else
+    future.markCompleted(c10::IValue(c10::List<at::Tensor>(outputs_)));
+}
+
+void EngineWork::settle(std::exception_ptr error, int source) noexcept {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard lock(mutex_);
+    if (completed_) return;
+    completed_ = true;
+    exception_ = std::move(error);
+    source_ = source;
+    future = future_;
+  }
+  cv_.notify_all();
+  if (!future) return;
+  try {
+    resolve(*future);  // runs callbacks of the caller's
+  } catch (const std::exception& problem) {
+    log(LogLevel::error, "a callback of an operation threw: {}", problem.what());
+  } catch (...) {
+    log(LogLevel::error, "a callback of an operation threw");
+  }
 }
 
 }  // namespace lockstep::detail

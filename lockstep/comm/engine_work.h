@@ -1,8 +1,6 @@
 // The c10d::Work of our own engines.
 #pragma once
 
-#include <mutex>
-#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -11,23 +9,23 @@ namespace lockstep::detail {
 
 class EngineWork : public c10d::Work {
  public:
-  // keep: tensors that live until completion; outputs: what the future carries.
-  EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> keep, std::vector<at::Tensor> outputs);
+  // Tensors are kept until the work is destroyed: the outputs for result(), both for an engine that may
+  // write to them after the work was given up.
+  EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs);
 
-  // Once, by any thread.
-  void complete(std::exception_ptr error, int source = -1);
+  // The first call decides; wakes the waiters. Any thread. source: of a receive.
+  void settle(std::exception_ptr error, int source = -1) noexcept;
 
-  int sourceRank() const override { return source_; }
+  int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  std::mutex future_mutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when asked for: most never are
-  bool ended_ = false;
-  std::exception_ptr error_;
+  void resolve(c10::ivalue::Future& future) const;
+
+  const std::vector<at::Tensor> inputs_, outputs_;
   int source_ = -1;
-  std::vector<at::Tensor> keep_, outputs_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when asked for: most never are
 };
 
 }  // namespace lockstep::detail

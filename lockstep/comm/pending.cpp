@@ -62,8 +62,8 @@ Pending::Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> t
 bool Pending::needs_watching() const { return by_messages && !transport_->traits().completes_unwatched; }
 
 std::optional<int> Pending::source() const {
-  if (call_.operation != Operation::recv || state_ != State::complete) return std::nullopt;
-  return call_.root != kAnyRank ? call_.root : works.back()->sourceRank();
+  if (!settled()) return std::nullopt;
+  return source_;
 }
 
 void Pending::wait(std::optional<milliseconds> limit) {
@@ -145,6 +145,10 @@ bool Pending::done() {
 void Pending::settle_complete() {
   c10::NoGradGuard no_grad;
   for (const auto& step : finish) step();
+  if (call_.operation == Operation::recv)
+    source_ = call_.root != kAnyRank ? call_.root : works.back()->sourceRank();
+  // Engines' works keep their tensors.
+  works.clear();
   finish.clear();
   keep.clear();
   const auto elapsed = Clock::now() - start_;

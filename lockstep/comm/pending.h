@@ -61,6 +61,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
   std::size_t waited_ = 0;  // works that are complete
   std::atomic<State> state_ = State::running;
   std::atomic<bool> watched_ = false;
+  std::optional<int> source_;
   CommError::Details error_;
 };
 

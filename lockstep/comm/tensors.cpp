@@ -88,19 +88,15 @@ ReduceOp engine_reduction(const Transport& engine, Dtype dtype, ReduceOp op) {
   }
 }
 
-c10d::ReduceOp to_c10d(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::SUM: return c10d::ReduceOp::SUM;
-    case ReduceOp::AVG: return c10d::ReduceOp::AVG;
-    case ReduceOp::PRODUCT: return c10d::ReduceOp::PRODUCT;
-    case ReduceOp::MIN: return c10d::ReduceOp::MIN;
-    case ReduceOp::MAX: return c10d::ReduceOp::MAX;
-    case ReduceOp::BAND: return c10d::ReduceOp::BAND;
-    case ReduceOp::BOR: return c10d::ReduceOp::BOR;
-    case ReduceOp::BXOR: return c10d::ReduceOp::BXOR;
-  }
-  LOCKSTEP_ASSERT(false, "an unknown reduction");
-  return c10d::ReduceOp::SUM;
+static_assert(static_cast<int>(ReduceOp::SUM) == c10d::ReduceOp::SUM &&
+              static_cast<int>(ReduceOp::AVG) == c10d::ReduceOp::AVG &&
+              static_cast<int>(ReduceOp::BXOR) == c10d::ReduceOp::BXOR);
+
+c10d::ReduceOp to_c10d(ReduceOp op) { return static_cast<c10d::ReduceOp::RedOpType>(op); }
+
+ReduceOp from_c10d(const c10d::ReduceOp& op) {
+  TORCH_CHECK(op.op_ <= c10d::ReduceOp::BXOR, "this reduction of c10d's is not supported");
+  return static_cast<ReduceOp>(op.op_);
 }
 
 }  // namespace lockstep::detail

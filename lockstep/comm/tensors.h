@@ -31,5 +31,6 @@ at::Tensor to_reduce(const Transport& engine, const at::Tensor& tensor);
 // The engine's reduction: avg is a sum where the engine has no avg, bool reduces as 0 and 1.
 ReduceOp engine_reduction(const Transport& engine, Dtype dtype, ReduceOp op);
 c10d::ReduceOp to_c10d(ReduceOp op);
+ReduceOp from_c10d(const c10d::ReduceOp& op);  // c10::Error for those that we do not have
 
 }  // namespace lockstep::detail

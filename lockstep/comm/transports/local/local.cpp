@@ -49,7 +49,7 @@ class LocalBackend final : public c10d::Backend {
   }
   WorkPtr done(const Tensors& outputs) {
     auto work = c10::make_intrusive<EngineWork>(0, c10d::OpType::UNKNOWN, Tensors{}, outputs);
-    work->complete(nullptr);
+    work->settle(nullptr);
     return work;
   }
 };

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <lockstep/comm/reduce.h>
+#include <lockstep/comm/tensors.h>
 #include <lockstep/comm/transports/mpi/tensors.h>
 
 namespace lockstep::detail {
@@ -103,12 +104,12 @@ MpiBackend::WorkPtr MpiBackend::all_reduce(OpType type, const Tensors& tensors,
   Stages stages;
   for (const auto& tensor : tensors) {
     check_tensor(tensor);
-    mpi_reduction(mpi_dtype(tensor.scalar_type()), reduce_op);
+    mpi_reduction(dtype_of(tensor.scalar_type()), reduce_op);
   }
   // One stage for all tensors: the next operation of the group may start only after all have.
   stages.push_back([tensors, reduce_op](MpiPosts& posts, MpiWork&) {
     for (const auto& tensor : tensors) {
-      const Dtype dtype = mpi_dtype(tensor.scalar_type());
+      const Dtype dtype = dtype_of(tensor.scalar_type());
       const auto [mpi_type, mpi_op] = mpi_reduction_of(dtype, mpi_reduction(dtype, reduce_op));
       const std::int64_t item = tensor.element_size();
       for_pieces(tensor.numel(), std::max<std::int64_t>(1, posts.link.chunk / item),
@@ -120,7 +121,7 @@ MpiBackend::WorkPtr MpiBackend::all_reduce(OpType type, const Tensors& tensors,
     }
   });
   if (reduce_op.op_ == c10d::ReduceOp::AVG)
-    for (const auto& tensor : tensors) stages.push_back(division(mpi_dtype(tensor.scalar_type()), tensor));
+    for (const auto& tensor : tensors) stages.push_back(division(dtype_of(tensor.scalar_type()), tensor));
   return submit(type, tensors, {}, std::move(stages));
 }
 
@@ -137,7 +138,7 @@ MpiBackend::WorkPtr MpiBackend::allreduce_coalesced(Tensors& tensors,
 MpiBackend::WorkPtr MpiBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   const auto& tensor = one_of(tensors);
   check_root(options.rootRank);
-  const Dtype dtype = mpi_dtype(tensor.scalar_type());
+  const Dtype dtype = dtype_of(tensor.scalar_type());
   const ReduceOp op = mpi_reduction(dtype, options.reduceOp);
   const int root = static_cast<int>(options.rootRank);
   Stages stages;
@@ -212,7 +213,7 @@ MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
 // MPI_Ireduce_scatter would, without the flat copy that it wants.
 MpiBackend::WorkPtr MpiBackend::reduce_scatter_list(OpType type, const at::Tensor& output, Tensors inputs,
                                                     const c10d::ReduceOp& reduce_op) {
-  const Dtype dtype = mpi_dtype(output.scalar_type());
+  const Dtype dtype = dtype_of(output.scalar_type());
   const ReduceOp op = mpi_reduction(dtype, reduce_op);
   const auto own = static_cast<std::size_t>(rank_);
   TORCH_CHECK(inputs[own].numel() == output.numel(), "mpi: reduce_scatter has ", output.numel(),
@@ -241,7 +242,7 @@ MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
   check_same_type(output, input);
   TORCH_CHECK(input.numel() == output.numel() * size_, "mpi: reduce_scatter of ", input.numel(),
               " elements on ", size_, " ranks into ", output.numel());
-  const Dtype dtype = mpi_dtype(output.scalar_type());
+  const Dtype dtype = dtype_of(output.scalar_type());
   const ReduceOp op = mpi_reduction(dtype, options.reduceOp);
   // Which calls are made may depend on nothing that differs between ranks; a copy may.
   if (bytes_of(input) > link_->chunk)

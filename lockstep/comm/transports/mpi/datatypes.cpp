@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/comm/reduce.h>
+#include <lockstep/comm/tensors.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -121,28 +122,10 @@ bool mpi_is_up() {
   return MPI_Finalized(&finalized) == MPI_SUCCESS && finalized == 0;
 }
 
-Dtype mpi_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat: return Dtype::float32;
-    case at::kDouble: return Dtype::float64;
-    case at::kBFloat16: return Dtype::bfloat16;
-    case at::kHalf: return Dtype::float16;
-    case at::kChar: return Dtype::int8;
-    case at::kShort: return Dtype::int16;
-    case at::kInt: return Dtype::int32;
-    case at::kLong: return Dtype::int64;
-    case at::kByte: return Dtype::uint8;
-    case at::kBool: return Dtype::boolean;
-    default: return Dtype::other;
-  }
-}
-
 ReduceOp mpi_reduction(Dtype dtype, const c10d::ReduceOp& op) {
-  TORCH_CHECK(op.op_ <= c10d::ReduceOp::BXOR, "mpi: this reduction is not supported");
-  static_assert(static_cast<int>(ReduceOp::AVG) == c10d::ReduceOp::AVG &&
-                static_cast<int>(ReduceOp::BXOR) == c10d::ReduceOp::BXOR);
-  const auto ours = static_cast<ReduceOp>(op.op_);
-  TORCH_CHECK(dtype != Dtype::other && reducible(dtype, ours), "mpi: ", std::string(name(ours)), " of ",
+  const auto ours = from_c10d(op);
+  const bool complex = dtype == Dtype::complex64 || dtype == Dtype::complex128;
+  TORCH_CHECK(!complex && reducible(dtype, ours), "mpi: ", std::string(name(ours)), " of ",
               std::string(name(dtype)), " is not supported");
   return ours;
 }

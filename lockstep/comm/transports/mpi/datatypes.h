@@ -15,8 +15,6 @@ void check_mpi(int code, const char* what);
 std::string mpi_error_text(int code);
 bool mpi_is_up();  // not finalised, by us or by the program
 
-Dtype mpi_dtype(at::ScalarType type);  // Dtype::other for what this transport cannot reduce
-
 // Throws c10::Error where MPI cannot do the reduction; avg is a sum here, divided afterwards.
 ReduceOp mpi_reduction(Dtype dtype, const c10d::ReduceOp& op);
 

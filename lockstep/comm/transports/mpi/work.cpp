@@ -3,7 +3,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include <lockstep/base/log.h>
 #include <lockstep/comm/transports/mpi/datatypes.h>
 #include <lockstep/comm/transports/mpi/progress.h>
 
@@ -78,58 +77,12 @@ void MpiPosts::recv(void* data, std::int64_t bytes, int peer, int tag) {
 
 MpiWork::MpiWork(std::shared_ptr<MpiLink> on, c10d::OpType type, std::vector<at::Tensor> outputs,
                  std::vector<at::Tensor> inputs, std::deque<Stage> all_stages)
-    : Work(on->rank, type),
+    : EngineWork(on->rank, type, std::move(inputs), std::move(outputs)),
       stages(std::move(all_stages)),
-      link_(std::move(on)),
-      outputs_(std::move(outputs)),
-      inputs_(std::move(inputs)) {}
-
-int MpiWork::sourceRank() const {
-  std::lock_guard lock(mutex_);
-  TORCH_CHECK(completed_ && source_ >= 0, "sourceRank() is known for completed receives only");
-  return source_;
-}
+      link_(std::move(on)) {}
 
 void MpiWork::landed(const MPI_Status& status) {
-  if (receive_tag < 0) return;
-  std::lock_guard lock(mutex_);
-  source_ = status.MPI_SOURCE;
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> MpiWork::getFuture() {
-  std::lock_guard lock(mutex_);
-  if (!future_) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (completed_) resolve(*future_);
-  }
-  return future_;
-}
-
-void MpiWork::resolve(c10::ivalue::Future& future) const {
-  if (exception_)
-    future.setError(exception_);
-  else
-    future.markCompleted(c10::IValue(c10::List<at::Tensor>(outputs_)));
-}
-
-void MpiWork::settle(std::exception_ptr error) noexcept {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  {
-    std::lock_guard lock(mutex_);
-    if (completed_) return;
-    completed_ = true;
-    exception_ = std::move(error);
-    future = future_;
-  }
-  cv_.notify_all();
-  if (!future) return;
-  try {
-    resolve(*future);  // runs callbacks of the caller's
-  } catch (const std::exception& problem) {
-    log(LogLevel::error, "a callback of an MPI operation threw: {}", problem.what());
-  } catch (...) {
-    log(LogLevel::error, "a callback of an MPI operation threw");
-  }
+  if (receive_tag >= 0) source_ = status.MPI_SOURCE;
 }
 
 }  // namespace lockstep::detail

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -15,8 +16,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include <lockstep/comm/engine_work.h>
 #include <lockstep/comm/transports/mpi/mpi_api.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace lockstep::detail {
 
@@ -85,21 +86,16 @@ void for_pieces(std::int64_t total, std::int64_t most, F f) {
   } while (offset < total);
 }
 
-class MpiWork final : public c10d::Work {
+class MpiWork final : public EngineWork {
  public:
   // Runs on the progress thread when the requests of the stage before have completed.
   using Stage = std::function<void(MpiPosts&, MpiWork&)>;
 
-  // Tensors are kept until the work is destroyed: the outputs for result(), the inputs for MPI.
   MpiWork(std::shared_ptr<MpiLink> on, c10d::OpType type, std::vector<at::Tensor> outputs,
           std::vector<at::Tensor> inputs, std::deque<Stage> all_stages);
 
-  std::vector<at::Tensor> result() override { return outputs_; }
-  int sourceRank() const override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-
-  // The first call decides; wakes the waiters. Any thread.
-  void settle(std::exception_ptr error) noexcept;
+  // Completes it, with the source of what it received.
+  void settle(std::exception_ptr error) noexcept { EngineWork::settle(std::move(error), source_); }
 
   // The progress thread's alone from here on; receive_tag and gated are set before submit.
   MpiLink& link() { return *link_; }
@@ -111,12 +107,8 @@ class MpiWork final : public c10d::Work {
   bool gated = false;  // a receive from any rank in more than one message
 
  private:
-  void resolve(c10::ivalue::Future& future) const;
-
   const std::shared_ptr<MpiLink> link_;
-  const std::vector<at::Tensor> outputs_, inputs_;
-  int source_ = -1;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::atomic<int> source_ = -1;
 };
 
 }  // namespace lockstep::detail

@@ -14,13 +14,6 @@ namespace {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
-ReduceOp from_c10d(const c10d::ReduceOp& op) {
-  TORCH_CHECK(op.op_ <= c10d::ReduceOp::BXOR, "the threads transport has no such reduction");
-  return static_cast<ReduceOp>(op.op_);
-}
-static_assert(static_cast<int>(ReduceOp::BXOR) == c10d::ReduceOp::BXOR &&
-              static_cast<int>(ReduceOp::AVG) == c10d::ReduceOp::AVG);
-
 class ThreadsBackend final : public c10d::Backend {
  public:
   ThreadsBackend(std::shared_ptr<Hub> hub, int rank, int size) : Backend(rank, size), hub_(std::move(hub)) {
@@ -137,19 +130,20 @@ class ThreadsBackend final : public c10d::Backend {
   c10::intrusive_ptr<EngineWork> prepare(Part& part, Operation operation, c10d::OpType type,
                                          const Tensors& inputs, const Tensors& outputs, ReduceOp reduction,
                                          std::int64_t root) {
-    Tensors keep = inputs;
-    keep.insert(keep.end(), outputs.begin(), outputs.end());
-    for (const auto& tensor : keep)
-      TORCH_CHECK(tensor.is_contiguous() && tensor.is_cpu(), "the threads transport takes dense CPU tensors");
+    for (const auto* tensors : {&inputs, &outputs})
+      for (const auto& tensor : *tensors) {
+        TORCH_CHECK(tensor.is_contiguous() && tensor.is_cpu(),
+                    "the threads transport takes dense CPU tensors");
+        part.item_size = tensor.element_size();
+      }
     part.call = describe(operation, inputs, outputs, reduction, static_cast<int>(root));
     if (reduces(operation))
       TORCH_CHECK(reducible(part.call.dtype, part.call.reduction), "no ", name(part.call.reduction), " of ",
                   name(part.call.dtype));
     for (const auto& tensor : inputs) part.inputs.push_back(tensor.const_data_ptr());
     for (const auto& tensor : outputs) part.outputs.push_back(tensor.mutable_data_ptr());
-    if (!keep.empty()) part.item_size = keep[0].element_size();
-    auto work = c10::make_intrusive<EngineWork>(rank_, type, std::move(keep), outputs);
-    part.done = [work](const std::exception_ptr& error, int source) { work->complete(error, source); };
+    auto work = c10::make_intrusive<EngineWork>(rank_, type, inputs, outputs);
+    part.done = [work](const std::exception_ptr& error, int source) { work->settle(error, source); };
     return work;
   }
 
