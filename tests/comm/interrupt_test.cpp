@@ -20,7 +20,7 @@ constexpr std::int64_t kLarge = 512 << 20;  // bytes: more than is sent before t
 using Action = std::function<Work(Group&, at::Tensor)>;
 
 // Rank 0: waits in the operation, is told after a while, and measures.
-void wait_and_be_told(World& world, const Action& action, Clock::time_point& told) {
+void wait_and_be_told(World& world, const Action& action, bool may_complete, Clock::time_point& told) {
   auto group = world.group();
   auto tensor = at::ones({kLarge}, at::kByte);
   auto work = action(group, tensor);
@@ -29,13 +29,23 @@ void wait_and_be_told(World& world, const Action& action, Clock::time_point& tol
     told = Clock::now();
     world.fail("rank 1 is stopped", 1);
   });
-  const auto text = error_of<CommError>([&] { work.wait(); });
+  std::string text;
+  try {
+    work.wait();
+  } catch (const CommError& error) {
+    text = error.what();
+  }
   const auto returned = Clock::now();
   teller.join();
   EXPECT_LT(returned - told, kPromised);
-  EXPECT_GE(returned, told) << text;
-  EXPECT_THAT(text, AllOf(HasSubstr("rank 1 is stopped"), HasSubstr("peer: rank 1"),
-                          HasSubstr("interrupt_test.cpp")));
+  if (text.empty()) {
+    // MPI may read a message out of the memory of a process that is stopped: complete, and as it should be.
+    EXPECT_TRUE(may_complete) << "no error";
+  } else {
+    EXPECT_GE(returned, told) << text;
+    EXPECT_THAT(text, AllOf(HasSubstr("rank 1 is stopped"), HasSubstr("peer: rank 1"),
+                            HasSubstr("interrupt_test.cpp")));
+  }
   EXPECT_THAT(error_of<CommError>([&] { group.barrier().wait(); }), HasSubstr("rank 1 is stopped"));
 }
 
@@ -47,7 +57,7 @@ void expect_interrupt(const Action& action, const Action& peer = nullptr) {
     auto future = over.get_future();
     run_threads(2, [&](World& world) {
       if (world.rank() == 1) return future.wait();
-      wait_and_be_told(world, action, told);
+      wait_and_be_told(world, action, false, told);
       over.set_value();
     });
   } else {
@@ -59,9 +69,12 @@ void expect_interrupt(const Action& action, const Action& peer = nullptr) {
       std::optional<Work> work;
       if (peer) work.emplace(peer(group, tensor));
       ::raise(SIGSTOP);
-      ::_exit(0);  // continued below, when rank 0 is done
+      // Continued below, when rank 0 is done. mpirun ends rank 0 when this rank ends: not before it has
+      // reported.
+      std::this_thread::sleep_for(milliseconds(700));
+      ::_exit(0);
     }
-    wait_and_be_told(*world, action, told);
+    wait_and_be_told(*world, action, peer && transport() == "mpi", told);
     world.reset();
     EXPECT_LT(Clock::now() - told, kPromised);
     ::kill(pids[1], SIGCONT);

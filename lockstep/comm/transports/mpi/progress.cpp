@@ -234,8 +234,9 @@ void Progress::open_gate(MpiWork& work) {
   for (const auto& next : held.mapped()) begin(next);
 }
 
-// A program that initialised MPI itself finalises it when its groups are gone, unknown to us.
-bool Progress::may_idle_in_mpi() const { return (ours_ || groups_ > 0) && mpi_is_up(); }
+// A program that initialised MPI itself finalises it when its groups are gone, unknown to us. And where a
+// request was abandoned its peer may be gone: UCX, below MPICH, ends the process when it looks for it.
+bool Progress::may_idle_in_mpi() const { return (ours_ || groups_ > 0) && !left_alone_ && mpi_is_up(); }
 
 void Progress::idle_in_mpi() {
   if (never_ == MPI_REQUEST_NULL)
