@@ -81,6 +81,18 @@ TEST(Join, a_port_in_use_is_named) {
   EXPECT_THAT(outcomes[0].output + outcomes[1].output, HasSubstr("could not be opened"));
 }
 
+TEST(Join, an_mpi_of_another_size_is_refused) {
+  const std::string flavours = LOCKSTEP_MPI_FLAVOURS;
+  if (flavours.empty()) GTEST_SKIP() << "no MPI was found when this was built";
+  const int port = free_port();
+  // Without mpirun each process is an MPI world of its own.
+  for (const auto& outcome : run_together({probe(port, 0, 2, {}, {"mpi"}), probe(port, 1, 2, {}, {"mpi"})})) {
+    EXPECT_EQ(outcome.status, 3) << outcome.output;
+    EXPECT_THAT(outcome.output, AllOf(HasSubstr("MPI_COMM_WORLD has 1 ranks"), HasSubstr("the job has 2")));
+  }
+  EXPECT_THAT(run(probe(port, 0, 1, {{"LOCKSTEP_MPI", "lam"}}, {"mpi"})).output, HasSubstr("LOCKSTEP_MPI='lam'"));
+}
+
 TEST(Join, a_rank_that_leaves_by_an_exception_frees_the_other) {
   const int port = free_port();
   const auto outcomes =
