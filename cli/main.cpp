@@ -1,5 +1,8 @@
+#include <algorithm>
 #include <exception>
 #include <iostream>
+#include <string>
+#include <vector>
 
 #include <lockstep/version.h>
 
@@ -12,7 +15,10 @@ int main(int argc, char** argv) {
   lockstep::cli::Action action;
   lockstep::cli::add_run(app, action);
   try {
-    app.parse(argc, argv);
+    std::vector<std::string> arguments(argv + 1, argv + argc);
+    lockstep::cli::drop_separator(arguments);
+    std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes them
+    app.parse(arguments);
     return action();
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;

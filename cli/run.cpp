@@ -6,6 +6,20 @@
 
 namespace lockstep::cli {
 
+void drop_separator(std::vector<std::string>& arguments) {
+  if (arguments.empty() || arguments[0] != "run") return;
+  for (std::size_t i = 1; i < arguments.size() && arguments[i].starts_with('-'); ++i) {
+    if (arguments[i] == "--") {
+      arguments.erase(arguments.begin() + static_cast<std::ptrdiff_t>(i));
+      return;
+    }
+    // Every option of run takes a value, but for --help.
+    const bool apart = arguments[i] == "-n" ||
+                       (arguments[i].starts_with("--") && arguments[i].find('=') == std::string::npos);
+    if (apart && arguments[i] != "--help") ++i;
+  }
+}
+
 void add_run(CLI::App& app, Action& action) {
   auto plan = std::make_shared<detail::LaunchPlan>();
   auto* run = app.add_subcommand(
@@ -22,7 +36,6 @@ void add_run(CLI::App& app, Action& action) {
   run->prefix_command();
   run->callback([&action, plan, run] {
     plan->command = run->remaining();
-    if (!plan->command.empty() && plan->command[0] == "--") plan->command.erase(plan->command.begin());
     if (plan->command.empty())
       throw CLI::ValidationError("lockstep run", "which program? Usage: lockstep run -n N PROGRAM");
     if (plan->command[0].starts_with('-'))

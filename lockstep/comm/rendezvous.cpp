@@ -1,10 +1,12 @@
 #include <lockstep/comm/rendezvous.h>
 
 #include <netdb.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstring>
+#include <future>
 #include <memory>
 #include <sstream>
 #include <thread>
@@ -91,6 +93,16 @@ std::string address_towards(const std::string& master, int port) {
   return {};
 }
 
+// Whether the descriptor is the launcher's listener still.
+bool listens_at(int fd, int port) {
+  sockaddr_in address{};
+  socklen_t length = sizeof address, flag_length = sizeof(int);
+  int listens = 0;
+  return ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+         address.sin_family == AF_INET && ntohs(address.sin_port) == port &&
+         ::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &flag_length) == 0 && listens != 0;
+}
+
 [[noreturn]] void refuse(c10d::Store& store, const std::string& text) {
   put(store, kRefused, text);
   throw ConfigError(text);
@@ -122,9 +134,20 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Identity& identity, millisec
   options.isServer = identity.rank == 0 && !identity.store_is_served;
   options.waitWorkers = false;
   options.timeout = timeout;
-  if (options.isServer && identity.listen_fd) options.masterListenFd = *identity.listen_fd;
+  // A wrapper around the program may have closed it: then the port is ours to open.
+  if (options.isServer && identity.listen_fd && listens_at(*identity.listen_fd, identity.master_port))
+    options.masterListenFd = *identity.listen_fd;
+  // On a thread of its own: a port that accepts and never answers would hold the constructor for good.
+  auto connect = std::make_shared<std::packaged_task<c10::intrusive_ptr<c10d::TCPStore>()>>(
+      [address = identity.master_address, options] {
+        return c10::make_intrusive<c10d::TCPStore>(address, options);
+      });
+  auto connected = connect->get_future();
+  std::thread([connect] { (*connect)(); }).detach();
   try {
-    auto store = c10::make_intrusive<c10d::TCPStore>(identity.master_address, options);
+    if (connected.wait_for(timeout + std::chrono::seconds(1)) != std::future_status::ready)
+      throw Error("somebody accepts connections there and does not answer: it is not the store of this job");
+    auto store = connected.get();
     return c10::make_intrusive<c10d::PrefixStore>(fmt::format("lockstep/{}", identity.restart_count), store);
   } catch (const std::exception& error) {
     throw_join_error(identity, "join", "world", start,

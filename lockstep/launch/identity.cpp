@@ -62,8 +62,8 @@ void read_master(Identity& identity) {
   auto port = number("MASTER_PORT", 1, std::numeric_limits<std::uint16_t>::max());
   if (!address || !port)
     throw ConfigError(fmt::format(
-        "{} is not set: with WORLD_SIZE={} it must be {}", address ? "MASTER_PORT" : "MASTER_ADDR",
-        identity.size, address ? "a free port of rank 0's host, from 1 to 65535" : "rank 0's host"));
+        "{} is not set: with {} ranks it must be {}", address ? "MASTER_PORT" : "MASTER_ADDR", identity.size,
+        address ? "a free port of rank 0's host, from 1 to 65535" : "rank 0's host"));
   identity.master_address = *address;
   identity.master_port = *port;
   identity.store_is_served = env::flag("TORCHELASTIC_USE_AGENT_STORE", false);

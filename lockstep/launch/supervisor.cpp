@@ -39,6 +39,12 @@ struct Listener {
         ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0)
       throw std::system_error(errno, std::generic_category(), "no port of 127.0.0.1 could be opened");
     port = ntohs(address.sin_port);
+    // Away from the standard descriptors, which may be closed when the launcher starts.
+    const int high = ::fcntl(fd, F_DUPFD_CLOEXEC, 64);
+    if (high >= 0) {
+      ::close(fd);
+      fd = high;
+    }
   }
   ~Listener() { ::close(fd); }
   Listener(const Listener&) = delete;
@@ -64,6 +70,8 @@ int status_of(const siginfo_t& info) {
 // In the child, between fork and exec.
 [[noreturn]] void become(const LaunchPlan& plan, int rank, const Listener& listener, int report,
                          pid_t parent) {
+  // A group of its own: the terminal's Ctrl-C reaches it once, through us, and what it starts ends with it.
+  ::setpgid(0, 0);
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(1);  // the parent ended before it could be watched
   sigset_t none;
@@ -78,7 +86,10 @@ int status_of(const siginfo_t& info) {
   set("MASTER_PORT", std::to_string(listener.port));
   const int threads = plan.threads > 0 ? plan.threads : std::max(1, available_cores() / plan.num_ranks);
   ::setenv("OMP_NUM_THREADS", std::to_string(threads).c_str(), plan.threads > 0);
-  ::unsetenv("LOCKSTEP_LISTEN_FD");
+  // What another launcher around this one may have left.
+  for (const char* name :
+       {"LOCKSTEP_LISTEN_FD", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"})
+    ::unsetenv(name);
   if (rank == 0) {
     set("LOCKSTEP_LISTEN_FD", std::to_string(listener.fd));
     ::fcntl(listener.fd, F_SETFD, 0);
@@ -95,8 +106,16 @@ int status_of(const siginfo_t& info) {
 class Job {
  public:
   explicit Job(const LaunchPlan& plan) : plan_(plan), ranks_(static_cast<std::size_t>(plan.num_ranks)) {
+    ::signal(SIGCHLD, SIG_DFL);  // a parent may ignore it, and then nobody can be waited for
     ::sigemptyset(&signals_);
-    for (int signal : {SIGCHLD, SIGINT, SIGTERM, SIGHUP}) ::sigaddset(&signals_, signal);
+    ::sigaddset(&signals_, SIGCHLD);
+    // Under nohup and in the background some are ignored, and stay so: blocked, they would be taken all the
+    // same.
+    for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
+      struct sigaction current {};
+      if (::sigaction(signal, nullptr, &current) == 0 && current.sa_handler != SIG_IGN)
+        ::sigaddset(&signals_, signal);
+    }
     ::sigprocmask(SIG_BLOCK, &signals_, &before_);
   }
   ~Job() {
@@ -136,11 +155,15 @@ class Job {
   int watch() {
     while (running_count() > 0) {
       const timespec tick{0, 100'000'000};
-      const int signal = ::sigtimedwait(&signals_, nullptr, &tick);
+      siginfo_t info{};
+      const int signal = ::sigtimedwait(&signals_, &info, &tick);
+      // Several may have ended since; the signal is of the first.
+      if (signal == SIGCHLD) reap_if(info.si_pid);
       if (signal == SIGCHLD || signal < 0) reap();
       if (signal == SIGINT || signal == SIGTERM || signal == SIGHUP) {
         if (!status_) status_ = 128 + signal;
-        end_all(signal);
+        end_all(signalled_ ? SIGKILL : signal);
+        signalled_ = true;
         begin_end();
       }
       if (deadline_ && Clock::now() >= *deadline_) end_all(SIGKILL);
@@ -156,7 +179,12 @@ class Job {
 
   void end_all(int signal) {
     for (const Rank& rank : ranks_)
-      if (rank.running) ::kill(rank.pid, signal);
+      if (rank.running) end_one(rank, signal);
+  }
+
+  // With what it started; itself, where it has not come as far as its own group.
+  static void end_one(const Rank& rank, int signal) {
+    if (::kill(-rank.pid, signal) != 0) ::kill(rank.pid, signal);
   }
 
   void begin_end() {
@@ -164,27 +192,30 @@ class Job {
   }
 
   void reap() {
-    for (std::size_t r = 0; r < ranks_.size(); ++r) {
-      siginfo_t info{};
-      if (!ranks_[r].running ||
-          ::waitid(P_PID, static_cast<id_t>(ranks_[r].pid), &info, WEXITED | WNOHANG) != 0 ||
-          info.si_pid == 0)
-        continue;
-      ranks_[r].running = false;
-      const int status = status_of(info);
-      if (status == 0 || status_) continue;  // those that end after the first failure were ended by us
-      status_ = status;
-      fmt::print(stderr, "lockstep: rank {} (pid {}) failed: {}; ending the other ranks\n", r, info.si_pid,
-                 cause_of(info));
-      end_all(SIGTERM);
-      begin_end();
-    }
+    for (const Rank& rank : ranks_) reap_if(rank.pid);
+  }
+
+  void reap_if(pid_t pid) {
+    auto rank = std::find_if(ranks_.begin(), ranks_.end(), [&](const Rank& each) { return each.pid == pid; });
+    siginfo_t info{};
+    if (rank == ranks_.end() || !rank->running) return;
+    if (::waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOHANG) == 0 && info.si_pid == 0) return;
+    rank->running = false;
+    ::kill(-pid, SIGKILL);  // what it leaves behind
+    const int status = status_of(info);
+    if (status == 0 || status_) return;  // those that end after the first failure were ended by us
+    status_ = status;
+    fmt::print(stderr, "lockstep: rank {} (pid {}) failed: {}; ending the other ranks\n",
+               rank - ranks_.begin(), pid, cause_of(info));
+    end_all(SIGTERM);
+    begin_end();
   }
 
   const LaunchPlan& plan_;
   std::vector<Rank> ranks_;
   sigset_t signals_{}, before_{};
   std::optional<int> status_;
+  bool signalled_ = false;
   std::optional<Clock::time_point> deadline_;
 };
 

@@ -15,8 +15,9 @@ struct LaunchPlan {
 };
 
 // Each rank gets torchrun's variables. When one fails, its rank, pid and cause are told on standard error,
-// the others are ended, and its status is returned (128 + the signal's number for a signal). SIGINT and
-// SIGTERM go to every rank. Throws ConfigError when the program cannot be started.
+// the others are ended, and its status is returned (128 + the signal's number for a signal). SIGINT,
+// SIGTERM and SIGHUP go to every rank and what it started; a second one kills them. Throws ConfigError when
+// the program cannot be started.
 int supervise(const LaunchPlan& plan);
 
 // Processors that this process may use.

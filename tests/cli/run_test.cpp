@@ -30,6 +30,36 @@ TEST(Run, what_follows_the_program_belongs_to_it) {
   EXPECT_EQ(outcome.output, "5 --threads --help");
 }
 
+TEST(Run, a_separator_may_stand_before_the_program) {
+  const auto outcome = lockstep_run({"run", "-n", "1", "--threads", "2", "--", "echo", "--", "x"});
+  EXPECT_EQ(outcome.status, 0);
+  EXPECT_EQ(outcome.output, "-- x\n");
+}
+
+TEST(Run, ignored_signals_stay_ignored) {
+  const auto outcome =
+      run({{"sh", "-c",
+            std::string("trap '' HUP; ") + LOCKSTEP_PROGRAM +
+                " run -n 2 sh -c 'sleep 1; echo survived' & sleep 0.5; kill -HUP $!; wait $!"}});
+  EXPECT_EQ(outcome.status, 0);
+  EXPECT_EQ(outcome.output, "survived\nsurvived\n");
+}
+
+TEST(Run, what_a_rank_started_ends_with_it) {
+  const auto outcome = shell("2", "[ $RANK = 0 ] && { sleep 0.3; exit 4; }; sleep 41.5; true");
+  EXPECT_EQ(outcome.status, 4);
+  EXPECT_NE(run({{"pgrep", "-f", "^sleep 41.5"}}).status, 0);
+}
+
+TEST(Run, a_second_signal_kills_at_once) {
+  const auto outcome = run({{"bash", "-c",
+                             std::string(LOCKSTEP_PROGRAM) +
+                                 " run -n 2 sh -c 'trap \"\" TERM; while :; do sleep 1; done' & sleep 0.5; "
+                                 "kill $!; sleep 0.3; kill $!; wait $!"}});
+  EXPECT_EQ(outcome.status, 143);
+  EXPECT_LT(outcome.seconds, 4);
+}
+
 TEST(Run, the_first_failure_is_told_and_its_status_returned) {
   const auto outcome = shell("3", "[ $RANK = 1 ] && exit 7; exec sleep 30");
   EXPECT_EQ(outcome.status, 7);

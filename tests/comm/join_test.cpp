@@ -1,4 +1,8 @@
 // How processes meet, and what they say when they cannot.
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include "support/errors.h"
 #include "support/process.h"
 
@@ -74,6 +78,23 @@ TEST(Join, a_master_that_is_not_there_is_named) {
               AllOf(HasSubstr("MASTER_ADDR=127.0.0.1"), HasSubstr("MASTER_PORT=" + std::to_string(port))));
 }
 
+TEST(Join, a_port_that_accepts_and_never_answers_is_no_trap) {
+  const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  ASSERT_EQ(::bind(listener, reinterpret_cast<sockaddr*>(&address), length), 0);
+  ASSERT_EQ(::listen(listener, 4), 0);
+  ASSERT_EQ(::getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  const auto outcome =
+      run(probe(ntohs(address.sin_port), 1, 2, {{"LOCKSTEP_JOIN_TIMEOUT", "1s"}}), std::chrono::seconds(30));
+  EXPECT_EQ(outcome.status, 4) << outcome.output;
+  EXPECT_THAT(outcome.output, HasSubstr("does not answer"));
+  EXPECT_LT(outcome.seconds, 10);
+  ::close(listener);
+}
+
 TEST(Join, a_port_in_use_is_named) {
   const int port = free_port();
   const auto outcomes = run_together({probe(port, 0, 2, {{"LOCKSTEP_JOIN_TIMEOUT", "3s"}}),
@@ -90,7 +111,8 @@ TEST(Join, an_mpi_of_another_size_is_refused) {
     EXPECT_EQ(outcome.status, 3) << outcome.output;
     EXPECT_THAT(outcome.output, AllOf(HasSubstr("MPI_COMM_WORLD has 1 ranks"), HasSubstr("the job has 2")));
   }
-  EXPECT_THAT(run(probe(port, 0, 1, {{"LOCKSTEP_MPI", "lam"}}, {"mpi"})).output, HasSubstr("LOCKSTEP_MPI='lam'"));
+  EXPECT_THAT(run(probe(port, 0, 1, {{"LOCKSTEP_MPI", "lam"}}, {"mpi"})).output,
+              HasSubstr("LOCKSTEP_MPI='lam'"));
 }
 
 TEST(Join, a_rank_that_leaves_by_an_exception_frees_the_other) {

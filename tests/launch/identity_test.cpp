@@ -93,7 +93,7 @@ TEST(Identity, what_is_wrong_is_named) {
       {{{"RANK", std::nullopt}}, {"WORLD_SIZE=4", "RANK is not"}},
       {{{"WORLD_SIZE", std::nullopt}}, {"RANK=3", "WORLD_SIZE is not"}},
       {{{"WORLD_SIZE", "0"}}, {"WORLD_SIZE='0'", "1 to"}},
-      {{{"MASTER_ADDR", ""}}, {"MASTER_ADDR is not set", "WORLD_SIZE=4"}},
+      {{{"MASTER_ADDR", ""}}, {"MASTER_ADDR is not set", "4 ranks"}},
       {{{"MASTER_PORT", std::nullopt}}, {"MASTER_PORT is not set", "65535"}},
       {{{"MASTER_PORT", "70000"}}, {"MASTER_PORT='70000'", "65535"}},
       {{{"LOCAL_RANK", "2"}}, {"LOCAL_RANK='2'", "0 to 1"}},

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include <fmt/format.h>
+#include <torch/cuda.h>
 
 namespace lockstep::testing {
 namespace {
@@ -59,6 +60,10 @@ int main(int argc, char** argv) {
     const std::string_view argument = argv[i];
     if (argument.starts_with("--transport=")) chosen_transport = argument.substr(12);
     if (argument.starts_with("--ranks=")) chosen_ranks = std::atoi(argv[i] + 8);
+  }
+  if (chosen_transport == "nccl" && !torch::cuda::is_available()) {
+    fmt::print("skipped: NCCL needs a GPU, and there is none\n");
+    return 77;  // ctest's SKIP_RETURN_CODE
   }
   if (rank_of_process() != "0") {
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();

@@ -36,7 +36,25 @@ struct Choice {
   std::string reason;
 };
 
+// The MPI that the program has brought itself, if any: another one beside it would take its symbols.
+std::optional<std::string> loaded_flavour() {
+  using Version = int (*)(char*, int*);
+  auto version = reinterpret_cast<Version>(dlsym(RTLD_DEFAULT, "MPI_Get_library_version"));
+  if (version == nullptr) return std::nullopt;
+  std::array<char, 16384> text{};  // above every MPI's MPI_MAX_LIBRARY_VERSION_STRING
+  int length = 0;
+  if (version(text.data(), &length) != 0) return std::nullopt;
+  return std::string(text.data()).find("Open MPI") != std::string::npos ? "openmpi" : "mpich";
+}
+
 Choice choose() {
+  if (auto loaded = loaded_flavour()) {
+    auto wish = env::text("LOCKSTEP_MPI");
+    if (wish && *wish != *loaded)
+      throw ConfigError(
+          fmt::format("LOCKSTEP_MPI='{}' is not allowed here: the program itself uses {}", *wish, *loaded));
+    return {*loaded, "the program itself uses it"};
+  }
   if (auto wish = env::text("LOCKSTEP_MPI")) {
     for (const char* flavour : kFlavours)
       if (*wish == flavour) return {flavour, fmt::format("LOCKSTEP_MPI={}", *wish)};

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <sys/prctl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -52,6 +53,7 @@ void Progress::start(milliseconds timeout) {
   std::lock_guard lock(start_mutex_);
   patience_ = std::max(patience_, timeout);
   if (!ready_.valid()) {
+    process_ = ::getpid();
     std::promise<void> ready;
     ready_ = ready.get_future().share();
     thread_ = std::thread([this, ready = std::move(ready)]() mutable { run(std::move(ready)); });
@@ -253,7 +255,9 @@ void Progress::end_idling() {
 }
 
 void Progress::group_gone() {
-  if (--groups_ == 0 && !ours_ && mpi_is_up()) end_idling();
+  if (--groups_ > 0 || ours_ || !mpi_is_up()) return;
+  end_idling();
+  free_mpi_reductions();  // the program may finalise MPI next
 }
 
 bool Progress::poll() {
@@ -333,6 +337,7 @@ void Progress::prune() {
 
 void Progress::stop() {
   if (std::this_thread::get_id() == thread_.get_id()) return;  // exit() called from a callback of ours
+  if (::getpid() != process_) return;  // a child of fork(): the thread is the parent's
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;

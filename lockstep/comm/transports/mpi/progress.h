@@ -73,6 +73,7 @@ class Progress {
   std::atomic<int> groups_ = 0;
 
   // The thread's own. requests_[i] belongs to slots_[i]; Testsome wants the requests side by side.
+  pid_t process_ = 0;                     // that started the thread
   bool ours_ = false;                     // we initialised MPI
   MPI_Request never_ = MPI_REQUEST_NULL;  // never completes: testing it lets MPI do what it has to
   std::vector<MPI_Request> requests_;
