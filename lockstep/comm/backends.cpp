@@ -80,6 +80,13 @@ Backends choose_backends(const std::string& text, const Identity& identity, bool
   return backends;
 }
 
+std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout) {
+  using std::chrono::milliseconds;
+  if (timeout <= milliseconds(0))
+    throw ConfigError(fmt::format("a timeout of {} ms is not allowed: above 0 is", timeout.count()));
+  return std::min<milliseconds>(timeout, std::chrono::hours(30 * 24));
+}
+
 Transports make_transports(const Backends& backends, const TransportContext& context, ThreadsJob* threads) {
   Transports transports;
   for (const auto& [device, name] : backends) {

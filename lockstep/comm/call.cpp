@@ -23,8 +23,10 @@ std::string_view name(Operation operation) {
 }
 
 std::string_view name(Dtype dtype) {
-  constexpr std::array names = {"float32", "float64", "bfloat16", "float16",   "int8",       "int16", "int32",
-                                "int64",   "uint8",   "bool",     "complex64", "complex128", "other"};
+  constexpr std::array names = {"float32",     "float64",       "bfloat16", "float16", "int8",
+                                "int16",       "int32",         "int64",    "uint8",   "bool",
+                                "complex64",   "complex128",    "uint16",   "uint32",  "uint64",
+                                "float8_e5m2", "float8_e4m3fn", "other"};
   return names.at(static_cast<std::size_t>(dtype));
 }
 
@@ -48,7 +50,9 @@ std::string both(const Call& a, const Call& b, std::string_view what) {
 std::string_view differing_field(const Call& a, const Call& b) {
   if (a.operation != b.operation) return "operation";
   if (a.sequence != b.sequence) return "sequence number";
-  if (a.dtype != b.dtype) return "dtype";
+  // Dtypes that have no name here are told apart by their size at least.
+  if (a.dtype != b.dtype || (a.count > 0 && b.count > 0 && a.bytes / a.count != b.bytes / b.count))
+    return "dtype";
   if (reduces(a.operation) && a.reduction != b.reduction) return "reduction";
   if (rooted(a.operation) && a.root != b.root) return "root";
   if (a.tag != b.tag) return "tag";
@@ -149,7 +153,7 @@ std::optional<std::string> find_mismatch(std::span<const Call* const> calls) {
 
 std::optional<std::string> find_mismatch(const Call& send, const Call& recv) {
   if (send.dtype != recv.dtype) return both(send, recv, "dtype");
-  if (send.count != recv.count) return both(send, recv, "size");
+  if (send.count != recv.count || send.bytes != recv.bytes) return both(send, recv, "size");
   return std::nullopt;
 }
 

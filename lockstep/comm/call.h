@@ -41,6 +41,11 @@ enum class Dtype : std::uint8_t {
   boolean,
   complex64,
   complex128,
+  uint16,
+  uint32,
+  uint64,
+  float8_e5m2,
+  float8_e4m3fn,
   other
 };
 

@@ -94,6 +94,7 @@ void check_root(const detail::GroupState& group, int root) {
 std::shared_ptr<Transport> engine_for(const detail::GroupState& group, const at::Tensor& tensor,
                                       std::string_view what) {
   auto engine = group.transport(tensor.device().type());
+  if (!engine) group.check_open();
   if (!engine && group.verdict() == std::nullopt)
     throw ConfigError(fmt::format("{} is on {}, and group '{}' has no transport for it: it has one for {}",
                                   what, tensor.device().str(), group.name(), group.control_device().str()));
@@ -428,6 +429,8 @@ Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, S
   check_tensor(out, "all_to_all's output", true);
   check_alike({out}, in, "all_to_all's output");
   engine_for(*state_, in, "all_to_all's input");
+  if (detail::overlap(out, in))
+    throw ConfigError("all_to_all's input and output share memory: it does not work in place");
   // Rows of the first dimension to elements.
   auto elements = [&](const at::Tensor& tensor, std::vector<std::int64_t> splits, std::string_view what) {
     const auto rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
@@ -469,7 +472,7 @@ Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, S
 namespace {
 
 void check_peer(const Group& group, const PeerOptions& options, bool any_allowed) {
-  const bool any = any_allowed && options.peer == kAnyRank;
+  const bool any = any_allowed && options.peer == kAnyRank && group.size() > 1;
   if (!any && (options.peer < 0 || options.peer >= group.size() || options.peer == group.rank()))
     throw ConfigError(fmt::format(
         "peer={} is not allowed on rank {} of group '{}': another rank from 0 to {} is{}", options.peer,

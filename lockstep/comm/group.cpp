@@ -61,24 +61,23 @@ std::string Group::backend(at::DeviceType device) const {
   return engine ? engine->backend().getBackendName() : std::string();
 }
 
-std::string Group::broadcast_value(std::string value, RootOptions options, Site site) {
+std::string Group::broadcast_value(std::string_view value, RootOptions options, Site site) {
   const auto device = state_->control_device();
-  auto slot = slot_of(rank() == options.root ? std::string_view(value) : std::string_view()).to(device);
+  auto slot = slot_of(rank() == options.root ? value : std::string_view()).to(device);
   broadcast(slot, options, site).wait();
   const auto head = text_of(slot);
   const auto rest = length_in(head) - kInSlot;
   auto text = text_in(head);
   if (rest > 0) {
-    auto tail = rank() == options.root
-                    ? bytes_of(std::string_view(value).substr(static_cast<std::size_t>(kInSlot))).to(device)
-                    : at::empty({rest}, at::TensorOptions(at::kByte).device(device));
+    auto tail = rank() == options.root ? bytes_of(value.substr(static_cast<std::size_t>(kInSlot))).to(device)
+                                       : at::empty({rest}, at::TensorOptions(at::kByte).device(device));
     broadcast(tail, options, site).wait();
     text += text_of(tail);
   }
   return text;
 }
 
-std::vector<std::string> Group::all_gather_values(const std::string& value, GatherAllOptions options,
+std::vector<std::string> Group::all_gather_values(std::string_view value, GatherAllOptions options,
                                                   Site site) {
   const auto device = state_->control_device();
   const auto bytes = at::TensorOptions(at::kByte).device(device);
@@ -98,7 +97,7 @@ std::vector<std::string> Group::all_gather_values(const std::string& value, Gath
   }
   if (any) {
     const auto cut = std::min(value.size(), static_cast<std::size_t>(kInSlot));
-    all_gather(tails, bytes_of(std::string_view(value).substr(cut)).to(device), options, site).wait();
+    all_gather(tails, bytes_of(value.substr(cut)).to(device), options, site).wait();
     for (std::size_t r = 0; r < values.size(); ++r) values[r] += text_of(tails[r]);
   }
   return values;

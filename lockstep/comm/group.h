@@ -31,7 +31,12 @@ namespace lockstep {
 
 namespace detail {
 class GroupState;
-}
+
+// What its bytes say all of. Text goes by its own overload; a pointer means nothing to another process.
+template <typename T>
+concept plain_value = std::is_trivially_copyable_v<T> && !std::is_pointer_v<T> && !std::is_array_v<T> &&
+                      !std::is_convertible_v<T, std::string_view>;
+}  // namespace detail
 
 using Timeout = std::optional<std::chrono::milliseconds>;  // nothing: the group's
 using Site = std::source_location;
@@ -113,16 +118,14 @@ class Group {
   Work barrier(GatherAllOptions options = {}, Site site = Site::current());
 
   // Small values, at once: the root's on every rank; every rank's on every rank.
-  std::string broadcast_value(std::string value, RootOptions options = {}, Site site = Site::current());
-  template <typename T>
-  requires std::is_trivially_copyable_v<T> T broadcast_value(T value, RootOptions options = {},
-                                                             Site site = Site::current());
-  std::vector<std::string> all_gather_values(const std::string& value, GatherAllOptions options = {},
+  std::string broadcast_value(std::string_view value, RootOptions options = {}, Site site = Site::current());
+  template <detail::plain_value T>
+  T broadcast_value(T value, RootOptions options = {}, Site site = Site::current());
+  std::vector<std::string> all_gather_values(std::string_view value, GatherAllOptions options = {},
                                              Site site = Site::current());
-  template <typename T>
-  requires std::is_trivially_copyable_v<T> std::vector<T> all_gather_values(const T& value,
-                                                                            GatherAllOptions options = {},
-                                                                            Site site = Site::current());
+  template <detail::plain_value T>
+  std::vector<T> all_gather_values(const T& value, GatherAllOptions options = {},
+                                   Site site = Site::current());
 
   // A tensor in memory that the transport reaches without a copy, where it has such memory. Local: any
   // rank, any order; the tensor may outlive the group.
@@ -137,21 +140,19 @@ class Group {
   std::shared_ptr<detail::GroupState> state_;
 };
 
-template <typename T>
-requires std::is_trivially_copyable_v<T> T Group::broadcast_value(T value, RootOptions options, Site site) {
+template <detail::plain_value T>
+T Group::broadcast_value(T value, RootOptions options, Site site) {
   std::string bytes(reinterpret_cast<const char*>(&value), sizeof value);
-  bytes = broadcast_value(std::move(bytes), std::move(options), site);
+  bytes = broadcast_value(std::string_view(bytes), std::move(options), site);
   bytes.copy(reinterpret_cast<char*>(&value), sizeof value);
   return value;
 }
 
-template <typename T>
-requires std::is_trivially_copyable_v<T> std::vector<T> Group::all_gather_values(const T& value,
-                                                                                 GatherAllOptions options,
-                                                                                 Site site) {
+template <detail::plain_value T>
+std::vector<T> Group::all_gather_values(const T& value, GatherAllOptions options, Site site) {
   const std::string bytes(reinterpret_cast<const char*>(&value), sizeof value);
   std::vector<T> values;
-  for (const std::string& each : all_gather_values(bytes, std::move(options), site)) {
+  for (const std::string& each : all_gather_values(std::string_view(bytes), std::move(options), site)) {
     T& target = values.emplace_back(value);
     each.copy(reinterpret_cast<char*>(&target), sizeof target);
   }

@@ -39,7 +39,8 @@ at::Device GroupState::control_device() const {
 }
 
 Work GroupState::issue(Call call, at::Device device, Timeout timeout, const Start& start) {
-  std::unique_lock order(issue_mutex_);
+  const auto limit = timeout ? checked_timeout(*timeout) : timeout_;
+  std::unique_lock order(point_to_point(call.operation) ? message_mutex_ : issue_mutex_);
   reap();
   call.group = name_;
   call.rank = rank_;
@@ -49,8 +50,8 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, const Star
   ++(point_to_point(call.operation) ? messages_ : collectives_);
 
   auto engine = transport(device.type());
-  auto pending =
-      std::make_shared<Pending>(shared_from_this(), engine, std::move(call), timeout.value_or(timeout_));
+  if (!engine) throw gone();  // closed since
+  auto pending = std::make_shared<Pending>(shared_from_this(), engine, std::move(call), limit);
   pending->by_messages = point_to_point(pending->call().operation);
   world_->observe([&](Observer& observer) { observer.started(pending->call()); });
   try {
@@ -71,6 +72,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, const Star
 void GroupState::compare(const Call& call, milliseconds timeout) {
   const auto device = control_device();
   auto engine = transport(device.type());
+  if (!engine) throw gone();
   const auto length = static_cast<std::int64_t>(packed_size(size()));
   auto packed = pack(call);
   auto mine = at::empty({length}, at::kByte);
@@ -90,6 +92,15 @@ void GroupState::compare(const Call& call, milliseconds timeout) {
   if (auto mismatch = find_mismatch(pointers)) throw Error(*mismatch);
 }
 
+ConfigError GroupState::gone() const {
+  return ConfigError(fmt::format("group '{}' is used after its World is gone", name_));
+}
+
+void GroupState::check_open() const {
+  std::lock_guard lock(state_mutex_);
+  if (closed_) throw gone();
+}
+
 std::optional<int> GroupState::place_of(std::optional<int> world_rank) const {
   auto place = world_rank ? std::find(ranks_.begin(), ranks_.end(), *world_rank) : ranks_.end();
   if (place == ranks_.end()) return std::nullopt;
@@ -98,9 +109,7 @@ std::optional<int> GroupState::place_of(std::optional<int> world_rank) const {
 
 void GroupState::check_usable(const Call& call) {
   std::unique_lock lock(state_mutex_);
-  if (closed_)
-    throw ConfigError(fmt::format("{} at {} on group '{}', whose World is gone",
-                                  lockstep::name(call.operation), site_text(call), name_));
+  if (closed_) throw gone();
   if (!verdict_) return;
   CommError::Details details;
   details.cause = verdict_->cause;
@@ -160,8 +169,12 @@ std::optional<Verdict> GroupState::verdict() const {
 void GroupState::adopt(std::shared_ptr<Pending> pending) noexcept {
   try {
     if (pending->needs_watching()) pending->done();  // polling it starts a watch
-    std::lock_guard lock(state_mutex_);
-    if (!closed_) dropped_.push_back(std::move(pending));
+    {
+      std::lock_guard lock(state_mutex_);
+      if (!closed_) return dropped_.push_back(std::move(pending));
+    }
+    // The engine goes with it, and may wait for peers: not on the thread that drops.
+    std::thread([pending = std::move(pending)]() mutable { pending.reset(); }).detach();
   } catch (const std::exception& error) {
     fail({fmt::format("an operation was dropped and could not be kept: {}", error.what()), std::nullopt});
   }
@@ -211,6 +224,7 @@ void GroupState::close(bool in_order) noexcept {
     std::lock_guard lock(state_mutex_);
     engines.swap(transports_);
   }
+  for (auto& [device, engine] : engines) engine->leave();
   if (!failed_) return;  // `engines` and `dropped` go here, in order
 
   // An engine that was interrupted should go at once; if one does not, nobody waits for it.

@@ -43,6 +43,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::chrono::milliseconds timeout() const { return timeout_; }
   WorldState& world() const { return *world_; }
   std::shared_ptr<Transport> transport(at::DeviceType device) const;  // null where there is none
+  void check_open() const;                                            // ConfigError when the World is gone
   // The device on which small values travel.
   at::Device control_device() const;
 
@@ -87,6 +88,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void check_usable(const Call& call);
   void reap();
   void compare(const Call& call, std::chrono::milliseconds timeout);
+  ConfigError gone() const;
 
   const std::shared_ptr<WorldState> world_;
   const std::string name_;
@@ -95,7 +97,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   const std::chrono::milliseconds timeout_;
 
   Transports transports_;
-  std::mutex issue_mutex_;  // one operation is issued at a time, so all ranks see one order
+  // One collective is issued at a time, so all ranks see one order. Messages do not wait behind them.
+  std::mutex issue_mutex_, message_mutex_;
   std::uint64_t collectives_ = 0, messages_ = 0;
 
   mutable std::mutex state_mutex_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <thread>
 
 #include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
@@ -30,6 +31,11 @@ std::string plain_text(const std::exception& error) {
 
 namespace {
 
+// How often a wait looks whether its peers are still there.
+constexpr milliseconds kLook(100);
+
+}  // namespace
+
 // Rung by completion or by a verdict, whichever is first.
 class Bell {
  public:
@@ -49,8 +55,6 @@ class Bell {
   bool rung_ = false;
 };
 
-}  // namespace
-
 Pending::Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
                  milliseconds timeout)
     : group_(std::move(group)),
@@ -67,7 +71,7 @@ std::optional<int> Pending::source() const {
 }
 
 void Pending::wait(std::optional<milliseconds> limit) {
-  auto deadline = limit ? std::min(deadline_, Clock::now() + *limit) : deadline_;
+  auto deadline = limit ? std::min(deadline_, Clock::now() + checked_timeout(*limit)) : deadline_;
   if (!settled()) {
     std::unique_lock lock(mutex_, std::defer_lock);
     if (lock.try_lock_until(deadline)) {
@@ -98,19 +102,61 @@ void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
   // c10d reads 0 as "no limit", so a deadline that has passed is the shortest wait.
   const auto left =
       std::max(duration_cast<milliseconds>(deadline - Clock::now()) + milliseconds(1), milliseconds(1));
-  if (transport_->traits().wakes_waiters || work.isCompleted()) {
+  const auto traits = transport_->traits();
+  if (!traits.blocks_host) {
+    work.wait();  // with a limit NCCL would hold the program, not the stream
+  } else if (traits.wakes_waiters || work.isCompleted()) {
     work.wait(left);
   } else if (by_messages) {
-    GroupState::FailureWatch watch(*group_, [&work] { work.abort(); });
-    if (!work.wait(left)) throw Error("it was interrupted");
+    // Gloo's own wait cannot be cut into slices: a time-out there closes the connection.
+    auto bell = std::make_shared<Bell>();
+    std::exception_ptr error;
+    bool complete = false;
+    std::thread waiter([&, bell] {
+      try {
+        complete = work.wait(left);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      bell->ring();
+    });
+    std::exception_ptr trouble;
+    try {
+      wait_for_bell(*bell, deadline + milliseconds(100));  // the engine's own deadline comes first
+    } catch (...) {
+      trouble = std::current_exception();
+      work.abort();
+    }
+    waiter.join();
+    if (complete) return;
+    if (trouble) std::rethrow_exception(trouble);
+    if (error) std::rethrow_exception(error);
+    throw Error("it was interrupted");
   } else {
     auto bell = std::make_shared<Bell>();
     auto future = work.getFuture();
     future->addCallback([bell](c10::ivalue::Future&) { bell->ring(); });
-    GroupState::FailureWatch watch(*group_, [bell] { bell->ring(); });
-    if (!bell->wait_until(deadline) || !future->completed()) throw Error("it was interrupted");
+    wait_for_bell(*bell, deadline);
     work.wait(left);
   }
+}
+
+void Pending::wait_for_bell(Bell& bell, Clock::time_point deadline) {
+  std::atomic<bool> judged = false;
+  GroupState::FailureWatch watch(*group_, [&] {
+    judged = true;
+    bell.ring();
+  });
+  std::optional<int> peer;
+  if (point_to_point(call_.operation) && call_.root >= 0) peer = call_.root;
+  while (!bell.wait_until(std::min(deadline, Clock::now() + kLook))) {
+    if (Clock::now() >= deadline) throw Error("the deadline has passed");
+    if (auto lost = transport_->lost_peer(peer)) {
+      error_.peer = *lost;
+      throw Error(fmt::format("rank {} has closed its connection: it has ended or left", *lost));
+    }
+  }
+  if (judged) throw Error("it was interrupted");
 }
 
 std::string Pending::cause_of(const std::exception& error, Clock::time_point deadline) const {
@@ -212,10 +258,15 @@ void Work::drop() noexcept {
   pending_.reset();
 }
 
-void Work::wait() { pending_->wait(std::nullopt); }
-void Work::wait(std::chrono::milliseconds timeout) { pending_->wait(timeout); }
-bool Work::done() { return pending_->done(); }
-std::optional<int> Work::source() const { return pending_->source(); }
-const Call& Work::call() const { return pending_->call(); }
+detail::Pending& Work::pending() const {
+  if (!pending_) throw Error("this Work was moved from: the other one has the operation");
+  return *pending_;
+}
+
+void Work::wait() { pending().wait(std::nullopt); }
+void Work::wait(std::chrono::milliseconds timeout) { pending().wait(timeout); }
+bool Work::done() { return pending().done(); }
+std::optional<int> Work::source() const { return pending().source(); }
+const Call& Work::call() const { return pending().call(); }
 
 }  // namespace lockstep

@@ -15,6 +15,8 @@ namespace lockstep::detail {
 
 using Clock = std::chrono::steady_clock;
 
+class Bell;
+
 class Pending : public std::enable_shared_from_this<Pending> {
  public:
   Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
@@ -44,6 +46,8 @@ class Pending : public std::enable_shared_from_this<Pending> {
 
   void wait_locked(Clock::time_point deadline);
   void wait_for(c10d::Work& work, Clock::time_point deadline);
+  // Until it rings; throws at the deadline, at a verdict, or when a peer is seen to be gone.
+  void wait_for_bell(Bell& bell, Clock::time_point deadline);
   // In words: a deadline that has passed says more than the engine.
   std::string cause_of(const std::exception& error, Clock::time_point deadline) const;
   void settle_complete();

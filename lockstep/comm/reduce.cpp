@@ -137,23 +137,27 @@ bool reducible(Dtype dtype, ReduceOp op) {
     case Dtype::boolean: return op != ReduceOp::AVG;
     case Dtype::complex64:
     case Dtype::complex128: return op == ReduceOp::SUM || op == ReduceOp::AVG;
-    case Dtype::other: return false;
+    default: return false;
   }
-  return false;
 }
 
 std::size_t item_size(Dtype dtype) {
   switch (dtype) {
     case Dtype::int8:
     case Dtype::uint8:
+    case Dtype::float8_e5m2:
+    case Dtype::float8_e4m3fn:
     case Dtype::boolean: return 1;
     case Dtype::bfloat16:
     case Dtype::float16:
+    case Dtype::uint16:
     case Dtype::int16: return 2;
     case Dtype::float32:
+    case Dtype::uint32:
     case Dtype::int32: return 4;
     case Dtype::float64:
     case Dtype::int64:
+    case Dtype::uint64:
     case Dtype::complex64: return 8;
     case Dtype::complex128: return 16;
     case Dtype::other: break;
@@ -178,7 +182,7 @@ void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, 
     case Dtype::boolean: return reduce_as<std::uint8_t>(as_boolean(op), inputs, output, count);
     case Dtype::complex64: return reduce_complex<float>(op, inputs, output, count);
     case Dtype::complex128: return reduce_complex<double>(op, inputs, output, count);
-    case Dtype::other: break;
+    default: break;
   }
 }
 

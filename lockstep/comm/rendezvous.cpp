@@ -5,9 +5,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <future>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <thread>
 #include <vector>
@@ -30,7 +34,7 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr milliseconds kLeaveLimit(10000), kRefusalLimit(2000);
+constexpr milliseconds kRefusalLimit(2000);
 constexpr const char* kRefused = "refused";
 
 [[noreturn]] void throw_join_error(const Identity& identity, const std::string& operation,
@@ -108,6 +112,11 @@ bool listens_at(int fd, int port) {
   throw ConfigError(text);
 }
 
+// The ConfigError that some rank has found while meeting.
+void throw_if_refused(c10d::Store& store) {
+  if (store.check({kRefused})) throw ConfigError(take(store, kRefused));
+}
+
 bool serves_store(const Identity& identity) { return identity.rank == 0 && !identity.store_is_served; }
 
 // The refusal is in the store: whoever serves it stays until those who came have read it.
@@ -124,10 +133,7 @@ void part_refused(c10d::Store& store, const Identity& identity) noexcept {
   }
 }
 
-}  // namespace
-
-c10::intrusive_ptr<c10d::Store> connect_store(const Identity& identity, milliseconds timeout) {
-  if (identity.size == 1) return c10::make_intrusive<c10d::HashStore>();
+c10::intrusive_ptr<c10d::Store> open_store(const Identity& identity, milliseconds timeout) {
   const auto start = Clock::now();
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(identity.master_port);
@@ -147,8 +153,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Identity& identity, millisec
   try {
     if (connected.wait_for(timeout + std::chrono::seconds(1)) != std::future_status::ready)
       throw Error("somebody accepts connections there and does not answer: it is not the store of this job");
-    auto store = connected.get();
-    return c10::make_intrusive<c10d::PrefixStore>(fmt::format("lockstep/{}", identity.restart_count), store);
+    return connected.get();
   } catch (const std::exception& error) {
     throw_join_error(identity, "join", "world", start,
                      fmt::format("the store at MASTER_ADDR={} MASTER_PORT={} could not be {}: {}",
@@ -158,11 +163,16 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Identity& identity, millisec
   }
 }
 
-void throw_if_refused(c10d::Store& bare) {
-  if (bare.check({kRefused})) throw ConfigError(take(bare, kRefused));
+// Made once and kept until the process ends: a rank that has left and joins again must not meet a server
+// that is about to go.
+c10::intrusive_ptr<c10d::Store> store_of_process(const Identity& identity, milliseconds timeout) {
+  static std::mutex mutex;
+  static auto* stores = new std::map<std::string, c10::intrusive_ptr<c10d::Store>>;
+  std::lock_guard lock(mutex);
+  auto& known = (*stores)[fmt::format("{}:{}", identity.master_address, identity.master_port)];
+  if (!known) known = open_store(identity, timeout);
+  return known;
 }
-
-namespace {
 
 void compare_cards(c10d::Store& store, Identity& identity, milliseconds timeout) {
   const auto start = Clock::now();
@@ -187,7 +197,13 @@ void compare_cards(c10d::Store& store, Identity& identity, milliseconds timeout)
   std::vector<std::string> keys;
   for (int r = 0; r < identity.size; ++r) keys.push_back(card_key(r));
   try {
-    store.wait(keys, timeout);
+    // Those who find a contradiction leave word of it.
+    const auto deadline = start + timeout;
+    for (milliseconds pause(1); !store.check(keys); pause = std::min(2 * pause, milliseconds(50))) {
+      throw_if_refused(store);
+      if (Clock::now() >= deadline) throw Error("the time to join is over");
+      std::this_thread::sleep_for(pause);
+    }
   } catch (const ConfigError&) {
     throw;
   } catch (const std::exception& error) {
@@ -225,6 +241,15 @@ void compare_cards(c10d::Store& store, Identity& identity, milliseconds timeout)
 
 }  // namespace
 
+c10::intrusive_ptr<c10d::Store> connect_store(const Identity& identity, milliseconds timeout) {
+  if (identity.size == 1) return c10::make_intrusive<c10d::HashStore>();
+  // Each World of a process has keys of its own in the one store: the job's ranks make the same Worlds in
+  // the same order.
+  static std::atomic<int> worlds = 0;
+  return c10::make_intrusive<c10d::PrefixStore>(
+      fmt::format("lockstep/{}/{}", identity.restart_count, worlds++), store_of_process(identity, timeout));
+}
+
 std::string meet(c10d::Store& store, Identity& identity, milliseconds timeout) {
   if (identity.size == 1) return {};
   try {
@@ -244,6 +269,7 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
   const int self = context.ranks[static_cast<std::size_t>(context.rank)];
   put(store, key(self), mine);
   for (int rank : context.ranks) {
+    if (rank == self) continue;
     try {
       store.wait({key(rank)}, timeout);
     } catch (const ConfigError&) {
@@ -253,7 +279,7 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
       identity.rank = self;
       identity.size = context.world_size;
       throw_join_error(identity, "making a group", mine, start,
-                       fmt::format("rank {} did not come to make it with us: {}", rank, plain_text(error)));
+                       fmt::format("we waited for rank {}: {}", rank, plain_text(error)));
     }
     const auto theirs = take(store, key(rank));
     if (theirs != mine)
@@ -263,14 +289,14 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
   }
 }
 
-void leave(c10d::Store& store, const Identity& identity, bool in_order) {
+void leave(c10d::Store& store, const Identity& identity, milliseconds limit) {
   const auto left = store.add("left", 1);
-  if (!serves_store(identity) || !in_order) return;
-  const auto start = Clock::now();
+  if (!serves_store(identity)) return;
+  const auto deadline = Clock::now() + limit;
   for (auto count = left; count < identity.size; count = store.add("left", 0)) {
-    if (Clock::now() - start > kLeaveLimit) {
+    if (Clock::now() >= deadline) {
       log(LogLevel::warn, "{} of {} ranks have left the job in {} s; not waiting for the others", count,
-          identity.size, kLeaveLimit.count() / 1000);
+          identity.size, std::chrono::duration_cast<std::chrono::seconds>(limit).count());
       return;
     }
     std::this_thread::sleep_for(milliseconds(2));

@@ -17,13 +17,10 @@ c10::intrusive_ptr<c10d::Store> connect_store(const Identity& identity, std::chr
 // ConfigError on every rank when ranks contradict one another, CommError naming those that did not come.
 std::string meet(c10d::Store& store, Identity& identity, std::chrono::milliseconds timeout);
 
-// Throws the ConfigError that some rank has found while meeting.
-void throw_if_refused(c10d::Store& bare);
-
 // Members of a group give the same ranks in the same order: ConfigError where they do not.
 void agree_on_order(const TransportContext& context, std::chrono::milliseconds timeout);
 
-// The rank that serves the store goes last, if it goes in order.
-void leave(c10d::Store& store, const Identity& identity, bool in_order);
+// The rank that serves the store goes last, but waits no longer than the limit.
+void leave(c10d::Store& store, const Identity& identity, std::chrono::milliseconds limit);
 
 }  // namespace lockstep::detail

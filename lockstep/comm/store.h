@@ -1,9 +1,10 @@
-// A store whose waits end when somebody says so. Engines meet through it; a peer that never comes must
-// not keep them beyond the deadline or a verdict.
+// A store whose calls end when somebody says so. Engines meet through it; a peer that never comes, or a
+// server that is stopped, must not keep them beyond the deadline or a verdict.
 #pragma once
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -13,7 +14,7 @@ namespace lockstep::detail {
 
 class WatchedStore final : public c10d::Store {
  public:
-  // check is called some times a second while a wait goes on; it throws to end it.
+  // check is called some times a second while a call goes on; it throws to end it.
   WatchedStore(c10::intrusive_ptr<c10d::Store> inner, std::chrono::milliseconds timeout,
                std::function<void()> check);
 
@@ -35,8 +36,16 @@ class WatchedStore final : public c10d::Store {
   bool hasExtendedApi() const override;
 
  private:
+  class Clerk;  // a thread that makes the calls of c10d's store, which cannot be woken
+
+  WatchedStore(c10::intrusive_ptr<c10d::Store> inner, std::chrono::milliseconds timeout,
+               std::function<void()> check, std::shared_ptr<Clerk> clerk);
+  template <typename F>
+  auto ask(F f) -> decltype(f());
+
   const c10::intrusive_ptr<c10d::Store> inner_;
   const std::function<void()> check_;
+  const std::shared_ptr<Clerk> clerk_;
 };
 
 // Text values, for our own use.

@@ -1,5 +1,7 @@
 #include <lockstep/comm/tensors.h>
 
+#include <algorithm>
+
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ostream.h>
@@ -22,6 +24,11 @@ Dtype dtype_of(at::ScalarType type) {
     case at::kBool: return Dtype::boolean;
     case at::kComplexFloat: return Dtype::complex64;
     case at::kComplexDouble: return Dtype::complex128;
+    case at::kUInt16: return Dtype::uint16;
+    case at::kUInt32: return Dtype::uint32;
+    case at::kUInt64: return Dtype::uint64;
+    case at::kFloat8_e5m2: return Dtype::float8_e5m2;
+    case at::kFloat8_e4m3fn: return Dtype::float8_e4m3fn;
     default: return Dtype::other;
   }
 }
@@ -33,12 +40,33 @@ void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable
     throw ConfigError(fmt::format("{} has layout {}: a dense tensor is needed, not a sparse or quantized one",
                                   what, fmt::streamed(tensor.layout())));
   if (!writable) return;
+  // Sorted by stride, each dimension must step over all that the smaller ones reach.
+  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
   for (std::int64_t d = 0; d < tensor.dim(); ++d)
-    if (tensor.size(d) > 1 && tensor.stride(d) == 0)
-      throw ConfigError(fmt::format(
-          "{} has several elements in one place of memory (sizes [{}], strides [{}], as expand() makes): "
-          "a result cannot be written there; use clone()",
-          what, fmt::join(tensor.sizes(), ", "), fmt::join(tensor.strides(), ", ")));
+    if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
+  std::sort(dims.begin(), dims.end());
+  std::int64_t reach = 0;
+  for (auto [stride, size] : dims) {
+    if (stride <= reach && tensor.numel() > 0)
+      throw ConfigError(
+          fmt::format("{} may have several elements in one place of memory (sizes [{}], strides [{}], as "
+                      "expand() makes): a result cannot be written there; use clone()",
+                      what, fmt::join(tensor.sizes(), ", "), fmt::join(tensor.strides(), ", ")));
+    reach += stride * (size - 1);
+  }
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  auto range = [](const at::Tensor& t) {
+    const auto* begin = static_cast<const char*>(t.const_data_ptr());
+    std::int64_t last = 0;
+    for (std::int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+    return std::pair(begin, begin + (last + 1) * static_cast<std::int64_t>(t.element_size()));
+  };
+  const auto [a_begin, a_end] = range(a);
+  const auto [b_begin, b_end] = range(b);
+  return a_begin < b_end && b_begin < a_end;
 }
 
 Call describe_call(Operation operation, const at::Tensor& tensor, Site site) {
@@ -53,13 +81,16 @@ Call describe_call(Operation operation, const at::Tensor& tensor, Site site) {
   return call;
 }
 
-at::Tensor dense(const at::Tensor& tensor) { return tensor.detach().contiguous(); }
+at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.detach().resolve_conj().resolve_neg().contiguous();
+}
 
 at::Tensor dense_target(Pending& pending, const at::Tensor& tensor, bool reads) {
   auto target = tensor.detach();
   pending.keep.push_back(target);
-  if (target.is_contiguous()) return target;
-  auto staged = reads ? target.contiguous() : at::empty(target.sizes(), target.options());
+  // A conjugate or negative view is lazy: what stands in memory is not its value.
+  if (target.is_contiguous() && !target.is_conj() && !target.is_neg()) return target;
+  auto staged = reads ? dense(target) : at::empty(target.sizes(), target.options());
   pending.finish.emplace_back([target, staged] { target.copy_(staged); });
   return staged;
 }

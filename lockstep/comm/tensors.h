@@ -15,6 +15,9 @@ Dtype dtype_of(at::ScalarType type);
 // to, no two of its elements in one place.
 void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable);
 
+// Whether the two reach over the same memory.
+bool overlap(const at::Tensor& a, const at::Tensor& b);
+
 // The call that describes a tensor.
 Call describe_call(Operation operation, const at::Tensor& tensor, Site site);
 

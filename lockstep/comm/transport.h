@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,9 +38,17 @@ class Transport {
   // Ends every wait inside the engine, now and later, with an error. Any thread, any number of times.
   // The engine is of no use afterwards, and destroying it does not wait for peers.
   virtual void interrupt(const std::string& cause) noexcept = 0;
+  // This rank will start nothing more, though works of its own may still hold the engine.
+  virtual void leave() noexcept {}
+  // A rank whose connection has ended, where the engine cannot tell by itself and we can: that peer, or any.
+  // Asked some times a second while somebody waits.
+  virtual std::optional<int> lost_peer(std::optional<int> /*peer*/) { return std::nullopt; }
   // Which ranks have not come to the collective, where the engine can tell: "rank 1 is in ...".
   virtual std::string absent(std::uint64_t /*sequence*/) { return {}; }
 };
+
+// Above 0, and no longer than a clock can count: 30 days. ConfigError otherwise for the former.
+std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout);
 
 // What a transport is made from; the same on every rank but for `rank`.
 struct TransportContext {

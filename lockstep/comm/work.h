@@ -32,7 +32,7 @@ class [[nodiscard("call .wait(), or keep the Work and wait later")]] Work {
   // the engine failed, whichever comes first; the group is of no use then. May be called again: it
   // returns or throws the same. Any thread; waits of several threads for one Work follow one another.
   void wait();
-  // With a deadline of its own for this wait, if that is earlier.
+  // With a deadline of its own for this wait, if that is earlier; as final as the other. done() only looks.
   void wait(std::chrono::milliseconds timeout);
 
   // Whether the operation has ended, well or not; wait() tells which. Never blocks.
@@ -44,6 +44,7 @@ class [[nodiscard("call .wait(), or keep the Work and wait later")]] Work {
   const Call& call() const;
 
  private:
+  detail::Pending& pending() const;
   void drop() noexcept;
   std::shared_ptr<detail::Pending> pending_;
 };

@@ -11,6 +11,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
 #include <lockstep/comm/backends.h>
+#include <lockstep/comm/pending.h>
 #include <lockstep/comm/rendezvous.h>
 #include <lockstep/comm/store.h>
 #include <lockstep/comm/transports/threads/threads.h>
@@ -24,10 +25,7 @@ namespace {
 
 milliseconds limit(const Timeout& given, const char* variable, milliseconds fallback) {
   auto value = given ? given : env::duration(variable);
-  if (!value) return fallback;
-  if (*value <= milliseconds(0))
-    throw ConfigError(fmt::format("a timeout of {} ms is not allowed: above 0 is", value->count()));
-  return *value;
+  return value ? checked_timeout(*value) : fallback;
 }
 
 }  // namespace
@@ -36,7 +34,9 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
     : identity_(std::move(identity)),
       timeout_(limit(options.timeout, "LOCKSTEP_TIMEOUT", std::chrono::minutes(30))),
       join_timeout_(limit(options.join_timeout, "LOCKSTEP_JOIN_TIMEOUT", std::chrono::minutes(5))),
-      backend_(options.backend.empty() ? env::text("LOCKSTEP_BACKEND").value_or("auto") : options.backend),
+      backend_(!options.backend.empty() ? options.backend
+               : threads                ? "auto"  // the variable is about processes
+                                        : env::text("LOCKSTEP_BACKEND").value_or("auto")),
       compares_calls_(env::flag("LOCKSTEP_CHECK", false)),
       threads_(std::move(threads)) {}
 
@@ -44,9 +44,9 @@ void WorldState::join() {
   set_log_prefix(fmt::format("rank {}", identity_.rank));
   check_backend_text(backend_, threads_ != nullptr);  // before anybody is met: it needs nobody
   auto bare = threads_ ? threads_->store() : connect_store(identity_, join_timeout_);
-  auto watch = [this, bare] {
-    throw_if_failed();
-    throw_if_refused(*bare);
+  // Weak: an engine that is left behind may keep the store longer than this.
+  auto watch = [self = weak_from_this()] {
+    if (auto state = self.lock()) state->throw_if_failed();
   };
   store_ = c10::make_intrusive<WatchedStore>(bare, join_timeout_, watch);
   if (!threads_) address_ = meet(*store_, identity_, join_timeout_);
@@ -85,22 +85,44 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   context.ranks = ranks;
   context.rank = static_cast<int>(place - ranks.begin());
   context.world_size = identity_.size;
-  context.timeout = options.timeout.value_or(timeout_);
+  context.timeout = options.timeout ? checked_timeout(*options.timeout) : timeout_;
   context.address = address_;
   context.device_index = identity_.local_rank.value_or(0);
+  const auto members = fmt::format("{}", fmt::join(sorted, ","));
   {
     // Members agree on this name because each has made the same number of groups of the same ranks.
     std::lock_guard lock(mutex_);
-    const auto members = fmt::format("{}", fmt::join(sorted, ","));
     context.group = fmt::format("{}#{}", members, group_counts_[members]++);
   }
   context.store = c10::make_intrusive<c10d::PrefixStore>("group/" + context.group, store_);
-  if (ranks.size() > 1) agree_on_order(context, join_timeout_);
+  if (ranks.size() > 1) {
+    try {
+      agree_on_order(context, join_timeout_);
+    } catch (...) {
+      // Nobody got it: the next try goes by the same name.
+      std::lock_guard lock(mutex_);
+      --group_counts_[members];
+      throw;
+    }
+  }
   throw_if_failed();
   auto name = options.name.empty() ? "world" + text : options.name;
-  auto group =
-      std::make_shared<GroupState>(shared_from_this(), std::move(name), std::move(ranks), context.rank,
-                                   context.timeout, make_transports(backends_, context, threads_.get()));
+  Transports transports;
+  try {
+    transports = make_transports(backends_, context, threads_.get());
+  } catch (const ConfigError&) {
+    throw;
+  } catch (const std::exception& error) {
+    CommError::Details details;
+    details.operation = "making a group";
+    details.group = name;
+    details.rank = context.rank;
+    details.size = context.size();
+    details.cause = failed_ ? verdict_text() : plain_text(error);
+    throw CommError(std::move(details));
+  }
+  auto group = std::make_shared<GroupState>(shared_from_this(), std::move(name), std::move(ranks),
+                                            context.rank, context.timeout, std::move(transports));
   std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& known) { return known.expired(); });
   groups_.push_back(group);
@@ -140,17 +162,22 @@ void WorldState::wake() {
   for (auto& group : live_groups()) group->wake();
 }
 
-void WorldState::throw_if_failed() const {
-  if (!failed_) return;
+std::string WorldState::verdict_text() const {
   std::lock_guard lock(mutex_);
-  throw Error(verdict_->cause);
+  return verdict_ ? verdict_->cause : std::string();
+}
+
+void WorldState::throw_if_failed() const {
+  if (failed_) throw Error(verdict_text());
 }
 
 void WorldState::close(bool in_order) noexcept {
   if (closed_.exchange(true)) return;
   try {
     auto groups = live_groups();
-    in_order = in_order && !failed_;
+    in_order = in_order && !failed_ && std::none_of(groups.begin(), groups.end(), [](const auto& group) {
+                 return group->verdict().has_value();
+               });
     for (auto group = groups.rbegin(); group != groups.rend(); ++group) (*group)->close(in_order);
     {
       std::lock_guard lock(mutex_);
@@ -158,7 +185,7 @@ void WorldState::close(bool in_order) noexcept {
       groups_.clear();
     }
     groups.clear();
-    if (!threads_ && identity_.size > 1) leave(*store_, identity_, in_order);
+    if (!threads_ && identity_.size > 1 && in_order) leave(*store_, identity_, join_timeout_);
   } catch (const std::exception& error) {
     log(LogLevel::warn, "leaving the job: {}", error.what());
   }

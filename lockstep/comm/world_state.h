@@ -50,6 +50,7 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   std::vector<std::shared_ptr<Observer>> observers() const;
   std::vector<std::shared_ptr<GroupState>> live_groups() const;
   void throw_if_failed() const;
+  std::string verdict_text() const;
 
   Identity identity_;
   const std::chrono::milliseconds timeout_, join_timeout_;

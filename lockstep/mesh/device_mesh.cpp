@@ -1,6 +1,7 @@
 #include <lockstep/mesh/device_mesh.h>
 
 #include <algorithm>
+#include <future>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -18,7 +19,7 @@ struct DeviceMesh::State {
   std::vector<std::string> axes;
   std::vector<int> sizes, coordinates;
   std::vector<int> ranks;  // of the world, row-major over the axes
-  std::map<std::string, Group, std::less<>> groups;
+  std::map<std::vector<std::size_t>, std::shared_future<Group>> groups;  // by axes
   std::mutex mutex;
 
   std::size_t index(std::string_view axis) const {
@@ -54,6 +55,28 @@ struct DeviceMesh::State {
       if (ours) result.push_back(ranks[place]);
     }
     return result;
+  }
+
+  // The first who asks makes it, without the lock: its members may be making others at the same time.
+  Group group(const std::vector<std::size_t>& chosen) {
+    std::vector<std::string> names;
+    for (auto axis : chosen) names.push_back(axes[axis]);
+    std::promise<Group> promise;
+    std::unique_lock lock(mutex);
+    auto [found, first] = groups.try_emplace(chosen, promise.get_future().share());
+    auto future = found->second;
+    lock.unlock();
+    if (first) {
+      try {
+        promise.set_value(
+            world.subgroup(members(chosen), {.name = fmt::format("{}", fmt::join(names, "."))}));
+      } catch (...) {
+        promise.set_exception(std::current_exception());
+        lock.lock();
+        groups.erase(chosen);
+      }
+    }
+    return future.get();
   }
 
   void place(int world_rank) {
@@ -100,10 +123,7 @@ DeviceMesh::DeviceMesh(World& world, Axes axes) : state_(std::make_shared<State>
   state_->ranks.resize(static_cast<std::size_t>(world.size()));
   std::iota(state_->ranks.begin(), state_->ranks.end(), 0);
   state_->place(world.rank());
-  for (std::size_t axis = 0; axis < state_->axes.size(); ++axis) {
-    const auto& name = state_->axes[axis];
-    state_->groups.emplace(name, state_->world.subgroup(state_->members({axis}), {.name = name}));
-  }
+  for (std::size_t axis = 0; axis < state_->axes.size(); ++axis) (void)state_->group({axis});
 }
 
 const std::vector<std::string>& DeviceMesh::axes() const { return state_->axes; }
@@ -112,23 +132,10 @@ int DeviceMesh::size(std::string_view axis) const { return state_->sizes[state_-
 int DeviceMesh::coordinate(std::string_view axis) const { return state_->coordinates[state_->index(axis)]; }
 const std::vector<int>& DeviceMesh::ranks() const { return state_->ranks; }
 
-Group DeviceMesh::operator[](std::string_view axis) const {
-  state_->index(axis);
-  std::lock_guard lock(state_->mutex);
-  return state_->groups.find(axis)->second;
-}
+Group DeviceMesh::operator[](std::string_view axis) const { return state_->group({state_->index(axis)}); }
 
 Group DeviceMesh::group(const std::vector<std::string>& axes) const {
-  const auto chosen = state_->indices(axes);
-  std::vector<std::string> names;
-  for (auto axis : chosen) names.push_back(state_->axes[axis]);
-  const auto name = fmt::format("{}", fmt::join(names, "."));
-  std::lock_guard lock(state_->mutex);
-  auto found = state_->groups.find(name);
-  if (found == state_->groups.end())
-    found =
-        state_->groups.emplace(name, state_->world.subgroup(state_->members(chosen), {.name = name})).first;
-  return found->second;
+  return state_->group(state_->indices(axes));
 }
 
 DeviceMesh DeviceMesh::slice(const std::vector<std::string>& axes) const {
@@ -136,12 +143,11 @@ DeviceMesh DeviceMesh::slice(const std::vector<std::string>& axes) const {
   auto part = std::make_shared<State>(state_->world);
   part->ranks = state_->members(chosen);
   std::lock_guard lock(state_->mutex);
-  for (auto axis : chosen) {
-    const auto& name = state_->axes[axis];
-    part->axes.push_back(name);
-    part->sizes.push_back(state_->sizes[axis]);
-    part->coordinates.push_back(state_->coordinates[axis]);
-    part->groups.emplace(name, state_->groups.find(name)->second);
+  for (std::size_t i = 0; i < chosen.size(); ++i) {
+    part->axes.push_back(state_->axes[chosen[i]]);
+    part->sizes.push_back(state_->sizes[chosen[i]]);
+    part->coordinates.push_back(state_->coordinates[chosen[i]]);
+    part->groups.emplace(std::vector<std::size_t>{i}, state_->groups.at({chosen[i]}));
   }
   return DeviceMesh(std::move(part));
 }

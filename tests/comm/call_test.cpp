@@ -51,6 +51,7 @@ TEST(Call, each_difference_is_named_with_both_calls) {
   reduction.b.reduction = ReduceOp::MAX;
   root.b.root = 1;
   size.b.count = 20;
+  size.b.bytes = 80;
   tag.b.tag = "other";
   sequence.b.sequence = 5;
   expect(operation, "operation");
@@ -90,6 +91,7 @@ TEST(Call, sizes_are_compared_between_giver_and_taker) {
   Two unequal(Operation::all_gather);
   unequal.a.from = unequal.b.from = {10, 4};
   unequal.b.count = 4;
+  unequal.b.bytes = 16;
   EXPECT_EQ(unequal.mismatch(), std::nullopt);
   unequal.b.from = {10, 5};
   EXPECT_TRUE(unequal.mismatch().has_value());

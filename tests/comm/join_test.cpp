@@ -115,6 +115,31 @@ TEST(Join, an_mpi_of_another_size_is_refused) {
               HasSubstr("LOCKSTEP_MPI='lam'"));
 }
 
+TEST(Join, a_process_may_leave_and_join_again) {
+  const int port = free_port();
+  for (const auto& outcome :
+       run_together({probe(port, 0, 2, {}, {"gloo", "again"}), probe(port, 1, 2, {}, {"gloo", "again"})})) {
+    EXPECT_EQ(outcome.status, 0) << outcome.output;
+    EXPECT_THAT(outcome.output, HasSubstr("joined again"));
+  }
+}
+
+TEST(Join, a_peer_that_ends_in_the_middle_is_noticed_and_named) {
+  const int port = free_port();
+  const auto outcomes =
+      run_together({probe(port, 0, 2, {}, {"gloo", "vanish"}), probe(port, 1, 2, {}, {"gloo", "vanish"})});
+  EXPECT_EQ(outcomes[0].status, 0) << outcomes[0].output;
+  EXPECT_THAT(outcomes[0].output,
+              AnyOf(HasSubstr("rank 1 has closed its connection"), HasSubstr("Connection")));
+}
+
+TEST(Join, a_stopped_server_of_the_store_keeps_nobody) {
+  const int port = free_port();
+  const auto outcomes = run_together(
+      {probe(port, 0, 2, {}, {"gloo", "stopped server"}), probe(port, 1, 2, {}, {"gloo", "stopped server"})});
+  EXPECT_EQ(outcomes[1].status, 0) << outcomes[1].output;
+}
+
 TEST(Join, a_rank_that_leaves_by_an_exception_frees_the_other) {
   const int port = free_port();
   const auto outcomes =

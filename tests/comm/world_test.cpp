@@ -55,6 +55,8 @@ TEST(World, backends_are_named_or_listed_by_device) {
   EXPECT_THROW(run_threads(1, [](World&) {}, {.backend = "gloo"}), ConfigError);
   ScopedEnvironment scope("LOCKSTEP_BACKEND", "gloo");
   EXPECT_EQ(World::from_environment().group().backend(), "gloo");
+  run_threads(1,
+              [](World& world) { EXPECT_EQ(world.group().backend(), "threads"); });  // it is about processes
 }
 
 TEST(World, bad_limits_are_refused) {
@@ -248,6 +250,99 @@ TEST(World, fail_ends_every_wait_in_every_group_and_thread) {
   });
 }
 
+TEST(Work, one_that_was_moved_from_says_so) {
+  run_threads(1, [](World& world) {
+    auto first = world.group().barrier();
+    auto second = std::move(first);
+    EXPECT_THAT(error_of<Error>([&] { first.wait(); }), HasSubstr("moved from"));
+    second.wait();
+  });
+}
+
+TEST(Work, one_that_outlives_its_world_does_not_keep_the_peer_waiting) {
+  const auto start = Clock::now();
+  std::optional<Work> kept;
+  run_threads(2,
+              [&](World& world) {
+                if (world.rank() == 0) {
+                  kept.emplace(world.group().recv(at::ones({1}), {.peer = 1}));
+                  return;
+                }
+                EXPECT_THAT(error_of<CommError>([&] { world.group().barrier().wait(); }),
+                            HasSubstr("rank 0 has left"));
+              },
+              {.timeout = std::chrono::seconds(20)});
+  EXPECT_LT(Clock::now() - start, std::chrono::seconds(10));
+}
+
+TEST(Group, receives_from_any_rank_end_when_all_others_have_left) {
+  run_threads(3, [](World& world) {
+    if (world.rank() > 0) return;
+    EXPECT_THAT(error_of<CommError>([&] { world.group().recv(at::ones({1}), {.peer = kAnyRank}).wait(); }),
+                HasSubstr("left the group"));
+  });
+  run_threads(1, [](World& world) {
+    EXPECT_THROW((void)world.group().recv(at::ones({1}), {.peer = kAnyRank}), ConfigError);
+    world.group().barrier().wait();
+  });
+}
+
+TEST(Group, dtypes_without_a_reduction_are_compared_too) {
+  run_threads(2, [](World& world) {
+    auto tensor = at::zeros({4096}, world.rank() == 0 ? at::kUInt32 : at::kUInt16);
+    EXPECT_THAT(error_of<CommError>([&] { world.group().broadcast(tensor).wait(); }),
+                AllOf(HasSubstr("dtype"), HasSubstr("uint32"), HasSubstr("uint16")));
+  });
+}
+
+TEST(Group, lazy_views_travel_as_their_values) {
+  run_threads(2, [](World& world) {
+    auto group = world.group();
+    auto z = at::complex(at::arange(4.0, at::kFloat), at::ones({4}) * (world.rank() + 1));
+    auto out = at::zeros({8}, at::kComplexFloat);
+    group.all_gather(out, z.conj()).wait();
+    EXPECT_SAME(at::imag(out), at::cat({at::full({4}, -1.0), at::full({4}, -2.0)}));
+    auto target = at::zeros({4}, at::kComplexFloat);
+    group.broadcast(world.rank() == 0 ? z : target.conj()).wait();
+    if (world.rank() == 1) EXPECT_SAME(at::imag(target), at::full({4}, -1.0));
+  });
+}
+
+TEST(Group, text_is_broadcast_as_text) {
+  run_threads(2, [](World& world) {
+    const char* mine = world.rank() == 0 ? "zero" : "one";
+    EXPECT_EQ(world.group().broadcast_value(mine, {.root = 1}), "one");
+    EXPECT_EQ(world.group().broadcast_value(std::string_view(mine)), "zero");
+    EXPECT_EQ(world.group().all_gather_values("x"), (std::vector<std::string>{"x", "x"}));
+  });
+}
+
+TEST(Group, limits_are_checked_and_do_not_overflow) {
+  run_threads(2, [](World& world) {
+    auto group = world.group();
+    group.barrier({.timeout = milliseconds::max()}).wait(milliseconds::max());
+    EXPECT_THROW((void)group.barrier({.timeout = milliseconds(0)}), ConfigError);
+    EXPECT_THROW((void)world.group({0, 1}, {.timeout = milliseconds(-5)}), ConfigError);
+    group.barrier().wait();
+  });
+}
+
+TEST(Group, use_while_the_world_goes_is_an_error_not_a_crash) {
+  for (int round = 0; round < 20; ++round) {
+    auto world = std::make_unique<World>(World::from_environment());
+    auto group = world->group();
+    std::thread user([&] {
+      try {
+        for (;;) group.barrier().wait();
+      } catch (const ConfigError&) {
+      }
+    });
+    std::this_thread::sleep_for(milliseconds(1));
+    world.reset();
+    user.join();
+  }
+}
+
 TEST(Group, two_groups_from_two_threads_do_not_disturb_each_other) {
   run_threads(2, [](World& world) {
     auto a = world.group({0, 1}), b = world.group({0, 1});
@@ -294,8 +389,18 @@ TEST(Group, what_the_caller_can_fix_is_a_config_error_before_anything_moves) {
         "tensors");
     refuses([&] { (void)group.reduce_scatter(good, good); }, "elements");
     refuses([&] { (void)group.all_to_all(at::ones({3}), at::ones({4})); }, "3 rows");
-    refuses([&] { (void)group.all_to_all(good, good, {.out_splits = {1, 2}}); }, "out_splits=[1, 2]");
-    refuses([&] { (void)group.all_to_all(good, good, {.in_splits = {5, -1}}); }, "in_splits=[5, -1]");
+    refuses(
+        [&] {
+          (void)group.all_to_all(at::ones({4}), good, {.out_splits = {1, 2}});
+        },
+        "out_splits=[1, 2]");
+    refuses(
+        [&] {
+          (void)group.all_to_all(at::ones({4}), good, {.in_splits = {5, -1}});
+        },
+        "in_splits=[5, -1]");
+    refuses([&] { (void)group.all_to_all(good, good); }, "share memory");
+    refuses([&] { (void)group.all_reduce(at::ones({4}).as_strided({3, 2}, {1, 1})); }, "clone()");
     refuses([&] { (void)group.send(good, {.peer = world.rank()}); }, "peer=");
     refuses([&] { (void)group.send(good, {.peer = kAnyRank}); }, "peer=-1");
     refuses([&] { (void)group.recv(good, {.peer = 7}); }, "kAnyRank");

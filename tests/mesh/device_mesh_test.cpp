@@ -1,5 +1,7 @@
 #include <lockstep/mesh/device_mesh.h>
 
+#include <thread>
+
 #include "support/ranks.h"
 #include "support/values.h"
 
@@ -42,6 +44,27 @@ TEST(DeviceMesh, several_axes_make_one_group_or_a_smaller_mesh) {
     EXPECT_EQ(sum.item<float>(), 4);
     EXPECT_THROW((void)part["pp"], ConfigError);
   });
+}
+
+TEST(DeviceMesh, names_with_dots_are_names) {
+  run_threads(8, [](World& world) {
+    DeviceMesh mesh(world, {{"a", 2}, {"b", 2}, {"a.b", 2}});
+    EXPECT_EQ(mesh.group({"a", "b"}).size(), 4);
+    EXPECT_EQ(mesh["a.b"].size(), 2);
+  });
+}
+
+TEST(DeviceMesh, groups_may_be_made_by_several_threads_in_any_order) {
+  run_threads(8,
+              [](World& world) {
+                DeviceMesh mesh(world, {{"a", 2}, {"b", 2}, {"c", 2}});
+                auto make = [&](const char* axis) { EXPECT_EQ(mesh.group({"a", axis}).size(), 4); };
+                const bool swap = world.rank() % 2 == 1;
+                std::thread other([&] { make(swap ? "c" : "b"); });
+                make(swap ? "b" : "c");
+                other.join();
+              },
+              {.join_timeout = std::chrono::seconds(20)});
 }
 
 TEST(DeviceMesh, a_world_of_one_has_a_mesh_of_ones) {

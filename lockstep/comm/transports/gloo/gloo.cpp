@@ -2,9 +2,11 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
-#include <cstring>
-#include <set>
+#include <map>
+#include <mutex>
+#include <sstream>
 
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
@@ -38,13 +40,12 @@ class GlooTransport final : public Transport {
  public:
   explicit GlooTransport(const TransportContext& context) {
     survive_broken_connections();
-    const auto before = tcp_sockets();
     auto options = Gloo::Options::create(context.timeout);
-    options->devices.push_back(make_device(context));
+    const int listener = add_device(context, *options);
     options->threads = 2;
     options->group_name = context.group;
     backend_ = c10::make_intrusive<Gloo>(context.store, context.rank, context.size(), options);
-    find_connections(context, before);
+    find_connections(context, listener);
   }
 
   // A send that is half written is not woken when its connection ends, and neither is a collective that
@@ -61,40 +62,82 @@ class GlooTransport final : public Transport {
   // Backend::abort() wakes nobody who waits in Gloo, and its destructor sits out the time limit; a
   // connection that ends wakes everybody. Never the listener: Gloo ends the process when that goes.
   void interrupt(const std::string&) noexcept override {
-    for (const TcpSocket& socket : connections_) shut_down(socket);
+    for (const Connection& connection : connections_) shut_down(connection.socket);
+  }
+
+  // Gone for a while: what it sent before it went has been read by now.
+  std::optional<int> lost_peer(std::optional<int> peer) override {
+    std::lock_guard lock(mutex_);
+    const auto now = std::chrono::steady_clock::now();
+    for (Connection& connection : connections_) {
+      if (!connection.closed && has_ended(connection.socket)) connection.closed = now;
+      const bool concerns = !peer || *peer == connection.rank;
+      if (concerns && connection.closed && now - *connection.closed > std::chrono::milliseconds(500))
+        return connection.rank;
+    }
+    return std::nullopt;
   }
 
  private:
-  // Which sockets are Gloo's: those made meanwhile whose one end is the port of a rank's listener. The
-  // program's other threads may open sockets at the same time, so "new" alone would not do.
-  void find_connections(const TransportContext& context, const std::vector<TcpSocket>& before) {
-    auto after = tcp_sockets();
-    std::erase_if(after, [&](const TcpSocket& socket) {
-      return std::find(before.begin(), before.end(), socket) != before.end();
-    });
-    std::string mine;
-    for (const TcpSocket& socket : after)
-      if (socket.listens) mine += fmt::format("{} ", socket.local_port);
-    put(*context.store, fmt::format("gloo listener/{}", context.rank), mine);
-    std::set<int> ports;
-    for (int r = 0; r < context.size(); ++r) {
-      auto text = take(*context.store, fmt::format("gloo listener/{}", r));
-      for (const char* at = text.c_str(); *at != '\0';) {
-        char* end = nullptr;
-        ports.insert(static_cast<int>(std::strtol(at, &end, 10)));
-        at = end + std::strspn(end, " ");
-      }
+  struct Connection {
+    TcpSocket socket;
+    int rank = 0;
+    std::optional<std::chrono::steady_clock::time_point> closed = {};
+  };
+
+  // Each group has a device of its own, and so a listener. Which is it? The one that is new: devices are made
+  // one at a time, and no peer is needed for it.
+  static int add_device(const TransportContext& context, Gloo::Options& options) {
+    static std::mutex one_at_a_time;
+    std::lock_guard lock(one_at_a_time);
+    const auto before = tcp_sockets();
+    options.devices.push_back(make_device(context));
+    for (const TcpSocket& socket : tcp_sockets())
+      if (socket.listens && std::find(before.begin(), before.end(), socket) == before.end())
+        return socket.local_port;
+    return 0;
+  }
+
+  // Which sockets are Gloo's, and whose is the other end: a connection that we made ends at a peer's
+  // listener, one that we accepted comes from a port that the peer says it called us from.
+  void find_connections(const TransportContext& context, int listener) {
+    auto publish = [&](const char* what, const std::string& text) {
+      put(*context.store, fmt::format("gloo {}/{}", what, context.rank), text);
+    };
+    auto read = [&](const char* what, int rank) {
+      return take(*context.store, fmt::format("gloo {}/{}", what, rank));
+    };
+    publish("listener", std::to_string(listener));
+    std::map<int, int> rank_of_listener;
+    for (int r = 0; r < context.size(); ++r)
+      if (r != context.rank) rank_of_listener[std::atoi(read("listener", r).c_str())] = r;
+
+    const auto sockets = tcp_sockets();
+    std::string calls;  // "port rank port rank ..."
+    for (const TcpSocket& socket : sockets) {
+      auto target = socket.listens ? rank_of_listener.end() : rank_of_listener.find(socket.peer_port);
+      if (target == rank_of_listener.end()) continue;
+      connections_.push_back({socket, target->second});
+      calls += fmt::format("{} {} ", socket.local_port, target->second);
     }
-    for (const TcpSocket& socket : after)
-      if (!socket.listens && (ports.contains(socket.local_port) || ports.contains(socket.peer_port)))
-        connections_.push_back(socket);
+    publish("calls", calls);
+    for (int r = 0; r < context.size(); ++r) {
+      if (r == context.rank) continue;
+      std::istringstream in(read("calls", r));
+      for (int port = 0, target = 0; in >> port >> target;)
+        for (const TcpSocket& socket : sockets)
+          if (target == context.rank && !socket.listens && socket.local_port == listener &&
+              socket.peer_port == port)
+            connections_.push_back({socket, r});
+    }
     if (connections_.size() + 1 < context.ranks.size())
       log(LogLevel::warn, "gloo: found {} of {} connections; a failure may be noticed only at the deadline",
           connections_.size(), context.size() - 1);
   }
 
   c10::intrusive_ptr<Gloo> backend_;
-  std::vector<TcpSocket> connections_;
+  std::mutex mutex_;
+  std::vector<Connection> connections_;
 };
 
 }  // namespace

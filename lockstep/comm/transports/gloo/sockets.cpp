@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 
@@ -53,9 +54,23 @@ std::vector<TcpSocket> tcp_sockets() {
   return found;
 }
 
-void shut_down(const TcpSocket& socket) noexcept {
+namespace {
+
+bool is_still(const TcpSocket& socket) noexcept {
   struct stat status {};
-  if (::fstat(socket.fd, &status) == 0 && status.st_ino == socket.inode) ::shutdown(socket.fd, SHUT_RDWR);
+  return ::fstat(socket.fd, &status) == 0 && status.st_ino == socket.inode;
+}
+
+}  // namespace
+
+bool has_ended(const TcpSocket& socket) noexcept {
+  if (!is_still(socket)) return true;
+  pollfd look{socket.fd, POLLRDHUP, 0};
+  return ::poll(&look, 1, 0) > 0 && (look.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0;
+}
+
+void shut_down(const TcpSocket& socket) noexcept {
+  if (is_still(socket)) ::shutdown(socket.fd, SHUT_RDWR);
 }
 
 }  // namespace lockstep::detail

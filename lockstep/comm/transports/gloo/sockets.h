@@ -18,6 +18,9 @@ struct TcpSocket {
 
 std::vector<TcpSocket> tcp_sockets();
 
+// Whether the other end has closed it, or it is no longer that socket.
+bool has_ended(const TcpSocket& socket) noexcept;
+
 // Both directions, if the descriptor is still that socket.
 void shut_down(const TcpSocket& socket) noexcept;
 

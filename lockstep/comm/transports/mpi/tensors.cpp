@@ -33,10 +33,6 @@ void check_same_type(const at::Tensor& a, const at::Tensor& b) {
               b.scalar_type(), " are mixed");
 }
 
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  return data_of(a) < data_of(b) + bytes_of(b) && data_of(b) < data_of(a) + bytes_of(a);
-}
-
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return data_of(a) == data_of(b) && bytes_of(a) == bytes_of(b);
 }

@@ -18,7 +18,6 @@ void check_same_type(const at::Tensor& a, const at::Tensor& b);
 const at::Tensor& one_of(const Tensors& tensors);
 const Tensors& list_of(const std::vector<Tensors>& lists, int size, at::ScalarType type);
 
-bool overlap(const at::Tensor& a, const at::Tensor& b);
 bool same_memory(const at::Tensor& a, const at::Tensor& b);
 
 // Rows of dimension 0 as one flat tensor for each rank. Splits are in rows; none: equal parts.

@@ -110,9 +110,11 @@ void Hub::post_point_to_point(int rank, std::int64_t tag, Part part) {
            (wants == kAnySource || wants == rank);
   });
   if (match == candidates.end()) {
-    if (peer != kAnySource && left_[static_cast<std::size_t>(peer)]) {
+    if (nobody_left(rank, peer)) {
       lock.unlock();
-      return part.done(error_of(fmt::format("rank {} has left the group", peer)), -1);
+      return part.done(error_of(peer == kAnySource ? std::string("every other rank has left the group")
+                                                   : fmt::format("rank {} has left the group", peer)),
+                       -1);
     }
     (sends ? sends_ : receives_).push_back({rank, tag, std::move(part)});
     return;
@@ -159,10 +161,17 @@ void Hub::leave(int rank) {
   const bool awaited = std::any_of(meetings_.begin(), meetings_.end(), [&](const auto& entry) {
     return !entry.second.parts[static_cast<std::size_t>(rank)];
   });
-  auto waits = [&](const Waiting& waiting) { return waiting.part.call.root == rank; };
+  auto waits = [&](const Waiting& waiting) { return nobody_left(waiting.rank, waiting.part.call.root); };
   if (awaited || std::any_of(sends_.begin(), sends_.end(), waits) ||
       std::any_of(receives_.begin(), receives_.end(), waits))
     fail_all(std::move(lock), fmt::format("rank {} has left the group", rank));
+}
+
+bool Hub::nobody_left(int rank, int peer) const {
+  if (peer != kAnySource) return left_[static_cast<std::size_t>(peer)];
+  for (std::size_t r = 0; r < left_.size(); ++r)
+    if (static_cast<int>(r) != rank && !left_[r]) return false;
+  return true;
 }
 
 std::string Hub::absent(std::uint64_t sequence) const {

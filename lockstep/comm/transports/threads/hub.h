@@ -80,6 +80,8 @@ class Hub {
   void fail_all(std::unique_lock<std::mutex> lock, const std::string& cause);
   static void finish(Finished parts, const std::exception_ptr& error);
   static void execute(Meeting& meeting);
+  // Who could still answer rank's message to or from peer has left.
+  bool nobody_left(int rank, int peer) const;
 
   const std::vector<int> ranks_;
   const std::shared_ptr<Whereabouts> whereabouts_;

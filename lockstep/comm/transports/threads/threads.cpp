@@ -184,6 +184,7 @@ class ThreadsTransport final : public Transport {
     } catch (...) {  // out of memory while waking: the deadline remains
     }
   }
+  void leave() noexcept override { backend_->hub().leave(backend_->getRank()); }
   std::string absent(std::uint64_t sequence) override { return backend_->hub().absent(sequence); }
 
  private:
