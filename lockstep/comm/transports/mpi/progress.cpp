@@ -299,18 +299,7 @@ bool Progress::poll() {
     }
     if (--work->outstanding == 0) ready.push_back(std::move(work));
   }
-  std::size_t kept = 0;
-  for (std::size_t i = 0; i < n; ++i)
-    if (slots_[i].work) {
-      if (kept != i) {
-        slots_[kept] = std::move(slots_[i]);
-        requests_[kept] = requests_[i];
-      }
-      ++kept;
-    }
-  slots_.resize(kept);
-  requests_.resize(kept);
-
+  drop_empty_slots();
   for (const auto& [work, text] : failed) fail(work, std::make_exception_ptr(std::runtime_error(text)));
   for (const auto& work : ready)
     if (!work->isCompleted()) advance(work);
@@ -318,18 +307,23 @@ bool Progress::poll() {
 }
 
 void Progress::prune() {
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (!slots_[i].work->isCompleted()) continue;
+    leave_mpi_alone();
+    abandoned_.emplace_back(requests_[i], std::move(slots_[i].work));
+  }
+  drop_empty_slots();
+}
+
+void Progress::drop_empty_slots() {
   std::size_t kept = 0;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].work->isCompleted()) {
-      leave_mpi_alone();
-      abandoned_.emplace_back(requests_[i], std::move(slots_[i].work));
-    } else {
-      if (kept != i) {
-        slots_[kept] = std::move(slots_[i]);
-        requests_[kept] = requests_[i];
-      }
-      ++kept;
+    if (!slots_[i].work) continue;
+    if (kept != i) {
+      slots_[kept] = std::move(slots_[i]);
+      requests_[kept] = requests_[i];
     }
+    ++kept;
   }
   slots_.resize(kept);
   requests_.resize(kept);

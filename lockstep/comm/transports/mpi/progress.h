@@ -53,6 +53,7 @@ class Progress {
   void end_idling();
   bool poll();
   void prune();
+  void drop_empty_slots();
   void stop();
 
   std::mutex start_mutex_;
