@@ -153,36 +153,35 @@ TEST(Work, a_deadline_ends_the_wait_and_names_the_absent) {
 }
 
 TEST(Work, deadlines_come_from_call_group_and_world) {
-  auto waited = [](const std::function<Work(World&)>& start, WorldOptions options) {
-    double seconds = 0;
-    run_threads(
-        2,
-        [&](World& world) {
-          if (world.rank() == 1) {
-            std::optional<Group> kept;
-            if (options.join_timeout) kept = world.group({0, 1}, {.timeout = milliseconds(150)});
-            return std::this_thread::sleep_for(milliseconds(900));
-          }
-          const auto before = Clock::now();
-          EXPECT_THROW(start(world).wait(), CommError);
-          seconds = std::chrono::duration<double>(Clock::now() - before).count();
-        },
-        options);
-    return seconds;
+  // Rank 1 stays until rank 0 has given up, so only the deadline can end the wait, however busy the machine.
+  auto cause = [](const std::function<Work(World&)>& start, WorldOptions options) {
+    std::promise<void> over;
+    auto until_over = over.get_future().share();
+    std::string text;
+    auto body = [&](World& world) {
+      if (world.rank() == 1) {
+        std::optional<Group> kept;
+        if (options.join_timeout) kept = world.group({0, 1}, {.timeout = milliseconds(150)});
+        return until_over.wait();
+      }
+      text = error_of<CommError>([&] { start(world).wait(); });
+      over.set_value();
+    };
+    run_threads(2, body, options);
+    return text;
   };
   const auto t = at::ones({2});
-  EXPECT_NEAR(
-      waited([&](World& world) { return world.group().all_reduce(t); }, {.timeout = milliseconds(150)}), 0.15,
-      0.14);
-  EXPECT_NEAR(
-      waited([&](World& world) { return world.group().all_reduce(t, {.timeout = milliseconds(150)}); }, {}),
-      0.15, 0.14);
-  EXPECT_NEAR(waited(
-                  [&](World& world) {
-                    return world.group({0, 1}, {.timeout = milliseconds(150)}).all_reduce(t);
-                  },
-                  {.join_timeout = std::chrono::seconds(20)}),
-              0.15, 0.14);
+  const auto says_so = HasSubstr("it was not complete within 0.150 s, its deadline");
+  EXPECT_THAT(
+      cause([&](World& world) { return world.group().all_reduce(t); }, {.timeout = milliseconds(150)}),
+      says_so);
+  EXPECT_THAT(
+      cause([&](World& world) { return world.group().all_reduce(t, {.timeout = milliseconds(150)}); }, {}),
+      says_so);
+  auto on_group = [&](World& world) {
+    return world.group({0, 1}, {.timeout = milliseconds(150)}).all_reduce(t);
+  };
+  EXPECT_THAT(cause(on_group, {.join_timeout = std::chrono::seconds(20)}), says_so);
 }
 
 TEST(Work, wait_with_a_limit_of_its_own) {
@@ -222,10 +221,10 @@ TEST(Work, a_dropped_ones_error_surfaces_at_the_next_call) {
 TEST(Work, dropping_does_not_block) {
   run_threads(2, [](World& world) {
     auto group = world.group();
-    if (world.rank() == 1) std::this_thread::sleep_for(milliseconds(300));
+    if (world.rank() == 1) std::this_thread::sleep_for(milliseconds(1500));
     const auto start = Clock::now();
     { auto dropped = group.all_reduce(at::ones({10})); }
-    EXPECT_LT(Clock::now() - start, milliseconds(200));
+    EXPECT_LT(Clock::now() - start, milliseconds(1000));
     group.barrier().wait();
   });
 }
@@ -233,7 +232,7 @@ TEST(Work, dropping_does_not_block) {
 TEST(World, fail_ends_every_wait_in_every_group_and_thread) {
   run_threads(2, [](World& world) {
     auto other = world.group({0, 1});
-    if (world.rank() == 1) return std::this_thread::sleep_for(milliseconds(400));
+    if (world.rank() == 1) return std::this_thread::sleep_for(milliseconds(1500));
     auto group = world.group();
     auto first =
         std::async(std::launch::async, [&] { return error_of<CommError>([&] { group.barrier().wait(); }); });
@@ -245,7 +244,7 @@ TEST(World, fail_ends_every_wait_in_every_group_and_thread) {
     world.fail("the verdict", 1);
     EXPECT_THAT(first.get(), HasSubstr("the verdict"));
     EXPECT_THAT(second.get(), HasSubstr("the verdict"));
-    EXPECT_LT(Clock::now() - told, milliseconds(200));
+    EXPECT_LT(Clock::now() - told, std::chrono::seconds(1));
     EXPECT_THROW((void)world.group({0}), Error);
   });
 }
