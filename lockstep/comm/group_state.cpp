@@ -111,17 +111,9 @@ void GroupState::check_usable(const Call& call) {
   std::unique_lock lock(state_mutex_);
   if (closed_) throw gone();
   if (!verdict_) return;
-  CommError::Details details;
+  auto details = details_of(call);
   details.cause = verdict_->cause;
   details.peer = place_of(verdict_->rank);
-  details.operation = lockstep::name(call.operation);
-  details.group = name_;
-  details.rank = rank_;
-  details.size = size();
-  details.sequence = call.sequence;
-  details.tensor = tensor_text(call);
-  details.tag = call.tag;
-  details.call_site = site_text(call);
   throw CommError(std::move(details));
 }
 

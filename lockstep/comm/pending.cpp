@@ -16,6 +16,19 @@ using std::chrono::duration;
 using std::chrono::duration_cast;
 using std::chrono::milliseconds;
 
+CommError::Details details_of(const Call& call) {
+  CommError::Details details;
+  details.operation = name(call.operation);
+  details.group = call.group;
+  details.rank = call.rank;
+  details.size = call.size;
+  details.sequence = call.sequence;
+  details.tensor = tensor_text(call);
+  details.tag = call.tag;
+  details.call_site = site_text(call);
+  return details;
+}
+
 std::string plain_text(const std::exception& error) {
   std::string text = error.what();
   if (const auto* c10_error = dynamic_cast<const c10::Error*>(&error))
@@ -204,14 +217,9 @@ void Pending::settle_complete() {
 
 void Pending::settle_failed(std::string cause) {
   const auto elapsed = Clock::now() - start_;
-  error_.operation = name(call_.operation);
-  error_.group = call_.group;
-  error_.rank = call_.rank;
-  error_.size = call_.size;
-  error_.sequence = call_.sequence;
-  error_.tensor = tensor_text(call_);
-  error_.tag = call_.tag;
-  error_.call_site = site_text(call_);
+  const auto peer = error_.peer;  // known already where a connection has ended
+  error_ = details_of(call_);
+  error_.peer = peer;
   error_.elapsed = elapsed;
   if (point_to_point(call_.operation) && call_.root >= 0) error_.peer = call_.root;
 

@@ -137,7 +137,7 @@ c10::intrusive_ptr<c10d::Store> open_store(const Identity& identity, millisecond
   const auto start = Clock::now();
   c10d::TCPStoreOptions options;
   options.port = static_cast<std::uint16_t>(identity.master_port);
-  options.isServer = identity.rank == 0 && !identity.store_is_served;
+  options.isServer = serves_store(identity);
   options.waitWorkers = false;
   options.timeout = timeout;
   // A wrapper around the program may have closed it: then the port is ours to open.
