@@ -1,0 +1,101 @@
+// The control plane's words on the wire: a fixed header and a payload of bounded length, little-endian.
+//
+// Every number that a peer sends is checked before it is used; what does not fit is a FrameError, after
+// which the connection is closed. Nothing here allocates more than a frame's limit.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <lockstep/base/error.h>
+
+namespace lockstep::control {
+
+class FrameError : public Error {
+ public:
+  using Error::Error;
+};
+
+enum class Kind : std::uint16_t {
+  // rank -> agent -> head
+  hello = 1,
+  attached,
+  group,
+  fault,
+  leave,
+  stop,
+  stop_count,
+  missing,
+  store,
+  // head -> agent -> rank
+  attach,
+  welcome,
+  refused,
+  reply,
+  verdict,
+  stop_prepare,
+  stop_at,
+  // agent <-> head
+  node_hello,
+  node_start,
+  node_end,
+  rank_ended,
+  rows,
+  note,
+  ping,
+  last = ping,
+};
+
+struct Frame {
+  Kind kind{};
+  std::int32_t rank = -1;  // whom it concerns; -1: all, or the node itself
+  std::uint32_t id = 0;    // a reply has its request's
+  std::string payload;
+};
+
+constexpr std::size_t kHeaderSize = 16;
+constexpr std::size_t kMostPayload = std::size_t{1} << 20;
+
+std::string encode(const Frame& frame);
+
+// Takes bytes as they come and gives frames as they are complete.
+class FrameBuffer {
+ public:
+  void append(std::span<const char> bytes);
+  std::optional<Frame> next();  // throws FrameError on what no peer of ours sends
+  std::size_t size() const { return bytes_.size() - taken_; }
+
+ private:
+  std::string bytes_;
+  std::size_t taken_ = 0;
+};
+
+// A payload is a sequence of numbers, texts and lists of them.
+class Writer {
+ public:
+  Writer& number(std::int64_t value);
+  Writer& text(std::string_view value);
+  std::string take() { return std::move(bytes_); }
+
+ private:
+  std::string bytes_;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::string_view bytes) : left_(bytes) {}
+  std::int64_t number();
+  std::int64_t number(std::int64_t lowest, std::int64_t highest);
+  int integer(int lowest, int highest) { return static_cast<int>(number(lowest, highest)); }
+  std::string text(std::size_t most = kMostPayload);
+  void end() const;  // FrameError when something is left
+
+ private:
+  std::string_view left_;
+};
+
+}  // namespace lockstep::control
