@@ -16,14 +16,60 @@ namespace lockstep::detail {
 
 using std::chrono::milliseconds;
 
-GroupState::GroupState(std::shared_ptr<WorldState> world, std::string name, std::vector<int> ranks, int rank,
-                       milliseconds timeout, Transports transports)
+namespace {
+
+// The same on every rank, whatever its library: FNV-1a.
+std::int64_t hash_of(const std::string& text) {
+  std::uint64_t hash = 14695981039346656037u;
+  for (unsigned char c : text) hash = (hash ^ c) * 1099511628211u;
+  return static_cast<std::int64_t>(hash);
+}
+
+}  // namespace
+
+GroupState::GroupState(std::shared_ptr<WorldState> world, std::string name, const std::string& key,
+                       std::vector<int> ranks, int rank, milliseconds timeout, Transports transports)
     : world_(std::move(world)),
       name_(std::move(name)),
       ranks_(std::move(ranks)),
       rank_(rank),
       timeout_(timeout),
-      transports_(std::move(transports)) {}
+      transports_(std::move(transports)),
+      key_(hash_of(key)) {
+  control::Client* client = world_->client();
+  pen_ = client && size() > 1 ? client->pen() : nullptr;
+  if (!pen_) return;
+  client->tell(control::GroupMade{key_, name_, ranks_});
+  collective_line_ = pen_->add_line(key_, name_, false);
+}
+
+int GroupState::line_of(const Call& call) {
+  return point_to_point(call.operation) ? message_line_ : collective_line_;
+}
+
+void GroupState::note_begin(const Call& call) {
+  if (!pen_) return;
+  const bool message = point_to_point(call.operation);
+  if (message && !has_message_line_) {
+    has_message_line_ = true;  // under the messages' mutex
+    message_line_ = pen_->add_line(key_, name_, true);
+  }
+  pen_->began(line_of(call), static_cast<std::int64_t>(call.sequence), lockstep::name(call.operation),
+              site_text(call), message ? call.root : -1);
+}
+
+void GroupState::note_end(const Call& call) noexcept {
+  if (pen_) pen_->ended(line_of(call), static_cast<std::int64_t>(call.sequence));
+}
+
+void GroupState::note_wait(const Call& call, bool waits) noexcept {
+  if (!pen_) return;
+  const auto sequence = static_cast<std::int64_t>(call.sequence);
+  if (waits)
+    pen_->waits(line_of(call), sequence);
+  else
+    pen_->waited(line_of(call), sequence);
+}
 
 // Operations under way hold the group, so there are none.
 GroupState::~GroupState() { close(/*in_order=*/true); }
@@ -53,6 +99,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, const Star
   if (!engine) throw gone();  // closed since
   auto pending = std::make_shared<Pending>(shared_from_this(), engine, std::move(call), limit);
   pending->by_messages = point_to_point(pending->call().operation);
+  note_begin(pending->call());
   world_->observe([&](Observer& observer) { observer.started(pending->call()); });
   try {
     at::AutoDispatchBelowAutograd below_autograd;
@@ -201,6 +248,9 @@ void GroupState::close(bool in_order) noexcept {
     if (closed_) return;
     closed_ = true;
     dropped.swap(dropped_);
+  }
+  if (pen_) {
+    for (int line : {collective_line_.exchange(-1), message_line_.exchange(-1)}) pen_->drop_line(line);
   }
   if (in_order)
     for (auto& pending : dropped) {

@@ -15,6 +15,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/comm/group.h>
 #include <lockstep/comm/transport.h>
+#include <lockstep/control/board.h>
 
 namespace lockstep::detail {
 
@@ -32,8 +33,9 @@ struct Verdict {
 
 class GroupState : public std::enable_shared_from_this<GroupState> {
  public:
-  GroupState(std::shared_ptr<WorldState> world, std::string name, std::vector<int> ranks, int rank,
-             std::chrono::milliseconds timeout, Transports transports);
+  // key: the same on every member, and of no other group.
+  GroupState(std::shared_ptr<WorldState> world, std::string name, const std::string& key,
+             std::vector<int> ranks, int rank, std::chrono::milliseconds timeout, Transports transports);
   ~GroupState();
 
   int rank() const { return rank_; }
@@ -75,6 +77,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
     std::list<std::function<void()>>::iterator place_;
   };
 
+  // For the control plane: where this rank is, and what it waits for.
+  void note_wait(const Call& call, bool waits) noexcept;
+  void note_end(const Call& call) noexcept;
+
   // Takes over an operation whose Work was dropped.
   void adopt(std::shared_ptr<Pending> pending) noexcept;
   // Waits for it on a thread of its own, so that its completion can be seen by polling.
@@ -85,6 +91,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void close(bool in_order) noexcept;
 
  private:
+  int line_of(const Call& call);
+  void note_begin(const Call& call);
   void check_usable(const Call& call);
   void reap();
   void compare(const Call& call, std::chrono::milliseconds timeout);
@@ -100,6 +108,11 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // One collective is issued at a time, so all ranks see one order. Messages do not wait behind them.
   std::mutex issue_mutex_, message_mutex_;
   std::uint64_t collectives_ = 0, messages_ = 0;
+
+  const std::int64_t key_;
+  std::shared_ptr<control::Pen> pen_;  // null where there is no control plane
+  std::atomic<int> collective_line_ = -1, message_line_ = -1;
+  bool has_message_line_ = false;
 
   mutable std::mutex state_mutex_;
   std::optional<Verdict> verdict_;

@@ -46,6 +46,8 @@ namespace {
 
 // How often a wait looks whether its peers are still there.
 constexpr milliseconds kLook(100);
+// How long an engine's error waits for the control plane to say who is to blame.
+constexpr milliseconds kHearing(500);
 
 }  // namespace
 
@@ -86,6 +88,7 @@ std::optional<int> Pending::source() const {
 void Pending::wait(std::optional<milliseconds> limit) {
   auto deadline = limit ? std::min(deadline_, Clock::now() + checked_timeout(*limit)) : deadline_;
   if (!settled()) {
+    group_->note_wait(call_, true);
     std::unique_lock lock(mutex_, std::defer_lock);
     if (lock.try_lock_until(deadline)) {
       if (!settled()) wait_locked(deadline);
@@ -98,6 +101,7 @@ void Pending::wait(std::optional<milliseconds> limit) {
       lock.lock();
       if (!settled()) wait_locked(deadline);
     }
+    group_->note_wait(call_, false);
   }
   if (state_ == State::failed) throw_error();
 }
@@ -107,6 +111,7 @@ void Pending::wait_locked(Clock::time_point deadline) {
     for (; waited_ < works.size(); ++waited_) wait_for(*works[waited_], deadline);
     settle_complete();
   } catch (const std::exception& error) {
+    hear_control_plane(error, deadline);
     settle_failed(cause_of(error, deadline));
   }
 }
@@ -201,6 +206,12 @@ bool Pending::done() {
   return true;
 }
 
+// An engine notices that a peer is gone sooner than the agent has found out how.
+void Pending::hear_control_plane(const std::exception& error, Clock::time_point deadline) {
+  const bool ours = dynamic_cast<const Error*>(&error) != nullptr;
+  if (!ours && Clock::now() < deadline && !group_->verdict()) group_->world().await_failure(kHearing);
+}
+
 void Pending::settle_complete() {
   c10::NoGradGuard no_grad;
   for (const auto& step : finish) step();
@@ -211,6 +222,7 @@ void Pending::settle_complete() {
   finish.clear();
   keep.clear();
   const auto elapsed = Clock::now() - start_;
+  group_->note_end(call_);
   group_->world().observe([&](Observer& observer) { observer.finished(call_, elapsed); });
   state_.store(State::complete, std::memory_order_release);
 }
@@ -232,6 +244,8 @@ void Pending::settle_failed(std::string cause) {
   group_->fail(
       {fmt::format("{} #{} at {} failed: {}", name(call_.operation), call_.sequence, site_text(call_), cause),
        std::nullopt});
+  if (auto* client = group_->world().client())
+    client->tell(control::Fault{control::Fault::Kind::comm, CommError(error_).what()});
   group_->world().observe([&](Observer& observer) { observer.failed(call_, elapsed, error_.cause); });
   // The tensors stay: the engine may still write to them.
   state_.store(State::failed, std::memory_order_release);
@@ -241,6 +255,7 @@ void Pending::throw_error() const { throw CommError(error_); }
 
 void Pending::fail_at_issue(const std::exception& error) {
   std::lock_guard lock(mutex_);
+  hear_control_plane(error, deadline_);
   settle_failed(cause_of(error, deadline_));
   throw_error();
 }

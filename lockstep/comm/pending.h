@@ -45,6 +45,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
   enum class State { running, complete, failed };
 
   void wait_locked(Clock::time_point deadline);
+  void hear_control_plane(const std::exception& error, Clock::time_point deadline);
   void wait_for(c10d::Work& work, Clock::time_point deadline);
   // Until it rings; throws at the deadline, at a verdict, or when a peer is seen to be gone.
   void wait_for_bell(Bell& bell, Clock::time_point deadline);

@@ -1,41 +1,52 @@
 #include <lockstep/comm/rendezvous.h>
 
-#include <netdb.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <future>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <sstream>
+#include <set>
 #include <thread>
-#include <vector>
 
+#include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/store.h>
+#include <lockstep/control/agent.h>
+#include <lockstep/control/key.h>
+#include <lockstep/control/socket.h>
 #include <lockstep/version.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 namespace lockstep::detail {
 
+using control::Client;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 namespace {
 
+// Those who were refused are told by the agent, which stays that long.
 constexpr milliseconds kRefusalLimit(2000);
-constexpr const char* kRefused = "refused";
+
+// Of this process, until it ends: another World of it meets the others through the same ones.
+struct Meeting {
+  std::mutex mutex;
+  std::string name;
+  std::shared_ptr<Client> client;
+  control::Agent* agent = nullptr;  // where this process holds it
+  int worlds = 0;
+};
+
+Meeting& meeting() {
+  static auto* the = new Meeting;  // never destroyed: threads of others may still use it while we end
+  return *the;
+}
 
 [[noreturn]] void throw_join_error(const Identity& identity, const std::string& operation,
                                    const std::string& group, Clock::time_point start, std::string cause) {
@@ -49,216 +60,174 @@ constexpr const char* kRefused = "refused";
   throw CommError(std::move(details));
 }
 
-// What a rank tells the others of itself; one line each.
-struct Card {
-  int size = 0, local_rank = -1, local_size = -1, pid = 0;
-  std::string host, name, version;
+ConfigError no_key(const Identity& identity) {
+  return ConfigError(fmt::format(
+      "the {} ranks are on several hosts (MASTER_ADDR={}), which must prove a key to one another, and there "
+      "is none: "
+      "make one with\n  lockstep key > job.key && chmod 600 job.key\nand start every rank with\n  "
+      "LOCKSTEP_KEY_FILE=job.key",
+      identity.size, identity.master_address));
+}
 
-  std::string text() const {
-    return fmt::format("{}\n{}\n{}\n{}\n{}\n{}\n{}\n", size, local_rank, local_size, pid, host, name,
-                       version);
+// torchrun listens at the master's port itself: the head takes another one and says so in torchrun's store.
+class TorchrunStore {
+ public:
+  TorchrunStore(const Identity& identity, milliseconds timeout)
+      : key_(fmt::format("lockstep/{}", identity.job)) {
+    c10d::TCPStoreOptions options;
+    options.port = static_cast<std::uint16_t>(identity.master_port);
+    options.waitWorkers = false;
+    options.timeout = timeout;
+    // On a thread of its own: a port that accepts and never answers would hold the constructor for good.
+    auto connect = std::make_shared<std::packaged_task<c10::intrusive_ptr<c10d::TCPStore>()>>(
+        [address = identity.master_address, options] {
+          return c10::make_intrusive<c10d::TCPStore>(address, options);
+        });
+    auto connected = connect->get_future();
+    std::thread([connect] { (*connect)(); }).detach();
+    if (connected.wait_for(timeout + std::chrono::seconds(1)) != std::future_status::ready)
+      throw Error("torchrun's store does not answer");
+    store_ = connected.get();
   }
-  static Card parse(const std::string& text) {
-    Card card;
-    std::istringstream in(text);
-    in >> card.size >> card.local_rank >> card.local_size >> card.pid >> std::ws;
-    std::getline(in, card.host);
-    std::getline(in, card.name);
-    std::getline(in, card.version);
-    if (!in) throw Error("a rank's card makes no sense: are all ranks of the same version?");
-    return card;
-  }
+  void publish(const std::string& address) { put(*store_, key_, address); }
+  std::string read() { return take(*store_, key_); }
+
+ private:
+  const std::string key_;
+  c10::intrusive_ptr<c10d::Store> store_;
 };
 
-std::string card_key(int rank) { return fmt::format("card/{}", rank); }
+control::AgentOptions agent_options(const Identity& identity, const std::string& name, milliseconds timeout) {
+  control::AgentOptions options;
+  options.name = name;
+  options.agent_rank = identity.rank;
+  options.join_timeout = timeout;
+  options.stop_grace = env::duration("LOCKSTEP_STOP_GRACE").value_or(options.stop_grace);
+  options.say = [](const std::string& line) { log(LogLevel::warn, "{}", line); };
+  const bool one_host = identity.local_size == identity.size || identity.master_address.empty();
+  if (one_host) return options;
 
-// The local address from which the master is reached: what peers on other hosts can reach too.
-std::string address_towards(const std::string& master, int port) {
-  addrinfo hints{}, *found = nullptr;
-  hints.ai_socktype = SOCK_DGRAM;
-  if (::getaddrinfo(master.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) return {};
-  std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, &::freeaddrinfo);
-  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
-    const int fd = ::socket(each->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) continue;
-    sockaddr_storage own{};
-    socklen_t length = sizeof own;
-    char text[NI_MAXHOST] = {};
-    // Connecting a datagram socket sends nothing; it asks the routing table.
-    const bool known = ::connect(fd, each->ai_addr, each->ai_addrlen) == 0 &&
-                       ::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) == 0 &&
-                       ::getnameinfo(reinterpret_cast<sockaddr*>(&own), length, text, sizeof text, nullptr, 0,
-                                     NI_NUMERICHOST) == 0;
-    ::close(fd);
-    if (!known) continue;
-    const std::string address = text;
-    return address.starts_with("127.") || address == "::1" ? std::string() : address;
+  options.head = control::is_local_address(identity.master_address);
+  auto key = control::job_key("");
+  if (!key) {
+    // Nothing says that there are several hosts: those who do not come will be named.
+    if (options.head && !identity.local_size) return options;
+    throw no_key(identity);
   }
-  return {};
+  control::Link link{
+      .address = identity.master_address,
+      .port = identity.master_port,
+      .last_port = std::max(identity.master_port, identity.last_master_port),
+      .key = *key,
+      .job = fmt::format("{} {} {}", identity.launcher, identity.master_address, identity.restart_count)};
+  if (identity.store_is_served && !options.head) {
+    const auto address = TorchrunStore(identity, timeout).read();
+    const auto colon = address.rfind(':');
+    link.address = address.substr(0, colon);
+    link.port = link.last_port = std::stoi(address.substr(colon + 1));
+  } else if (identity.store_is_served) {
+    link.port = link.last_port = 0;
+  }
+  options.link = std::move(link);
+  return options;
 }
 
-// Whether the descriptor is the launcher's listener still.
-bool listens_at(int fd, int port) {
-  sockaddr_in address{};
-  socklen_t length = sizeof address, flag_length = sizeof(int);
-  int listens = 0;
-  return ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
-         address.sin_family == AF_INET && ntohs(address.sin_port) == port &&
-         ::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &flag_length) == 0 && listens != 0;
+// The agent's socket: `lockstep run` has told its name; else it is the same on every rank of the job's host.
+std::string agent_name(const Identity& identity) {
+  if (!identity.agent.empty()) return identity.agent;
+  return fmt::format("lockstep/{}/{}", ::getuid(), identity.job).substr(0, 100);
 }
 
-[[noreturn]] void refuse(c10d::Store& store, const std::string& text) {
-  put(store, kRefused, text);
-  throw ConfigError(text);
-}
-
-// The ConfigError that some rank has found while meeting.
-void throw_if_refused(c10d::Store& store) {
-  if (store.check({kRefused})) throw ConfigError(take(store, kRefused));
-}
-
-bool serves_store(const Identity& identity) { return identity.rank == 0 && !identity.store_is_served; }
-
-// The refusal is in the store: whoever serves it stays until those who came have read it.
-void part_refused(c10d::Store& store, const Identity& identity) noexcept {
-  try {
-    auto told = store.add("told", 1);
-    if (!serves_store(identity)) return;
-    const auto limit = Clock::now() + kRefusalLimit;
-    while (told < store.add("arrived", 0) && Clock::now() < limit) {
-      std::this_thread::sleep_for(milliseconds(5));
-      told = store.add("told", 0);
+control::Fd connect_to_agent(Meeting& meeting, const Identity& identity, milliseconds timeout) {
+  const auto deadline = Clock::now() + timeout;
+  for (;;) {
+    if (auto socket = control::connect_local(meeting.name)) {
+      if (!control::is_own(socket->get()))
+        throw ConfigError(fmt::format("the socket @{} is held by another user (uid {})", meeting.name,
+                                      control::peer_of(socket->get()).uid));
+      return std::move(*socket);
     }
-  } catch (const std::exception&) {  // the store is gone, and with it whom to tell
-  }
-}
-
-c10::intrusive_ptr<c10d::Store> open_store(const Identity& identity, milliseconds timeout) {
-  const auto start = Clock::now();
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<std::uint16_t>(identity.master_port);
-  options.isServer = serves_store(identity);
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  // A wrapper around the program may have closed it: then the port is ours to open.
-  if (options.isServer && identity.listen_fd && listens_at(*identity.listen_fd, identity.master_port))
-    options.masterListenFd = *identity.listen_fd;
-  // On a thread of its own: a port that accepts and never answers would hold the constructor for good.
-  auto connect = std::make_shared<std::packaged_task<c10::intrusive_ptr<c10d::TCPStore>()>>(
-      [address = identity.master_address, options] {
-        return c10::make_intrusive<c10d::TCPStore>(address, options);
-      });
-  auto connected = connect->get_future();
-  std::thread([connect] { (*connect)(); }).detach();
-  try {
-    if (connected.wait_for(timeout + std::chrono::seconds(1)) != std::future_status::ready)
-      throw Error("somebody accepts connections there and does not answer: it is not the store of this job");
-    return connected.get();
-  } catch (const std::exception& error) {
-    throw_join_error(identity, "join", "world", start,
-                     fmt::format("the store at MASTER_ADDR={} MASTER_PORT={} could not be {}: {}",
-                                 identity.master_address, identity.master_port,
-                                 options.isServer ? "opened (is another job or rank 0 there?)" : "reached",
-                                 plain_text(error)));
-  }
-}
-
-// Made once and kept until the process ends: a rank that has left and joins again must not meet a server
-// that is about to go.
-c10::intrusive_ptr<c10d::Store> store_of_process(const Identity& identity, milliseconds timeout) {
-  static std::mutex mutex;
-  static auto* stores = new std::map<std::string, c10::intrusive_ptr<c10d::Store>>;
-  std::lock_guard lock(mutex);
-  auto& known = (*stores)[fmt::format("{}:{}", identity.master_address, identity.master_port)];
-  if (!known) known = open_store(identity, timeout);
-  return known;
-}
-
-void compare_cards(c10d::Store& store, Identity& identity, milliseconds timeout) {
-  const auto start = Clock::now();
-  char name[256] = {};
-  ::gethostname(name, sizeof name - 1);
-  const Card mine{identity.size,
-                  identity.local_rank.value_or(-1),
-                  identity.local_size.value_or(-1),
-                  ::getpid(),
-                  host_identity(),
-                  name,
-                  kVersion};
-  store.add("arrived", 1);
-  if (store.add(fmt::format("arrived/{}", identity.rank), 1) > 1) {
-    const auto other = Card::parse(take(store, card_key(identity.rank)));
-    refuse(store, fmt::format("two processes have RANK={}: process {} on {} and process {} on {}; each needs "
-                              "its own, from 0 to {}",
-                              identity.rank, other.pid, other.name, mine.pid, mine.name, identity.size - 1));
-  }
-  put(store, card_key(identity.rank), mine.text());
-
-  std::vector<std::string> keys;
-  for (int r = 0; r < identity.size; ++r) keys.push_back(card_key(r));
-  try {
-    // Those who find a contradiction leave word of it.
-    const auto deadline = start + timeout;
-    for (milliseconds pause(1); !store.check(keys); pause = std::min(2 * pause, milliseconds(50))) {
-      throw_if_refused(store);
-      if (Clock::now() >= deadline) throw Error("the time to join is over");
-      std::this_thread::sleep_for(pause);
-    }
-  } catch (const ConfigError&) {
-    throw;
-  } catch (const std::exception& error) {
-    std::vector<int> here, missing;
+    if (!identity.agent.empty())
+      throw ConfigError(fmt::format(
+          "LOCKSTEP_AGENT={} is set and nobody listens there: it is left over from a job that has ended",
+          identity.agent));
     try {
-      for (int r = 0; r < identity.size; ++r) (store.check({card_key(r)}) ? here : missing).push_back(r);
-    } catch (const std::exception&) {  // the store itself is gone
-      throw_join_error(identity, "join", "world", start, plain_text(error));
+      auto options = agent_options(identity, meeting.name, timeout);
+      const bool publishes = identity.store_is_served && options.head && options.link;
+      meeting.agent = new control::Agent(std::move(options));  // until the process ends
+      if (publishes) TorchrunStore(identity, timeout).publish(meeting.agent->address());
+    } catch (const control::NameInUse&) {
+      // Another rank was faster. It listens in a moment.
+      if (Clock::now() >= deadline) throw;
+      std::this_thread::sleep_for(milliseconds(1));
     }
-    throw_join_error(identity, "join", "world", start,
-                     fmt::format("of {} ranks (WORLD_SIZE) these did not come: {}; these did: {}",
-                                 identity.size, fmt::join(missing, ", "), fmt::join(here, ", ")));
   }
+}
 
-  int local_rank = 0, local_size = 0;
-  for (int r = 0; r < identity.size; ++r) {
-    const auto card = r == identity.rank ? mine : Card::parse(take(store, card_key(r)));
-    if (card.size != mine.size)
-      refuse(store, fmt::format("ranks disagree on WORLD_SIZE: it is {} on rank {} and {} on rank {}",
-                                mine.size, identity.rank, card.size, r));
-    if (card.version != mine.version)
-      refuse(store, fmt::format("ranks run different versions of lockstep: {} on rank {} and {} on rank {}",
-                                mine.version, identity.rank, card.version, r));
-    if (card.host != mine.host) continue;
-    if (r != identity.rank && card.local_rank >= 0 && card.local_rank == mine.local_rank)
-      refuse(store,
-             fmt::format("ranks {} and {} are on one host ({}) and both have LOCAL_RANK={}",
-                         std::min(r, identity.rank), std::max(r, identity.rank), mine.name, mine.local_rank));
-    if (r < identity.rank) ++local_rank;
-    ++local_size;
-  }
-  if (!identity.local_rank) identity.local_rank = local_rank;
-  if (!identity.local_size) identity.local_size = local_size;
+void tell_about_threads(const Identity& identity, const control::Welcome& welcome) {
+  const std::set<int> different(welcome.threads.begin(), welcome.threads.end());
+  if (different.size() < 2 || identity.rank != 0) return;
+  log(LogLevel::warn,
+      "ranks have different numbers of threads ({}): sums inside operators may differ in their last bits "
+      "from one "
+      "rank to another; lockstep run --threads K or OMP_NUM_THREADS=K makes them equal",
+      fmt::join(welcome.threads, ", "));
+}
+
+// Whoever holds the agent is needed until the others have heard.
+void stay_for_others(int world, milliseconds limit) {
+  control::Agent* agent = meeting().agent;
+  const auto deadline = Clock::now() + limit;
+  while (agent && !agent->deserted(world) && Clock::now() < deadline)
+    std::this_thread::sleep_for(milliseconds(2));
 }
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Store> connect_store(const Identity& identity, milliseconds timeout) {
-  if (identity.size == 1) return c10::make_intrusive<c10d::HashStore>();
-  // Each World of a process has keys of its own in the one store: the job's ranks make the same Worlds in
-  // the same order.
-  static std::atomic<int> worlds = 0;
-  return c10::make_intrusive<c10d::PrefixStore>(
-      fmt::format("lockstep/{}/{}", identity.restart_count, worlds++), store_of_process(identity, timeout));
+Membership join_job(Identity& identity, milliseconds timeout,
+                    std::function<void(const control::Failure&)> on_failure) {
+  const auto start = Clock::now();
+  Meeting& meet = meeting();
+  std::lock_guard lock(meet.mutex);
+  const auto name = agent_name(identity);
+  if (!meet.client || !meet.client->usable() || meet.name != name) {
+    meet.name = name;
+    meet.client = Client::make(connect_to_agent(meet, identity, timeout));
+  }
+  if (identity.threads && *identity.threads != at::get_num_threads()) at::set_num_threads(*identity.threads);
+  char host[256] = {};
+  ::gethostname(host, sizeof host - 1);
+  const control::Hello hello{.rank = identity.rank,
+                             .size = identity.size,
+                             .local_rank = identity.local_rank.value_or(-1),
+                             .local_size = identity.local_size.value_or(-1),
+                             .pid = ::getpid(),
+                             .world = meet.worlds++,
+                             .attempt = identity.restart_count,
+                             .threads = at::get_num_threads(),
+                             .version = kVersion,
+                             .host = host};
+  try {
+    const auto welcome = meet.client->join(hello, timeout, std::move(on_failure));
+    identity.local_rank = welcome.local_rank;
+    identity.local_size = welcome.local_size;
+    tell_about_threads(identity, welcome);
+    return {meet.client, fmt::format("world {}/", hello.world), welcome.address, welcome.nodes};
+  } catch (const ConfigError&) {
+    meet.client->leave();
+    stay_for_others(hello.world, kRefusalLimit);
+    throw;
+  } catch (const control::JoinError& error) {
+    meet.client->leave();
+    stay_for_others(hello.world, kRefusalLimit);
+    throw_join_error(identity, "join", "world", start, error.what());
+  }
 }
 
-std::string meet(c10d::Store& store, Identity& identity, milliseconds timeout) {
-  if (identity.size == 1) return {};
-  try {
-    compare_cards(store, identity, timeout);
-  } catch (const ConfigError&) {
-    part_refused(store, identity);
-    throw;
-  }
-  return address_towards(identity.master_address, identity.master_port);
+void leave_job(Client& client, milliseconds limit) noexcept {
+  const int world = meeting().worlds - 1;
+  client.leave();
+  stay_for_others(world, client.usable() ? limit : std::min(limit, kRefusalLimit));
 }
 
 void agree_on_order(const TransportContext& context, milliseconds timeout) {
@@ -286,20 +255,6 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
       throw ConfigError(
           fmt::format("ranks make one group in different orders: rank {} gives {}, rank {} gives {}", self,
                       mine, rank, theirs));
-  }
-}
-
-void leave(c10d::Store& store, const Identity& identity, milliseconds limit) {
-  const auto left = store.add("left", 1);
-  if (!serves_store(identity)) return;
-  const auto deadline = Clock::now() + limit;
-  for (auto count = left; count < identity.size; count = store.add("left", 0)) {
-    if (Clock::now() >= deadline) {
-      log(LogLevel::warn, "{} of {} ranks have left the job in {} s; not waiting for the others", count,
-          identity.size, std::chrono::duration_cast<std::chrono::seconds>(limit).count());
-      return;
-    }
-    std::this_thread::sleep_for(milliseconds(2));
   }
 }
 

@@ -1,26 +1,36 @@
-// How processes find one another: through c10d's TCPStore at the master's address.
+// How processes find one another: through the agent of their host. `lockstep run` holds it; under other
+// launchers the first process of a host that gets there becomes it.
 #pragma once
 
 #include <chrono>
+#include <functional>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include <lockstep/comm/transport.h>
+#include <lockstep/control/client.h>
 #include <lockstep/launch/identity.h>
 
 namespace lockstep::detail {
 
-// Rank 0 serves the store, unless the launcher does. Throws CommError when it cannot be reached in time.
-c10::intrusive_ptr<c10d::Store> connect_store(const Identity& identity, std::chrono::milliseconds timeout);
+struct Membership {
+  std::shared_ptr<control::Client> client;
+  std::string prefix;      // of this World's keys in the store
+  std::string address;     // of this host, as its peers reach it; empty: all ranks are on this host
+  std::vector<int> nodes;  // of each rank: those with the same number share a host
+};
 
-// Waits for every rank, compares what they believe of the job, and works out what the environment left
-// open (local rank and size). Returns this host's address as its peers reach it; empty: loopback.
-// ConfigError on every rank when ranks contradict one another, CommError naming those that did not come.
-std::string meet(c10d::Store& store, Identity& identity, std::chrono::milliseconds timeout);
+// Waits for every rank; works out what the environment left open (local rank and size). on_failure is called
+// when the job has failed, from another thread. ConfigError on every rank when ranks contradict one another,
+// CommError naming those that did not come.
+Membership join_job(Identity& identity, std::chrono::milliseconds timeout,
+                    std::function<void(const control::Failure&)> on_failure);
+
+// Leaves; a process that holds the agent stays until the others have left, but no longer than the limit.
+void leave_job(control::Client& client, std::chrono::milliseconds limit) noexcept;
 
 // Members of a group give the same ranks in the same order: ConfigError where they do not.
 void agree_on_order(const TransportContext& context, std::chrono::milliseconds timeout);
-
-// The rank that serves the store goes last, but waits no longer than the limit.
-void leave(c10d::Store& store, const Identity& identity, std::chrono::milliseconds limit);
 
 }  // namespace lockstep::detail

@@ -1,153 +1,84 @@
 #include <lockstep/comm/store.h>
 
-#include <algorithm>
-#include <condition_variable>
-#include <deque>
-#include <future>
-#include <mutex>
-#include <thread>
-
-#include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/base/error.h>
 
 namespace lockstep::detail {
 
-using Clock = std::chrono::steady_clock;
+using control::StoreCall;
+using control::StoreReply;
 using std::chrono::milliseconds;
 
-// Works through calls in order. Where one never returns, the thread is left behind with what it holds.
-class WatchedStore::Clerk {
- public:
-  Clerk() {
-    std::thread([desk = desk_] {
-      for (;;) {
-        std::function<void()> job;
-        {
-          std::unique_lock lock(desk->mutex);
-          desk->wake.wait(lock, [&] { return desk->closed || !desk->jobs.empty(); });
-          if (desk->jobs.empty()) return;
-          job = std::move(desk->jobs.front());
-          desk->jobs.pop_front();
-        }
-        job();
-      }
-    }).detach();
-  }
-  ~Clerk() {
-    std::lock_guard lock(desk_->mutex);
-    desk_->closed = true;
-    desk_->wake.notify_one();
-  }
-  Clerk(const Clerk&) = delete;
-  Clerk& operator=(const Clerk&) = delete;
+namespace {
 
-  void take(std::function<void()> job) {
-    std::lock_guard lock(desk_->mutex);
-    desk_->jobs.push_back(std::move(job));
-    desk_->wake.notify_one();
-  }
+std::string text_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
- private:
-  struct Desk {
-    std::mutex mutex;
-    std::condition_variable wake;
-    std::deque<std::function<void()>> jobs;
-    bool closed = false;
-  };
-  const std::shared_ptr<Desk> desk_ = std::make_shared<Desk>();
-};
+}  // namespace
 
-WatchedStore::WatchedStore(c10::intrusive_ptr<c10d::Store> inner, milliseconds timeout,
-                           std::function<void()> check)
-    : WatchedStore(std::move(inner), timeout, std::move(check), std::make_shared<Clerk>()) {}
+JobStore::JobStore(std::shared_ptr<control::Channel> channel, std::string prefix, milliseconds timeout,
+                   std::function<std::string()> failed)
+    : Store(timeout), channel_(std::move(channel)), prefix_(std::move(prefix)), failed_(std::move(failed)) {}
 
-WatchedStore::WatchedStore(c10::intrusive_ptr<c10d::Store> inner, milliseconds timeout,
-                           std::function<void()> check, std::shared_ptr<Clerk> clerk)
-    : Store(timeout), inner_(std::move(inner)), check_(std::move(check)), clerk_(std::move(clerk)) {}
-
-// f must hold all it uses by value: it may outlive this call.
-template <typename F>
-auto WatchedStore::ask(F f) -> decltype(f()) {
-  auto task = std::make_shared<std::packaged_task<decltype(f())()>>(std::move(f));
-  auto answer = task->get_future();
-  clerk_->take([task] { (*task)(); });
-  const auto deadline = Clock::now() + timeout_;
-  while (answer.wait_for(milliseconds(50)) != std::future_status::ready) {
-    check_();
-    if (Clock::now() >= deadline)
-      throw Error(fmt::format(
-          "the store has not answered within {:.1f} s: rank 0 serves it, and is stopped or out of reach",
-          std::chrono::duration<double>(timeout_).count()));
-  }
-  return answer.get();
-}
-
-void WatchedStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
-  // kNoTimeout and kDefaultTimeout are c10d's words for "I don't mind": our own limit then.
-  const auto limit = timeout <= milliseconds(0) || timeout == kDefaultTimeout ? timeout_ : timeout;
-  const auto deadline = Clock::now() + limit;
-  // Asked for again and again, because a wait of c10d's own warns when it is cut short.
-  for (milliseconds pause(1); !check(keys); pause = std::min(2 * pause, milliseconds(50))) {
-    check_();
-    if (Clock::now() >= deadline)
-      // c10d's users look for " timeout " with its spaces.
-      throw Error(fmt::format("a wait in the store hit its timeout after {:.1f} s for: {}",
-                              std::chrono::duration<double>(limit).count(), fmt::join(keys, ", ")));
-    std::this_thread::sleep_for(pause);
+StoreReply JobStore::ask(StoreCall call, const std::vector<std::string>& keys,
+                         std::vector<std::string> values, int64_t number, milliseconds timeout) {
+  control::StoreRequest request{.call = call, .keys = {}, .values = std::move(values), .number = number};
+  for (const auto& key : keys) request.keys.push_back(prefix_ + key);
+  try {
+    return channel_->ask(request, control::Clock::now() + timeout, [&] { return !failed_().empty(); });
+  } catch (const Error&) {
+    // The verdict says more than that there is one.
+    if (auto why = failed_(); !why.empty()) throw Error(why);
+    throw;
   }
 }
 
-void WatchedStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
-
-std::vector<uint8_t> WatchedStore::get(const std::string& key) {
-  wait({key});
-  return ask([store = inner_, key] { return store->get(key); });
+StoreReply JobStore::ask(StoreCall call, const std::vector<std::string>& keys,
+                         std::vector<std::string> values, int64_t number) {
+  return ask(call, keys, std::move(values), number, timeout_);
 }
 
-std::vector<std::vector<uint8_t>> WatchedStore::multiGet(const std::vector<std::string>& keys) {
-  wait(keys);
-  return ask([store = inner_, keys] { return store->multiGet(keys); });
+c10::intrusive_ptr<c10d::Store> JobStore::clone() {
+  return c10::make_intrusive<JobStore>(channel_, prefix_, timeout_, failed_);
 }
-
-c10::intrusive_ptr<c10d::Store> WatchedStore::clone() {
-  return c10::make_intrusive<WatchedStore>(inner_->clone(), timeout_, check_);
+void JobStore::set(const std::string& key, const std::vector<uint8_t>& value) {
+  ask(StoreCall::set, {key}, {text_of(value)});
 }
-void WatchedStore::set(const std::string& key, const std::vector<uint8_t>& value) {
-  ask([store = inner_, key, value] { store->set(key, value); });
+std::vector<uint8_t> JobStore::compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                          const std::vector<uint8_t>& desired) {
+  return bytes_of(ask(StoreCall::compare_set, {key}, {text_of(expected), text_of(desired)}).values.at(0));
 }
-std::vector<uint8_t> WatchedStore::compareSet(const std::string& key, const std::vector<uint8_t>& expected,
-                                              const std::vector<uint8_t>& desired) {
-  return ask([store = inner_, key, expected, desired] { return store->compareSet(key, expected, desired); });
+std::vector<uint8_t> JobStore::get(const std::string& key) {
+  return bytes_of(ask(StoreCall::get, {key}).values.at(0));
 }
-int64_t WatchedStore::add(const std::string& key, int64_t value) {
-  return ask([store = inner_, key, value] { return store->add(key, value); });
+int64_t JobStore::add(const std::string& key, int64_t value) {
+  return ask(StoreCall::add, {key}, {}, value).number;
 }
-bool WatchedStore::deleteKey(const std::string& key) {
-  return ask([store = inner_, key] { return store->deleteKey(key); });
+bool JobStore::deleteKey(const std::string& key) { return ask(StoreCall::erase, {key}).number != 0; }
+bool JobStore::check(const std::vector<std::string>& keys) { return ask(StoreCall::check, keys).number != 0; }
+int64_t JobStore::getNumKeys() { return ask(StoreCall::count, {}).number; }
+void JobStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
+void JobStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
+  ask(StoreCall::get, keys, {}, 0, timeout);
 }
-bool WatchedStore::check(const std::vector<std::string>& keys) {
-  return ask([store = inner_, keys] { return store->check(keys); });
+void JobStore::append(const std::string& key, const std::vector<uint8_t>& value) {
+  ask(StoreCall::append, {key}, {text_of(value)});
 }
-int64_t WatchedStore::getNumKeys() {
-  return ask([store = inner_] { return store->getNumKeys(); });
+std::vector<std::vector<uint8_t>> JobStore::multiGet(const std::vector<std::string>& keys) {
+  std::vector<std::vector<uint8_t>> values;
+  for (const auto& value : ask(StoreCall::get, keys).values) values.push_back(bytes_of(value));
+  return values;
 }
-void WatchedStore::append(const std::string& key, const std::vector<uint8_t>& value) {
-  ask([store = inner_, key, value] { store->append(key, value); });
+void JobStore::multiSet(const std::vector<std::string>& keys,
+                        const std::vector<std::vector<uint8_t>>& values) {
+  std::vector<std::string> texts;
+  for (const auto& value : values) texts.push_back(text_of(value));
+  ask(StoreCall::multi_set, keys, std::move(texts));
 }
-void WatchedStore::multiSet(const std::vector<std::string>& keys,
-                            const std::vector<std::vector<uint8_t>>& values) {
-  ask([store = inner_, keys, values] { store->multiSet(keys, values); });
-}
-bool WatchedStore::hasExtendedApi() const { return inner_->hasExtendedApi(); }
 
 void put(c10d::Store& store, const std::string& key, const std::string& value) {
-  store.set(key, std::vector<uint8_t>(value.begin(), value.end()));
+  store.set(key, bytes_of(value));
 }
 
-std::string take(c10d::Store& store, const std::string& key) {
-  auto bytes = store.get(key);
-  return {bytes.begin(), bytes.end()};
-}
+std::string take(c10d::Store& store, const std::string& key) { return text_of(store.get(key)); }
 
 }  // namespace lockstep::detail

@@ -1,5 +1,4 @@
-// A store whose calls end when somebody says so. Engines meet through it; a peer that never comes, or a
-// server that is stopped, must not keep them beyond the deadline or a verdict.
+// The job's store as c10d has it: engines meet through it. Its calls end at completion, deadline or verdict.
 #pragma once
 
 #include <chrono>
@@ -8,15 +7,17 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/control/store.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace lockstep::detail {
 
-class WatchedStore final : public c10d::Store {
+class JobStore final : public c10d::Store {
  public:
-  // check is called some times a second while a call goes on; it throws to end it.
-  WatchedStore(c10::intrusive_ptr<c10d::Store> inner, std::chrono::milliseconds timeout,
-               std::function<void()> check);
+  // failed: why nobody should wait any longer; empty while all is well. The channel is woken when that
+  // changes.
+  JobStore(std::shared_ptr<control::Channel> channel, std::string prefix, std::chrono::milliseconds timeout,
+           std::function<std::string()> failed);
 
   c10::intrusive_ptr<c10d::Store> clone() override;
   void set(const std::string& key, const std::vector<uint8_t>& value) override;
@@ -33,19 +34,17 @@ class WatchedStore final : public c10d::Store {
   std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override;
   void multiSet(const std::vector<std::string>& keys,
                 const std::vector<std::vector<uint8_t>>& values) override;
-  bool hasExtendedApi() const override;
+  bool hasExtendedApi() const override { return true; }
 
  private:
-  class Clerk;  // a thread that makes the calls of c10d's store, which cannot be woken
+  control::StoreReply ask(control::StoreCall call, const std::vector<std::string>& keys,
+                          std::vector<std::string> values = {}, int64_t number = 0);
+  control::StoreReply ask(control::StoreCall call, const std::vector<std::string>& keys,
+                          std::vector<std::string> values, int64_t number, std::chrono::milliseconds timeout);
 
-  WatchedStore(c10::intrusive_ptr<c10d::Store> inner, std::chrono::milliseconds timeout,
-               std::function<void()> check, std::shared_ptr<Clerk> clerk);
-  template <typename F>
-  auto ask(F f) -> decltype(f());
-
-  const c10::intrusive_ptr<c10d::Store> inner_;
-  const std::function<void()> check_;
-  const std::shared_ptr<Clerk> clerk_;
+  const std::shared_ptr<control::Channel> channel_;
+  const std::string prefix_;
+  const std::function<std::string()> failed_;
 };
 
 // Text values, for our own use.

@@ -62,6 +62,8 @@ Group World::group(std::vector<int> ranks, GroupOptions options) {
 }
 void World::add_observer(std::shared_ptr<Observer> observer) { state_->add_observer(std::move(observer)); }
 void World::remove_observer(const std::shared_ptr<Observer>& observer) { state_->remove_observer(observer); }
+void World::step(std::int64_t step) { state_->step(step); }
+bool World::stop_requested() { return state_->stop_requested(); }
 void World::fail(const std::string& cause, std::optional<int> rank) { state_->fail({cause, rank}); }
 
 void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOptions options) {

@@ -61,6 +61,14 @@ class World {
   void add_observer(std::shared_ptr<Observer> observer);
   void remove_observer(const std::shared_ptr<Observer>& observer);
 
+  // Where this rank is in its training: shown in errors, and by who waits for it. Costs nothing to speak of.
+  void step(std::int64_t step);
+  // Whether somebody wants the job to stop (SIGTERM or SIGINT, to the launcher or to any rank): turns true on
+  // every rank at the same call, so that all can save and leave together. Every rank calls it equally often,
+  // once per step, say. From the first call on these signals no longer end this process, unless they come
+  // twice.
+  bool stop_requested();
+
   // Tells this process that the job has failed: every wait ends at once with a CommError that carries
   // the cause, in every thread and group, and so does every later call. Any thread, any time.
   void fail(const std::string& cause, std::optional<int> rank = std::nullopt);

@@ -13,6 +13,7 @@
 #include <lockstep/comm/backends.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/rendezvous.h>
+#include <lockstep/comm/stop.h>
 #include <lockstep/comm/store.h>
 #include <lockstep/comm/transports/threads/threads.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -43,13 +44,29 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
 void WorldState::join() {
   set_log_prefix(fmt::format("rank {}", identity_.rank));
   check_backend_text(backend_, threads_ != nullptr);  // before anybody is met: it needs nobody
-  auto bare = threads_ ? threads_->store() : connect_store(identity_, join_timeout_);
+  if (threads_) {
+    channel_ = threads_->store();
+  } else if (identity_.size == 1) {
+    channel_ = std::make_shared<control::LocalStore>();
+    identity_.local_rank = 0, identity_.local_size = 1;
+  } else {
+    auto tell = [self = weak_from_this()](const control::Failure& failure) {
+      auto state = self.lock();
+      if (!state) return;
+      state->fail({failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt});
+    };
+    auto membership = join_job(identity_, join_timeout_, tell);
+    channel_ = client_ = membership.client;
+    prefix_ = membership.prefix;
+    address_ = membership.address;
+  }
+  if (client_) tell_of_exceptions(client_);
   // Weak: an engine that is left behind may keep the store longer than this.
-  auto watch = [self = weak_from_this()] {
-    if (auto state = self.lock()) state->throw_if_failed();
+  auto failed = [self = weak_from_this()] {
+    auto state = self.lock();
+    return state && state->failed_ ? state->verdict_text() : std::string();
   };
-  store_ = c10::make_intrusive<WatchedStore>(bare, join_timeout_, watch);
-  if (!threads_) address_ = meet(*store_, identity_, join_timeout_);
+  store_ = c10::make_intrusive<JobStore>(channel_, prefix_, join_timeout_, failed);
 
   backends_ = choose_backends(backend_, identity_, threads_ != nullptr);
   if (backends_.contains(at::kCUDA))
@@ -105,7 +122,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
       throw;
     }
   }
-  throw_if_failed();
+  if (failed_) throw Error(verdict_text());
   auto name = options.name.empty() ? "world" + text : options.name;
   Transports transports;
   try {
@@ -121,8 +138,9 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
     details.cause = failed_ ? verdict_text() : plain_text(error);
     throw CommError(std::move(details));
   }
-  auto group = std::make_shared<GroupState>(shared_from_this(), std::move(name), std::move(ranks),
-                                            context.rank, context.timeout, std::move(transports));
+  auto group =
+      std::make_shared<GroupState>(shared_from_this(), std::move(name), prefix_ + context.group,
+                                   std::move(ranks), context.rank, context.timeout, std::move(transports));
   std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& known) { return known.expired(); });
   groups_.push_back(group);
@@ -159,16 +177,31 @@ bool WorldState::judge(Verdict verdict) {
 }
 
 void WorldState::wake() {
+  if (channel_) channel_->wake();
   for (auto& group : live_groups()) group->wake();
+}
+
+void WorldState::await_failure(milliseconds limit) {
+  if (!client_ || failed_) return;
+  // The verdict reaches the groups on the thread that hears it; here it must be known at once.
+  if (auto failure = client_->failure(limit))
+    judge({failure->text(), failure->rank >= 0 ? std::optional(failure->rank) : std::nullopt});
+}
+
+void WorldState::step(std::int64_t step) {
+  if (step < 0) throw ConfigError(fmt::format("step({}) is not allowed: from 0 is", step));
+  if (auto pen = client_ ? client_->pen() : nullptr) pen->step(step);
+}
+
+bool WorldState::stop_requested() {
+  catch_stop_signals(client_);
+  if (client_) return client_->stop_requested();
+  return threads_ ? threads_->stop_requested(identity_.rank) : stop_signal_came();
 }
 
 std::string WorldState::verdict_text() const {
   std::lock_guard lock(mutex_);
   return verdict_ ? verdict_->cause : std::string();
-}
-
-void WorldState::throw_if_failed() const {
-  if (failed_) throw Error(verdict_text());
 }
 
 void WorldState::close(bool in_order) noexcept {
@@ -185,7 +218,9 @@ void WorldState::close(bool in_order) noexcept {
       groups_.clear();
     }
     groups.clear();
-    if (!threads_ && identity_.size > 1 && in_order) leave(*store_, identity_, join_timeout_);
+    if (!client_) return;
+    if (!in_order && !failed_) client_->tell(control::Fault{control::Fault::Kind::unwinding, {}});
+    leave_job(*client_, join_timeout_);
   } catch (const std::exception& error) {
     log(LogLevel::warn, "leaving the job: {}", error.what());
   }

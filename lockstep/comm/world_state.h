@@ -11,6 +11,7 @@
 
 #include <lockstep/comm/group_state.h>
 #include <lockstep/comm/world.h>
+#include <lockstep/control/client.h>
 #include <lockstep/launch/identity.h>
 
 namespace lockstep::detail {
@@ -36,6 +37,11 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   void wake();
   bool failed() const { return failed_; }
   bool in_threads() const { return threads_ != nullptr; }
+  // What the control plane says within the limit: an engine that lost a peer knows less of it.
+  void await_failure(std::chrono::milliseconds limit);
+  control::Client* client() const { return client_.get(); }  // null where there is no control plane
+  void step(std::int64_t step);
+  bool stop_requested();
   void close(bool in_order) noexcept;
 
   void add_observer(std::shared_ptr<Observer> observer);
@@ -49,7 +55,6 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
  private:
   std::vector<std::shared_ptr<Observer>> observers() const;
   std::vector<std::shared_ptr<GroupState>> live_groups() const;
-  void throw_if_failed() const;
   std::string verdict_text() const;
 
   Identity identity_;
@@ -60,6 +65,9 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   std::map<at::DeviceType, std::string> backends_;
   at::Device device_ = at::kCPU;
   std::string address_;  // of this host, as peers reach it; empty: loopback
+  std::shared_ptr<control::Client> client_;
+  std::shared_ptr<control::Channel> channel_;
+  std::string prefix_;  // of this World's names: a process may have had others before
   c10::intrusive_ptr<c10d::Store> store_;
 
   mutable std::mutex mutex_;

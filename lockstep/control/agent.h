@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include <lockstep/base/error.h>
 #include <lockstep/control/failure.h>
 
 namespace lockstep::control {
@@ -30,11 +31,14 @@ struct AgentOptions {
   // How many ranks this node starts; 0: it starts none itself, they come (another launcher started them).
   int local_ranks = 0;
   int max_restarts = 0;
-  std::optional<Link> link;  // for several hosts
-  bool head = true;          // this node's agent is the head
-  std::chrono::milliseconds stop_grace{5000};    // how long a rank may be stopped
+  std::optional<Link> link;                        // for several hosts
+  bool head = true;                                // this node's agent is the head
+  int agent_rank = -1;                             // the rank whose process it runs in; -1: `lockstep run`
+  std::chrono::milliseconds stop_grace{5000};      // how long a rank may be stopped
   std::chrono::milliseconds join_timeout{300000};  // for the other hosts to come
-  std::function<void(const std::string&)> say;   // a line to the person; any thread
+  std::function<void(const std::string&)> say;     // a line to the person; any thread
+  std::function<std::string(const Ended&)> explain =
+      {};  // why a rank was killed (out of memory), where one can tell
 };
 
 // What the agent asks of whoever starts the ranks (`lockstep run`), in this order:
@@ -56,9 +60,16 @@ struct Finish {
 };
 using Order = std::variant<Start, Stop, Failed, Finish>;
 
+// Another agent of this job is on this host already.
+class NameInUse : public Error {
+ public:
+  using Error::Error;
+};
+
 class Agent {
  public:
-  explicit Agent(AgentOptions options);  // throws ConfigError: a port in use, an address that is not ours
+  explicit Agent(
+      AgentOptions options);  // throws NameInUse, ConfigError: a port in use, an address that is not ours
   ~Agent();
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
@@ -68,13 +79,14 @@ class Agent {
   std::vector<Order> take_orders();
   void rank_started(int rank, int pid);
   void rank_ended(int rank, Ended how);
-  void node_done();                        // every rank of this node has ended
-  void stop(int signal);                   // becomes Stop on every node
-  void paused(bool paused);                // the ranks are being stopped (Ctrl-Z), or go on: no cause for alarm
-  std::string address() const;             // "host:port" at which other hosts are awaited; empty: none
+  void node_done();             // every rank of this node has ended
+  void stop(int signal);        // becomes Stop on every node
+  void paused(bool paused);     // the ranks are being stopped (Ctrl-Z), or go on: no cause for alarm
+  std::string address() const;  // "host:port" at which other hosts are awaited; empty: none
 
-  // For an agent inside a rank: whether every rank of this host has left, and on the head of every host.
-  bool deserted() const;
+  // For an agent inside a rank: whether every rank of this host, and on the head of every host, has left that
+  // World of its process, or an earlier one.
+  bool deserted(int world) const;
 
  private:
   class Loop;

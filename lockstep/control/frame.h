@@ -41,11 +41,10 @@ enum class Kind : std::uint16_t {
   stop_at,
   // agent <-> head
   node_hello,
-  node_start,
-  node_end,
+  node_done,
   rank_ended,
   rows,
-  note,
+  order,
   ping,
   last = ping,
 };
@@ -54,7 +53,7 @@ struct Frame {
   Kind kind{};
   std::int32_t rank = -1;  // whom it concerns; -1: all, or the node itself
   std::uint32_t id = 0;    // a reply has its request's
-  std::string payload;
+  std::string payload = {};
 };
 
 constexpr std::size_t kHeaderSize = 16;

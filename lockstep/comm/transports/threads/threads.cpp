@@ -5,8 +5,8 @@
 #include <lockstep/base/error.h>
 #include <lockstep/comm/engine_work.h>
 #include <lockstep/comm/reduce.h>
+#include <lockstep/comm/stop.h>
 #include <lockstep/comm/tensors.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 namespace lockstep::detail {
 namespace {
@@ -194,7 +194,18 @@ class ThreadsTransport final : public Transport {
 }  // namespace
 
 ThreadsJob::ThreadsJob(int size)
-    : whereabouts_(std::make_shared<Whereabouts>(size)), store_(c10::make_intrusive<c10d::HashStore>()) {}
+    : whereabouts_(std::make_shared<Whereabouts>(size)),
+      store_(std::make_shared<control::LocalStore>()),
+      stop_counts_(static_cast<std::size_t>(size)) {}
+
+bool ThreadsJob::stop_requested(int rank) {
+  std::lock_guard lock(mutex_);
+  auto& count = stop_counts_[static_cast<std::size_t>(rank)];
+  if (!stop_at_ && stop_signal_came()) stop_at_ = *std::max_element(stop_counts_.begin(), stop_counts_.end());
+  if (stop_at_ && count >= *stop_at_) return true;
+  ++count;
+  return false;
+}
 
 std::shared_ptr<Hub> ThreadsJob::hub(const std::string& group, const std::vector<int>& ranks) {
   std::lock_guard lock(mutex_);

@@ -8,6 +8,7 @@
 
 #include <lockstep/comm/transport.h>
 #include <lockstep/comm/transports/threads/hub.h>
+#include <lockstep/control/store.h>
 
 namespace lockstep::detail {
 
@@ -16,13 +17,17 @@ class ThreadsJob {
  public:
   explicit ThreadsJob(int size);
   std::shared_ptr<Hub> hub(const std::string& group, const std::vector<int>& ranks);
-  const c10::intrusive_ptr<c10d::Store>& store() const { return store_; }
+  const std::shared_ptr<control::LocalStore>& store() const { return store_; }
+  // As World's: at the same call on every rank.
+  bool stop_requested(int rank);
 
  private:
   const std::shared_ptr<Whereabouts> whereabouts_;
-  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::shared_ptr<control::LocalStore> store_;
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<Hub>> hubs_;  // a rank may leave before another has come
+  std::vector<std::int64_t> stop_counts_;             // how often each rank asked and was told no
+  std::optional<std::int64_t> stop_at_;
 };
 
 std::unique_ptr<Transport> make_threads_transport(const TransportContext& context, ThreadsJob& job);

@@ -1,0 +1,77 @@
+#include <lockstep/comm/stop.h>
+
+#include <signal.h>
+
+#include <atomic>
+#include <exception>
+#include <mutex>
+
+#include <lockstep/base/error.h>
+#include <lockstep/comm/pending.h>
+
+namespace lockstep::detail {
+namespace {
+
+std::atomic<int> came = 0;
+std::atomic<control::Client*> told = nullptr;  // kept alive for good: a handler may run at any time
+std::terminate_handler terminate_before = nullptr;
+
+void keep(const std::shared_ptr<control::Client>& client) {
+  static std::mutex mutex;
+  static auto* clients = new std::vector<std::shared_ptr<control::Client>>;
+  if (!client || told.load() == client.get()) return;
+  std::lock_guard lock(mutex);
+  clients->push_back(client);
+  told = client.get();
+}
+
+void on_signal(int signal) {
+  came = signal;
+  if (auto* client = told.load()) client->request_stop(signal);
+  ::signal(signal, SIG_DFL);
+}
+
+void on_terminate() {
+  auto* client = told.load();
+  if (client && std::current_exception()) {
+    using control::Fault;
+    try {
+      std::rethrow_exception(std::current_exception());
+    } catch (const CommError& error) {
+      client->tell(Fault{Fault::Kind::comm, error.what()});
+    } catch (const std::exception& error) {
+      client->tell(Fault{Fault::Kind::exception, plain_text(error)});
+    } catch (...) {
+      client->tell(Fault{Fault::Kind::exception, "something that is not a std::exception"});
+    }
+  }
+  if (terminate_before) terminate_before();
+  std::abort();
+}
+
+}  // namespace
+
+void catch_stop_signals(const std::shared_ptr<control::Client>& client) {
+  keep(client);
+  static std::once_flag once;
+  std::call_once(once, [] {
+    for (int signal : {SIGTERM, SIGINT}) {
+      struct sigaction current {};
+      if (::sigaction(signal, nullptr, &current) != 0 || current.sa_handler != SIG_DFL) continue;
+      struct sigaction ours {};
+      ours.sa_handler = on_signal;
+      ours.sa_flags = SA_RESTART;
+      ::sigaction(signal, &ours, nullptr);
+    }
+  });
+}
+
+bool stop_signal_came() { return came != 0; }
+
+void tell_of_exceptions(const std::shared_ptr<control::Client>& client) {
+  keep(client);
+  static std::once_flag once;
+  std::call_once(once, [] { terminate_before = std::set_terminate(on_terminate); });
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,413 @@
+#include <lockstep/control/agent_loop.h>
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include <fmt/format.h>
+#include <lockstep/base/log.h>
+#include <lockstep/control/process.h>
+#include <lockstep/version.h>
+
+namespace lockstep::control {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr milliseconds kTick(100);
+constexpr milliseconds kFlush(1000);  // at the end, for those who still read
+
+void ring(const Fd& event) {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] auto written = ::write(event.get(), &one, sizeof one);
+}
+
+void silence(const Fd& event) {
+  std::uint64_t count = 0;
+  [[maybe_unused]] auto drained = ::read(event.get(), &count, sizeof count);
+}
+
+}  // namespace
+
+Agent::Loop::Loop(AgentOptions options)
+    : options_(std::move(options)),
+      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      orders_event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  auto listener = listen_local(options_.name);
+  if (!listener)
+    throw NameInUse(
+        fmt::format("the socket @{} is in use: another agent of this job is here", options_.name));
+  listener_ = std::move(*listener);
+  if (options_.local_ranks == 0) agent_rank_ = options_.agent_rank;
+  if (!options_.head) return;
+
+  Head::Options head;
+  head.num_nodes = options_.num_nodes;
+  head.launches = options_.local_ranks > 0;
+  head.max_restarts = options_.max_restarts;
+  if (options_.link) {
+    const Link& link = *options_.link;
+    auto tcp = listen_tcp(link.address, link.port, link.last_port);
+    address_ = tcp.text();
+    head.address = tcp.address;
+    door_.emplace(std::move(tcp), link.key, link.job, options_.say);
+  }
+  Head::Ports ports;
+  ports.say = options_.say;
+  ports.send = [this](int node, Frame frame) {
+    if (node == 0) return deliver(frame);
+    for (Node& each : nodes_)
+      if (each.number == node) send(each, frame);
+  };
+  ports.order = [this](int node, Order order) {
+    if (node == 0) return push(std::move(order));
+    for (Node& each : nodes_)
+      if (each.number == node) send(each, {.kind = Kind::order, .payload = encode(order)});
+  };
+  head_ = std::make_unique<Head>(head, std::move(ports));
+  head_->add_node({.node = 0,
+                   .num_nodes = options_.num_nodes,
+                   .local_ranks = options_.local_ranks,
+                   .version = kVersion,
+                   .address = head.address});
+}
+
+Agent::Loop::~Loop() = default;
+
+void Agent::Loop::start() {
+  // Signals are for the program's own threads.
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread([this] { run(); });
+  if (!head_) connector_ = std::thread([this] { connect_to_head(); });
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Agent::Loop::end() {
+  ending_ = true;
+  ring(wake_);
+  if (connector_.joinable()) connector_.join();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Agent::Loop::post(std::function<void()> command) {
+  std::lock_guard lock(mutex_);
+  commands_.push_back(std::move(command));
+  ring(wake_);
+}
+
+void Agent::Loop::push(Order order) {
+  std::lock_guard lock(mutex_);
+  if (std::holds_alternative<Start>(order)) started_ = true;
+  if (std::holds_alternative<Finish>(order)) finished_ = true;
+  orders_.push_back(std::move(order));
+  ring(orders_event_);
+}
+
+std::vector<Order> Agent::Loop::take_orders() {
+  std::lock_guard lock(mutex_);
+  silence(orders_event_);
+  std::vector<Order> orders(orders_.begin(), orders_.end());
+  orders_.clear();
+  return orders;
+}
+
+void Agent::Loop::run() {
+  detail::set_log_prefix("agent");
+  while (!ending_) turn(kTick);
+  const auto limit = Clock::now() + kFlush;
+  while (!all_written() && Clock::now() < limit) turn(milliseconds(10));
+}
+
+bool Agent::Loop::all_written() const {
+  return std::all_of(connections_.begin(), connections_.end(),
+                     [](const auto& each) { return each.out.empty(); }) &&
+         std::all_of(nodes_.begin(), nodes_.end(), [](const auto& each) { return each.out.empty(); });
+}
+
+void Agent::Loop::turn(milliseconds limit) {
+  std::vector<pollfd> polled{{wake_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
+  polled.push_back({door_ ? door_->fd() : -1, POLLIN, 0});
+  auto events = [](const std::string& out) {
+    return static_cast<short>(out.empty() ? POLLIN : POLLIN | POLLOUT);
+  };
+  for (auto& each : connections_) polled.push_back({each.fd.get(), events(each.out), 0});
+  for (auto& each : nodes_) polled.push_back({each.fd.get(), events(each.out), 0});
+  ::poll(polled.data(), polled.size(), static_cast<int>(limit.count()));
+
+  std::size_t at = 3;
+  for (auto& each : connections_)
+    if (polled[at++].revents != 0) serve(each);
+  for (auto& each : nodes_) {
+    if (at < polled.size() && polled[at++].revents != 0) serve(each);
+  }
+  if (polled[0].revents != 0) {
+    silence(wake_);
+    std::vector<std::function<void()>> commands;
+    {
+      std::lock_guard lock(mutex_);
+      commands.swap(commands_);
+    }
+    for (auto& command : commands) command();
+  }
+  if (polled[1].revents != 0) accept_ranks();
+  if (door_) accept_nodes();
+  if (Clock::now() - last_tick_ >= kTick) tick();
+  for (auto& each : connections_)
+    if (!each.closed && !flush(each.fd.get(), each.out)) gone(each);
+  for (auto& each : nodes_)
+    if (!each.closed && !flush(each.fd.get(), each.out)) lost(each, "the connection has ended");
+  std::erase_if(connections_, [](const auto& each) { return each.closed; });
+  std::erase_if(nodes_, [](const auto& each) { return each.closed; });
+  note_desertion();
+}
+
+bool Agent::Loop::flush(int fd, std::string& out) {
+  while (!out.empty()) {
+    const auto sent = ::send(fd, out.data(), out.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) return errno == EAGAIN || errno == EINTR;
+    out.erase(0, static_cast<std::size_t>(sent));
+  }
+  return true;
+}
+
+void Agent::Loop::note_desertion() {
+  int oldest = head_ ? head_->oldest_world() : kNoWorld;
+  for (const auto& each : connections_)
+    if (each.here || !each.out.empty()) oldest = std::min(oldest, each.world);
+  const bool deserted = oldest == kNoWorld && all_written();
+  oldest_world_ = oldest;
+  // The name is free for another job then; those who have a connection may come again.
+  if (deserted && any_came_ && options_.local_ranks == 0 && listener_) listener_.reset();
+}
+
+void Agent::Loop::tick() {
+  last_tick_ = Clock::now();
+  look_at_stops();
+  for (const auto& connection : connections_)
+    if (connection.here && connection.attached) send_rows(connection.rank);
+  if (head_) head_->tick(last_tick_);
+  for (Node& node : nodes_) {
+    if (node.closed) continue;
+    if (node.number >= 0 || !head_) send(node, {.kind = Kind::ping});
+    if (last_tick_ - node.heard > milliseconds(1500)) lost(node, "nothing was heard from it for 1.5 s");
+  }
+}
+
+// ---- ranks of this host -----------------------------------------------------------------------------------
+
+void Agent::Loop::accept_ranks() {
+  while (auto socket = accept_local(listener_.get())) {
+    if (!is_own(socket->get())) continue;  // another user's: closed
+    Connection connection;
+    connection.pid = peer_of(socket->get()).pid;
+    connection.fd = std::move(*socket);
+    connections_.push_back(std::move(connection));
+  }
+}
+
+void Agent::Loop::serve(Connection& connection) {
+  char bytes[65536];
+  try {
+    for (;;) {
+      const auto n = ::recv(connection.fd.get(), bytes, sizeof bytes, MSG_DONTWAIT);
+      if (n < 0 && (errno == EAGAIN || errno == EINTR)) break;
+      if (n <= 0) return gone(connection);
+      connection.in.append({bytes, static_cast<std::size_t>(n)});
+      while (auto frame = connection.in.next()) receive(connection, std::move(*frame));
+    }
+  } catch (const FrameError& error) {
+    options_.say(fmt::format("process {} was cut off: {}", connection.pid, error.what()));
+    gone(connection);
+  }
+}
+
+void Agent::Loop::receive(Connection& connection, Frame frame) {
+  if (frame.kind == Kind::hello) {
+    auto hello = Hello::decode(frame.payload);
+    hello.pid = connection.pid;
+    connection.rank = hello.rank;
+    connection.world = hello.world;
+    connection.here = any_came_ = true;
+    frame.payload = hello.encode();
+    frame.rank = hello.rank;
+    if (!connection.attached) attach(connection, hello);
+    if (refusal_) return write(connection, {.kind = Kind::refused, .rank = hello.rank, .payload = *refusal_});
+    return up(std::move(frame));
+  }
+  if (connection.rank < 0) throw FrameError("it spoke before it said who it is");
+  frame.rank = connection.rank;
+  switch (frame.kind) {
+    case Kind::attached: return watch(connection.rank, connection.pid);
+    case Kind::leave:
+      connection.here = false;
+      send_rows(connection.rank);
+      break;
+    case Kind::fault: send_rows(connection.rank); break;
+    case Kind::group:
+    case Kind::stop:
+    case Kind::stop_count:
+    case Kind::missing:
+    case Kind::store: break;
+    default: throw FrameError(fmt::format("a rank sent a message of kind {}", static_cast<int>(frame.kind)));
+  }
+  up(std::move(frame));
+}
+
+void Agent::Loop::attach(Connection& connection, const Hello& hello) {
+  if (!board_) {
+    board_ = std::make_shared<Board>(hello.size);
+    board_size_ = hello.size;
+  }
+  if (hello.rank >= board_size_) return;  // it will be refused: its size is another
+  const bool taken = std::any_of(connections_.begin(), connections_.end(), [&](const auto& each) {
+    return &each != &connection && !each.closed && each.attached && each.rank == hello.rank;
+  });
+  if (taken) return;
+  board_->prepare(hello.rank);
+  connection.attached = true;
+  const Attach attach{.agent_pid = ::getpid(),
+                      .agent_rank = agent_rank_,
+                      .stop_grace_ms = static_cast<int>(options_.stop_grace.count())};
+  // Its first message, so there is room for it.
+  if (!send_with_fd(connection.fd.get(),
+                    encode({.kind = Kind::attach, .rank = hello.rank, .payload = attach.encode()}),
+                    board_->fd()))
+    gone(connection);
+}
+
+// A thread per rank: the kernel has no way to wait for many such locks that old kernels have too.
+void Agent::Loop::watch(int rank, int pid) {
+  std::thread([self = weak_from_this(), board = board_, rank, pid] {
+    for (;;) {
+      const auto died = board->holder_died(rank, milliseconds(500));
+      auto loop = self.lock();
+      if (!loop || loop->ending_ || died == false) return;
+      if (!died) continue;
+      loop->post([loop = loop.get(), rank, pid] {
+        for (auto& connection : loop->connections_)
+          if (connection.rank == rank && connection.pid == pid && !connection.closed) loop->gone(connection);
+      });
+      return;
+    }
+  }).detach();
+}
+
+void Agent::Loop::gone(Connection& connection) {
+  if (connection.closed) return;
+  connection.closed = true;
+  const bool here = connection.here;
+  connection.here = false;
+  if (here) report_end(connection.rank, how_it_ended(connection.pid));
+}
+
+void Agent::Loop::report_end(int rank, Ended how) {
+  auto& state = ranks_[rank];
+  if (how.signal && how.note.empty() && options_.explain) how.note = options_.explain(how);
+  if (state.ended && how.pid != state.pid) return;
+  send_rows(rank);
+  up({.kind = Kind::rank_ended, .rank = rank, .payload = encode(how)});
+}
+
+void Agent::Loop::send_rows(int rank) {
+  if (!board_ || rank < 0 || rank >= board_size_) return;
+  up({.kind = Kind::rows, .rank = rank, .payload = board_->rows(rank).encode()});
+}
+
+void Agent::Loop::rank_started(int rank, int pid) {
+  ranks_[rank] = {.pid = pid, .ended = false, .stopped = {}};
+}
+
+void Agent::Loop::rank_ended(int rank, Ended how) {
+  ranks_[rank].ended = true;
+  report_end(rank, std::move(how));
+}
+
+void Agent::Loop::node_done() {
+  // What the ranks of an attempt left open belongs to it.
+  for (auto& connection : connections_) connection.here = false, connection.closed = true;
+  ranks_.clear();
+  board_.reset();
+  if (failed_ || (!head_ && nodes_.empty())) return push(Finish{.status = 1, .why = {}});
+  up({.kind = Kind::node_done});
+}
+
+void Agent::Loop::stop(int signal) { up({.kind = Kind::stop, .payload = Writer().number(signal).take()}); }
+
+void Agent::Loop::look_at_stops() {
+  if (paused_) {
+    for (auto& [rank, state] : ranks_) state.stopped.reset();
+    return;
+  }
+  for (auto& connection : connections_)
+    if (connection.here && connection.pid != ::getpid())
+      look_at(connection.rank, connection.pid, ranks_[connection.rank]);
+  for (auto& [rank, state] : ranks_) {
+    const bool connected =
+        std::any_of(connections_.begin(), connections_.end(),
+                    [&, r = rank](const auto& each) { return each.here && each.rank == r; });
+    if (!connected && !state.ended && state.pid > 0) look_at(rank, state.pid, state);
+  }
+}
+
+void Agent::Loop::look_at(int rank, int pid, LocalRank& state) {
+  const auto process = control::look_at(pid);
+  const auto now = Clock::now();
+  const bool traced = process && process->state == 't', stopped = process && process->state == 'T';
+  if (!traced && !stopped) {
+    if (state.stopped && state.told)
+      options_.say(fmt::format("rank {} (pid {}) goes on after {:.1f} s", rank, pid,
+                               std::chrono::duration<double>(now - *state.stopped).count()));
+    state.stopped.reset();
+    state.told = false;
+    return;
+  }
+  if (!state.stopped) state.stopped = now;
+  const auto since = now - *state.stopped;
+  if (traced) {
+    // Breakpoints come and go: only one that lasts is worth a line.
+    if (!state.told && since >= milliseconds(500)) {
+      options_.say(fmt::format("rank {} (pid {}) is held by a debugger (pid {}): it is not ended", rank, pid,
+                               process->tracer));
+      state.told = true;
+    }
+    return;
+  }
+  const auto grace = options_.stop_grace;
+  if (!state.told)
+    options_.say(
+        fmt::format("rank {} (pid {}) is stopped (SIGSTOP): it is ended in {:.1f} s unless it goes on", rank,
+                    pid, std::chrono::duration<double>(grace).count()));
+  state.told = true;
+  if (since < grace) return;
+  Ended ended{.pid = pid, .status = {}, .signal = SIGKILL};
+  ended.note = fmt::format("it had been stopped for {:.1f} s, longer than --stop-grace allows",
+                           std::chrono::duration<double>(since).count());
+  state.ended = true;
+  report_end(rank, std::move(ended));
+  ::kill(pid, SIGKILL);
+}
+
+void Agent::Loop::write(Connection& connection, const Frame& frame) {
+  if (!connection.closed) connection.out += encode(frame);
+}
+
+void Agent::Loop::deliver(const Frame& frame) {
+  for (auto& connection : connections_)
+    if (connection.rank >= 0 && (frame.rank < 0 || frame.rank == connection.rank)) write(connection, frame);
+}
+
+void Agent::Loop::up(Frame frame) {
+  if (head_) return head_->receive(0, frame);
+  if (!nodes_.empty()) return send(nodes_.front(), frame);
+  if (!failed_ && unsent_.size() < 100'000) unsent_.push_back(std::move(frame));
+}
+
+}  // namespace lockstep::control

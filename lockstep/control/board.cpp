@@ -1,0 +1,240 @@
+#include <lockstep/control/board.h>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+namespace lockstep::control {
+namespace {
+
+constexpr int kLines = 28;
+
+std::int64_t now_ms() {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+template <std::size_t N>
+void copy(char (&to)[N], std::string_view from) {
+  const auto length = std::min(from.size(), N - 1);
+  std::memcpy(to, from.data(), length);
+  to[length] = 0;
+}
+
+template <std::size_t N>
+std::string text(const char (&from)[N]) {
+  return {from, ::strnlen(from, N)};
+}
+
+struct Line {
+  std::int64_t key;
+  char group[40], operation[16], site[48];
+  std::int64_t sequence, waits_for;
+  std::int64_t changed_ms, waits_since_ms;
+  std::int32_t peer;
+  bool used, retired, message, running;
+};
+
+}  // namespace
+
+// The rank writes, the agent reads: a version that is odd while something is being written.
+struct Board::Page {
+  pthread_mutex_t alive;
+  std::atomic<std::int64_t> step;
+  struct Versioned {
+    std::atomic<std::uint32_t> version;
+    Line line;
+  } lines[kLines];
+};
+
+static_assert(sizeof(Board::Page) <= 8192);
+constexpr std::size_t kPage = 8192;
+
+Board::Board(int num_ranks) : fd_(::memfd_create("lockstep board", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
+  if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
+  // Sparse: only pages that a rank of this host uses are ever there.
+  if (::ftruncate(fd_, static_cast<off_t>(kPage) * num_ranks) != 0 ||
+      ::fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    const int error = errno;
+    ::close(fd_);
+    throw std::system_error(error, std::generic_category(), "the board of the ranks");
+  }
+  map(num_ranks);
+}
+
+Board::Board(int fd, int num_ranks) : fd_(fd) { map(num_ranks); }
+
+void Board::map(int num_ranks) {
+  length_ = kPage * static_cast<std::size_t>(num_ranks);
+  void* memory = ::mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  if (memory == MAP_FAILED) {
+    const int error = errno;
+    ::close(fd_);
+    throw std::system_error(error, std::generic_category(), "the board of the ranks");
+  }
+  memory_ = static_cast<char*>(memory);
+}
+
+Board::~Board() {
+  ::munmap(memory_, length_);
+  ::close(fd_);
+}
+
+Board::Page& Board::page(int rank) const {
+  return *reinterpret_cast<Page*>(memory_ + kPage * static_cast<std::size_t>(rank));
+}
+
+void Board::prepare(int rank) {
+  Page& page = this->page(rank);
+  std::memset(static_cast<void*>(&page), 0, sizeof page);
+  page.step.store(-1, std::memory_order_relaxed);
+  pthread_mutexattr_t shared;
+  ::pthread_mutexattr_init(&shared);
+  ::pthread_mutexattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
+  ::pthread_mutexattr_setrobust(&shared, PTHREAD_MUTEX_ROBUST);
+  ::pthread_mutex_init(&page.alive, &shared);
+  ::pthread_mutexattr_destroy(&shared);
+}
+
+bool Board::hold(int rank) { return ::pthread_mutex_trylock(&page(rank).alive) == 0; }
+
+void Board::let_go(int rank) { ::pthread_mutex_unlock(&page(rank).alive); }
+
+std::optional<bool> Board::holder_died(int rank, std::chrono::milliseconds limit) {
+  timespec until{};
+  ::clock_gettime(CLOCK_MONOTONIC, &until);
+  const auto nanoseconds = until.tv_nsec + limit.count() % 1000 * 1'000'000;
+  until.tv_sec += limit.count() / 1000 + nanoseconds / 1'000'000'000;
+  until.tv_nsec = nanoseconds % 1'000'000'000;
+  pthread_mutex_t& alive = page(rank).alive;
+  const int result = ::pthread_mutex_clocklock(&alive, CLOCK_MONOTONIC, &until);
+  if (result == ETIMEDOUT) return std::nullopt;
+  if (result == EOWNERDEAD) ::pthread_mutex_consistent(&alive);
+  if (result == 0 || result == EOWNERDEAD) ::pthread_mutex_unlock(&alive);
+  return result != 0;
+}
+
+Rows Board::rows(int rank) const {
+  const Page& page = this->page(rank);
+  Rows rows;
+  rows.step = page.step.load(std::memory_order_relaxed);
+  const auto now = now_ms();
+  for (const auto& versioned : page.lines) {
+    Line line;
+    const auto before = versioned.version.load(std::memory_order_acquire);
+    std::memcpy(&line, &versioned.line, sizeof line);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (before % 2 != 0 || versioned.version.load(std::memory_order_relaxed) != before || !line.used)
+      continue;  // being written this moment: the next look will see it
+    Row row;
+    row.key = line.key;
+    row.group = text(line.group);
+    row.operation = text(line.operation);
+    row.site = text(line.site);
+    row.sequence = line.sequence;
+    row.message = line.message;
+    row.peer = line.peer;
+    row.running = line.running;
+    row.since_ms = std::max<std::int64_t>(0, now - line.changed_ms);
+    if (line.waits_for >= 0) {
+      row.waited_ms = std::max<std::int64_t>(0, now - line.waits_since_ms);
+      row.waits_for = line.waits_for;
+    }
+    rows.rows.push_back(std::move(row));
+  }
+  return rows;
+}
+
+Pen::Pen(std::shared_ptr<Board> board, int rank) : board_(std::move(board)), page_(board_->page(rank)) {}
+
+void Pen::step(std::int64_t step) { page_.step.store(step, std::memory_order_relaxed); }
+std::int64_t Pen::step() const { return page_.step.load(std::memory_order_relaxed); }
+
+template <typename F>
+void Pen::write(int line, F change) {
+  if (line < 0) return;
+  auto& versioned = page_.lines[line];
+  std::lock_guard lock(mutex_);
+  const auto version = versioned.version.load(std::memory_order_relaxed);
+  versioned.version.store(version + 1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  change(versioned.line);
+  versioned.version.store(version + 2, std::memory_order_release);
+}
+
+int Pen::add_line(std::int64_t key, std::string_view group, bool messages) {
+  int free = -1;
+  {
+    std::lock_guard lock(mutex_);
+    for (int i = 0; i < kLines && free < 0; ++i)
+      if (!page_.lines[i].line.used) free = i;
+    // One whose group is gone is of use to others until its place is needed: the one that is longest
+    // unchanged.
+    for (int i = 0; i < kLines && (free < 0 || page_.lines[free].line.used); ++i) {
+      const Line& line = page_.lines[i].line;
+      if (line.retired && (free < 0 || line.changed_ms < page_.lines[free].line.changed_ms)) free = i;
+    }
+    if (free < 0) return -1;
+    page_.lines[free].line.used = true;
+    page_.lines[free].line.retired = false;
+  }
+  write(free, [&](Line& line) {
+    line = {};
+    line.used = true;
+    line.key = key;
+    line.message = messages;
+    line.sequence = line.waits_for = -1;
+    line.peer = -1;
+    line.changed_ms = now_ms();
+    copy(line.group, group);
+  });
+  return free;
+}
+
+void Pen::drop_line(int line) {
+  write(line, [](Line& each) { each.retired = true; });
+}
+
+void Pen::began(int line, std::int64_t sequence, std::string_view operation, std::string_view site,
+                int peer) {
+  const auto now = now_ms();
+  write(line, [&](Line& each) {
+    each.sequence = sequence;
+    each.peer = peer;
+    each.running = true;
+    each.changed_ms = now;
+    copy(each.operation, operation);
+    copy(each.site, site);
+  });
+}
+
+void Pen::ended(int line, std::int64_t sequence) {
+  const auto now = now_ms();
+  write(line, [&](Line& each) {
+    if (each.sequence != sequence) return;
+    each.running = false;
+    each.changed_ms = now;
+  });
+}
+
+void Pen::waits(int line, std::int64_t sequence) {
+  const auto now = now_ms();
+  write(line, [&](Line& each) {
+    each.waits_for = sequence;
+    each.waits_since_ms = now;
+  });
+}
+
+void Pen::waited(int line, std::int64_t sequence) {
+  write(line, [&](Line& each) {
+    if (each.waits_for == sequence) each.waits_for = -1;
+  });
+}
+
+}  // namespace lockstep::control

@@ -1,0 +1,338 @@
+#include <lockstep/control/client.h>
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/log.h>
+#include <lockstep/control/process.h>
+
+namespace lockstep::control {
+
+using detail::log;
+using std::chrono::milliseconds;
+
+namespace {
+
+constexpr milliseconds kLookAtAgent(250);
+
+}  // namespace
+
+std::shared_ptr<Client> Client::make(Fd agent) {
+  std::shared_ptr<Client> client(new Client(std::move(agent)));
+  // It keeps the client: both are there until the process ends, or the agent does.
+  std::thread([client] { client->listen(); }).detach();
+  return client;
+}
+
+Client::Client(Fd agent) : socket_(std::move(agent)), stop_event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+
+Client::~Client() = default;
+
+bool Client::write(const Frame& frame) {
+  const auto bytes = encode(frame);
+  std::lock_guard lock(write_mutex_);
+  std::size_t sent = 0;
+  const auto deadline = Clock::now() + std::chrono::seconds(10);
+  while (sent < bytes.size()) {
+    const auto n = ::send(socket_.get(), bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
+    if (n >= 0) {
+      sent += static_cast<std::size_t>(n);
+      continue;
+    }
+    if (errno != EAGAIN && errno != EINTR) return false;
+    pollfd writable{socket_.get(), POLLOUT, 0};
+    ::poll(&writable, 1, 100);
+    if (Clock::now() > deadline) return false;
+  }
+  return true;
+}
+
+Welcome Client::join(const Hello& hello, milliseconds timeout,
+                     std::function<void(const Failure&)> on_failure) {
+  const auto deadline = Clock::now() + timeout;
+  {
+    std::lock_guard lock(mutex_);
+    rank_ = hello.rank;
+    size_ = hello.size;
+    welcome_.reset();
+    stop_count_ = 0;
+    on_failure_ = nullptr;
+    here_ = true;
+  }
+  write({.kind = Kind::hello, .rank = hello.rank, .payload = hello.encode()});
+  std::unique_lock lock(mutex_);
+  auto settled = [&] { return welcome_ || refused_ || failure_; };
+  if (!changed_.wait_until(lock, deadline, settled)) {
+    // The head tells everybody who is missing, and us with them.
+    lock.unlock();
+    write({.kind = Kind::missing, .rank = hello.rank});
+    lock.lock();
+    if (!changed_.wait_for(lock, std::chrono::seconds(2), settled))
+      throw JoinError("the agent of this host did not answer");
+  }
+  if (refused_) throw ConfigError(*refused_);
+  if (failure_) throw_failure();
+  on_failure_ = std::move(on_failure);
+  return *welcome_;
+}
+
+void Client::leave() noexcept {
+  try {
+    {
+      std::lock_guard lock(mutex_);
+      on_failure_ = nullptr;
+      if (!here_) return;
+      here_ = false;
+    }
+    write({.kind = Kind::leave, .rank = rank_});
+  } catch (const std::exception& error) {
+    log(LogLevel::warn, "leaving the job: {}", error.what());
+  }
+}
+
+StoreReply Client::ask(const StoreRequest& request, Clock::time_point deadline,
+                       const std::function<bool()>& failed) {
+  std::unique_lock lock(mutex_);
+  const auto id = next_id_++;
+  replies_[id];
+  lock.unlock();
+  const bool written = write({.kind = Kind::store, .rank = rank_, .id = id, .payload = request.encode()});
+  lock.lock();
+  if (written)
+    changed_.wait_until(lock, deadline,
+                        [&] { return replies_[id] || failure_ || gone_ || refused_ || failed(); });
+  auto reply = std::move(replies_[id]);
+  replies_.erase(id);
+  if (reply) {
+    if (!reply->error.empty()) throw Error(reply->error);
+    return std::move(*reply);
+  }
+  if (failure_) throw_failure();
+  if (refused_) throw ConfigError(*refused_);
+  if (failed()) throw Error("the job has failed");
+  if (!written || gone_) throw Error("the connection to the control plane is gone");
+  // "timeout": engines look for that word and try again.
+  throw Error(fmt::format("a wait in the store hit its timeout for: {}", fmt::join(request.keys, ", ")));
+}
+
+std::shared_ptr<Pen> Client::pen() const {
+  std::lock_guard lock(mutex_);
+  return pen_;
+}
+
+void Client::tell(const GroupMade& group) noexcept {
+  try {
+    write({.kind = Kind::group, .rank = rank_, .payload = group.encode()});
+  } catch (const std::exception& error) {
+    log(LogLevel::warn, "telling the agent of a group: {}", error.what());
+  }
+}
+
+void Client::tell(const Fault& fault) noexcept {
+  try {
+    write({.kind = Kind::fault, .rank = rank_, .payload = fault.encode()});
+  } catch (const std::exception&) {  // the rank is in trouble already
+  }
+}
+
+bool Client::stop_requested() {
+  std::unique_lock lock(mutex_);
+  if (stop_prepared_ && stop_at_ < 0) changed_.wait(lock, [&] { return stop_at_ >= 0 || failure_ || gone_; });
+  const bool stops = stop_at_ >= 0 && stop_count_ >= stop_at_;
+  if (!stops) ++stop_count_;
+  return stops;
+}
+
+void Client::request_stop(int signal) noexcept {
+  stop_signal_ = signal;
+  const std::uint64_t one = 1;
+  [[maybe_unused]] auto written = ::write(stop_event_.get(), &one, sizeof one);
+}
+
+void Client::wake() {
+  std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+std::optional<Failure> Client::failure(milliseconds limit) {
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, limit, [&] { return failure_.has_value(); });
+  return failure_;
+}
+
+bool Client::usable() const {
+  std::lock_guard lock(mutex_);
+  return !failure_ && !refused_ && !gone_;
+}
+
+void Client::throw_failure() const { throw JoinError(failure_->text()); }
+
+void Client::listen() {
+  FrameBuffer frames;
+  Fd descriptor;
+  char bytes[65536];
+  for (;;) {
+    pollfd polled[] = {{socket_.get(), POLLIN, 0}, {stop_event_.get(), POLLIN, 0}};
+    ::poll(polled, 2, static_cast<int>(kLookAtAgent.count()));
+    look_at_agent();
+    if (const int signal = stop_signal_.exchange(0)) {
+      std::uint64_t count = 0;
+      [[maybe_unused]] auto drained = ::read(stop_event_.get(), &count, sizeof count);
+      write({.kind = Kind::stop, .rank = rank_, .payload = Writer().number(signal).take()});
+    }
+    if (polled[0].revents == 0) continue;
+    try {
+      auto received = receive_fd(socket_.get(), bytes);
+      if (!received) continue;
+      if (received->fd) descriptor = std::move(received->fd);
+      if (received->size == 0) break;
+      frames.append({bytes, received->size});
+      while (auto frame = frames.next()) receive(std::move(*frame), std::move(descriptor));
+    } catch (const std::exception& error) {
+      log(LogLevel::debug, "control plane: {}", error.what());
+      break;
+    }
+  }
+  agent_is_gone();
+  // The thread stays: it holds the lock, and the next World of this process may find another agent.
+  bool holding = false;
+  {
+    std::lock_guard lock(mutex_);
+    holding = holding_;
+  }
+  if (holding) board_->let_go(rank_);
+}
+
+void Client::receive(Frame frame, Fd descriptor) {
+  switch (frame.kind) {
+    case Kind::attach: return attach(Attach::decode(frame.payload), std::move(descriptor));
+    case Kind::verdict: return fail(decode_failure(frame.payload));
+    case Kind::reply: {
+      auto reply = StoreReply::decode(frame.payload);
+      std::lock_guard lock(mutex_);
+      if (auto asked = replies_.find(frame.id); asked != replies_.end()) asked->second = std::move(reply);
+      break;
+    }
+    case Kind::welcome: {
+      std::lock_guard lock(mutex_);
+      welcome_ = Welcome::decode(frame.payload);
+      break;
+    }
+    case Kind::refused: {
+      std::lock_guard lock(mutex_);
+      refused_ = frame.payload;
+      break;
+    }
+    case Kind::stop_prepare: {
+      std::int64_t count = 0;
+      {
+        std::lock_guard lock(mutex_);
+        stop_prepared_ = true;
+        count = stop_count_;
+      }
+      write({.kind = Kind::stop_count, .rank = rank_, .payload = Writer().number(count).take()});
+      break;
+    }
+    case Kind::stop_at: {
+      Reader in(frame.payload);
+      std::lock_guard lock(mutex_);
+      stop_at_ = in.number(0, INT64_MAX);
+      break;
+    }
+    default: break;  // of a later version
+  }
+  std::lock_guard lock(mutex_);
+  changed_.notify_all();
+}
+
+void Client::attach(const Attach& attach, Fd descriptor) {
+  int rank = 0;
+  std::shared_ptr<Board> board;
+  {
+    std::lock_guard lock(mutex_);
+    attach_ = attach;
+    if (!descriptor || board_) return;
+    board = board_ = std::make_shared<Board>(descriptor.release(), size_);
+    rank = rank_;
+    pen_ = std::make_shared<Pen>(board_, rank);
+    holding_ = board->hold(rank);
+  }
+  write({.kind = Kind::attached, .rank = rank});
+}
+
+void Client::fail(Failure failure) {
+  std::function<void(const Failure&)> tell;
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_) return;
+    failure_ = failure;
+    tell = on_failure_;
+    changed_.notify_all();
+  }
+  if (tell) tell(failure);
+}
+
+Failure Client::failure_of_agent(std::string cause) const {
+  Failure failure;
+  failure.rank = attach_ ? attach_->agent_rank : -1;
+  failure.pid = attach_ ? attach_->agent_pid : 0;
+  failure.cause = failure.rank >= 0
+                      ? std::move(cause)
+                      : fmt::format("lockstep run (process {}) {}", failure.pid, std::move(cause));
+  return failure;
+}
+
+void Client::agent_is_gone() {
+  bool here = false;
+  std::optional<Failure> failure;
+  {
+    std::lock_guard lock(mutex_);
+    gone_ = true;
+    here = here_;
+    if (here && attach_) {
+      auto ended = how_it_ended(attach_->agent_pid);
+      ended.note.clear();
+      failure = failure_of_agent(ended.text() + ", and with it the control plane of this host");
+    } else if (here) {
+      failure = Failure{};
+      failure->cause = "the agent of this host closed the connection";
+    }
+    changed_.notify_all();
+  }
+  if (failure) fail(std::move(*failure));
+}
+
+// An agent inside a rank that is stopped tells nobody anything.
+void Client::look_at_agent() {
+  std::optional<Failure> failure;
+  {
+    std::lock_guard lock(mutex_);
+    if (!attach_ || !here_ || attach_->agent_pid == ::getpid()) return;
+    const auto process = look_at(attach_->agent_pid);
+    if (!process || process->state != 'T') {
+      if (agent_stopped_)
+        log(LogLevel::warn, "the agent of this host (process {}) goes on", attach_->agent_pid);
+      agent_stopped_.reset();
+      return;
+    }
+    const auto now = Clock::now();
+    if (!agent_stopped_) {
+      agent_stopped_ = now;
+      log(LogLevel::warn, "{} is stopped (SIGSTOP), and with it the control plane of this host",
+          attach_->agent_rank >= 0 ? fmt::format("rank {} (pid {})", attach_->agent_rank, attach_->agent_pid)
+                                   : fmt::format("lockstep run (pid {})", attach_->agent_pid));
+    }
+    if (now - *agent_stopped_ >= milliseconds(attach_->stop_grace_ms) && attach_->stop_grace_ms > 0)
+      failure = failure_of_agent(fmt::format("was stopped for {:.1f} s",
+                                             std::chrono::duration<double>(now - *agent_stopped_).count()));
+  }
+  if (failure) fail(std::move(*failure));
+}
+
+}  // namespace lockstep::control

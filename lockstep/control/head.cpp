@@ -1,0 +1,511 @@
+#include <lockstep/control/head.h>
+
+#include <signal.h>
+
+#include <algorithm>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace lockstep::control {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+// A rank that failed in an operation was most likely failed by another, whose end is known in a moment.
+constexpr milliseconds kSuspicion(500);
+// A collective that a rank which has left never came to: what it did before it left is known by then.
+constexpr std::int64_t kLeftMs = 300;
+constexpr std::int64_t kFirstTell = 1000;
+
+int status_of(const Ended& ended) {
+  if (ended.signal) return 128 + *ended.signal;
+  return ended.status.value_or(0) != 0 ? *ended.status : 1;
+}
+
+std::string seconds(std::int64_t ms) { return fmt::format("{:.1f} s", static_cast<double>(ms) / 1000); }
+
+std::string call_text(const Row& row, std::int64_t sequence) {
+  auto text = fmt::format("{} #{}", row.operation, sequence);
+  if (row.message && row.peer >= 0) text += fmt::format(" with rank {}", row.peer);
+  text += fmt::format(" of group '{}'", row.group);
+  if (!row.site.empty()) text += " at " + row.site;
+  return text;
+}
+
+}  // namespace
+
+Head::Head(Options options, Ports ports) : options_(std::move(options)), ports_(std::move(ports)) {}
+
+int Head::add_node(const NodeHello& hello) {
+  int node = hello.node;
+  if (options_.launches) {
+    if (hello.num_nodes != options_.num_nodes)
+      throw ConfigError(fmt::format("hosts disagree on --nnodes: it is {} on node 0 and {} on node {}",
+                                    options_.num_nodes, hello.num_nodes, node));
+    if (node < 0 || node >= options_.num_nodes)
+      throw ConfigError(fmt::format("--node-rank {} is not allowed: with --nnodes {} it is from 0 to {}",
+                                    node, options_.num_nodes, options_.num_nodes - 1));
+    if (nodes_.contains(node))
+      throw ConfigError(
+          fmt::format("two hosts have --node-rank {}: {} and {}; each needs its own, from 0 to {}", node,
+                      nodes_[node].address, hello.address, options_.num_nodes - 1));
+  } else if (node < 0) {
+    node = nodes_.empty() ? 0 : nodes_.rbegin()->first + 1;
+  }
+  nodes_[node] = {.local_ranks = hello.local_ranks, .address = hello.address};
+  if (options_.launches && static_cast<int>(nodes_.size()) == options_.num_nodes) start();
+  return node;
+}
+
+void Head::start() {
+  size_ = 0;
+  for (auto& [number, node] : nodes_) {
+    node.first_rank = size_;
+    node.done = false;
+    size_ += node.local_ranks;
+  }
+  ranks_.clear();
+  groups_.clear();
+  told_.clear();
+  store_ = {};
+  failure_.reset();
+  suspicion_.reset();
+  refused_.reset();
+  world_ = 0;
+  stop_at_.reset();
+  for (const auto& [number, node] : nodes_) {
+    for (int r = node.first_rank; r < node.first_rank + node.local_ranks; ++r) ranks_[r].node = number;
+    ports_.order(number, Start{.attempt = attempt_,
+                               .first_rank = node.first_rank,
+                               .world_size = size_,
+                               .address = options_.address});
+  }
+}
+
+void Head::node_lost(int node, const std::string& why) {
+  auto found = nodes_.find(node);
+  if (found == nodes_.end() || found->second.lost) return;
+  found->second.lost = true;
+  std::vector<int> lost;
+  for (auto& [number, rank] : ranks_)
+    if (rank.node == node && !rank.ended && (options_.launches || rank.here)) lost.push_back(number);
+  if (!lost.empty() && !finished_) {
+    Failure failure;
+    failure.cause = fmt::format("the host at {} with rank{} {} is lost: {}", found->second.address,
+                                lost.size() > 1 ? "s" : "", fmt::join(lost, ", "), why);
+    fail(std::move(failure));
+  }
+  for (int number : lost) ranks_[number].here = false;
+  if (options_.launches) node_done(node);
+}
+
+void Head::receive(int node, const Frame& frame) {
+  auto rank = [&]() -> int {
+    if (frame.rank < 0 || frame.rank >= kMostRanks) throw FrameError("a message names no rank");
+    auto known = ranks_.find(frame.rank);
+    if (known != ranks_.end() && known->second.node >= 0 && known->second.node != node && !refused_)
+      throw FrameError(
+          fmt::format("node {} speaks for rank {} of node {}", node, frame.rank, known->second.node));
+    return frame.rank;
+  };
+  switch (frame.kind) {
+    case Kind::hello: return hello(node, Hello::decode(frame.payload));
+    case Kind::rank_ended: return rank_ended(rank(), decode_ended(frame.payload));
+    case Kind::leave: return leave(rank());
+    case Kind::fault: return fault(rank(), Fault::decode(frame.payload));
+    case Kind::group: {
+      auto group = GroupMade::decode(frame.payload);
+      groups_[group.key] = std::move(group);
+      return;
+    }
+    case Kind::rows: {
+      auto& state = ranks_[rank()];
+      state.rows = Rows::decode(frame.payload);
+      state.rows_at = Clock::now();
+      for (const Row& row : state.rows.rows) {
+        if (row.message) continue;
+        auto& reached = state.reached.try_emplace(row.key, -1).first->second;
+        reached = std::max(reached, row.sequence);
+      }
+      return;
+    }
+    case Kind::store: {
+      const int who = rank();
+      auto answer = [this, who, id = frame.id](StoreReply reply) {
+        send(who, {.kind = Kind::reply, .rank = who, .id = id, .payload = reply.encode()});
+      };
+      return store_.handle(who, StoreRequest::decode(frame.payload), answer);
+    }
+    case Kind::missing: {  // somebody has waited long enough: all are told who is to blame
+      Failure failure;
+      failure.cause = missing_text();
+      return fail(std::move(failure));
+    }
+    case Kind::stop: {
+      Reader in(frame.payload);
+      return stop(in.integer(1, 127));
+    }
+    case Kind::stop_count: {
+      Reader in(frame.payload);
+      ranks_[rank()].stop_count = in.number(0, INT64_MAX);
+      if (stop_at_)
+        send(frame.rank,
+             {.kind = Kind::stop_at, .rank = frame.rank, .payload = Writer().number(*stop_at_).take()});
+      return decide_stop();
+    }
+    case Kind::node_done: return node_done(node);
+    default:
+      throw FrameError(fmt::format("the head was sent a message of kind {}", static_cast<int>(frame.kind)));
+  }
+}
+
+void Head::hello(int node, const Hello& hello) {
+  auto greet_with_verdict = [&] {
+    send(hello.rank, {.kind = Kind::verdict, .rank = hello.rank, .payload = encode(*failure_)});
+  };
+  if (hello.rank >= hello.size) throw FrameError("a rank is not below the size of its job");
+  Rank& rank = ranks_[hello.rank];
+  if (refused_) {
+    ports_.send(node, {.kind = Kind::refused, .rank = -1, .payload = *refused_});
+    return;
+  }
+  if (size_ == 0) size_ = hello.size;
+  if (hello.size != size_)
+    return refuse(fmt::format("ranks disagree on WORLD_SIZE: it is {} on rank {} and {} for those before it",
+                              hello.size, hello.rank, size_));
+  if (rank.here)
+    return refuse(fmt::format(
+        "two processes have RANK={}: process {} on {} and process {} on {}; each needs its own, from 0 to {}",
+        hello.rank, rank.card->pid, rank.card->host, hello.pid, hello.host, size_ - 1));
+  if (options_.launches && hello.attempt != attempt_) {
+    ports_.send(node,
+                {.kind = Kind::refused,
+                 .rank = hello.rank,
+                 .payload = fmt::format("this process is of attempt {} of the job, which is at attempt {}",
+                                        hello.attempt, attempt_)});
+    return;
+  }
+  for (const auto& [number, other] : ranks_)
+    if (other.card && other.card->version != hello.version)
+      return refuse(fmt::format("ranks run different versions of lockstep: {} on rank {} and {} on rank {}",
+                                other.card->version, number, hello.version, hello.rank));
+  rank.node = node;
+  rank.card = hello;
+  rank.here = true;
+  rank.welcomed = false;
+  rank.reached.clear();
+  rank.ended.reset();
+  rank.comm_fault.reset();
+  if (failure_) return greet_with_verdict();
+  if (stop_signal_) send(hello.rank, {.kind = Kind::stop_prepare, .rank = hello.rank});
+  for (const auto& [number, other] : ranks_)
+    if (other.ended && !other.card)
+      return fail(failure_of(number, other.ended->text() + " before it joined"));
+  const auto here = std::count_if(ranks_.begin(), ranks_.end(), [&](const auto& each) {
+    return each.second.here && !each.second.welcomed && each.second.card->world == hello.world;
+  });
+  if (here == size_) all_came();
+}
+
+void Head::all_came() {
+  std::map<int, std::vector<int>> ranks_of_node;
+  Welcome welcome;
+  for (const auto& [number, rank] : ranks_) {
+    ranks_of_node[rank.node].push_back(number);
+    welcome.nodes.push_back(rank.node);
+    welcome.threads.push_back(rank.card->threads);
+  }
+  for (const auto& [node, ranks] : ranks_of_node) {
+    std::map<int, int> owner;
+    for (int number : ranks) {
+      const Hello& card = *ranks_[number].card;
+      if (card.local_rank < 0) continue;
+      auto [other, is_new] = owner.emplace(card.local_rank, number);
+      if (!is_new)
+        return refuse(fmt::format("ranks {} and {} are on one host ({}) and both have LOCAL_RANK={}",
+                                  other->second, number, card.host, card.local_rank));
+    }
+  }
+  for (const auto& [node, ranks] : ranks_of_node)
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      const Hello& card = *ranks_[ranks[i]].card;
+      welcome.local_rank = card.local_rank >= 0 ? card.local_rank : static_cast<int>(i);
+      welcome.local_size = card.local_size > 0 ? card.local_size : static_cast<int>(ranks.size());
+      welcome.address = ranks_of_node.size() > 1 ? nodes_[node].address : "";
+      ranks_[ranks[i]].welcomed = true;
+      send(ranks[i], {.kind = Kind::welcome, .rank = ranks[i], .payload = welcome.encode()});
+    }
+}
+
+void Head::refuse(const std::string& text) {
+  refused_ = text;
+  broadcast({.kind = Kind::refused, .rank = -1, .payload = text});
+}
+
+std::string Head::missing_text() const {
+  std::vector<int> here, missing;
+  for (int r = 0; r < size_; ++r) {
+    auto rank = ranks_.find(r);
+    (rank != ranks_.end() && rank->second.here ? here : missing).push_back(r);
+  }
+  return fmt::format("of {} ranks (WORLD_SIZE) these did not come: {}; these did: {}", size_,
+                     fmt::join(missing, ", "), fmt::join(here, ", "));
+}
+
+void Head::leave(int number) {
+  Rank& rank = ranks_[number];
+  rank.here = false;
+  store_.forget(number);
+  decide_stop();
+}
+
+void Head::fault(int number, const Fault& fault) {
+  Rank& rank = ranks_[number];
+  if (fault.kind == Fault::Kind::comm) {
+    rank.comm_fault = fault.text;
+    return;
+  }
+  if (rank.comm_fault) return;  // its end tells
+  fail(failure_of(number, fault.kind == Fault::Kind::exception ? "threw: " + fault.text
+                                                               : "leaves the job because of an exception"));
+}
+
+void Head::rank_ended(int number, const Ended& ended) {
+  Rank& rank = ranks_[number];
+  if (failure_ && failure_->rank == number && (ended.status || ended.signal))
+    failure_->status = status_of(ended);
+  if (rank.ended) return;
+  rank.ended = ended;
+  rank.here = false;
+  store_.forget(number);
+  decide_stop();
+  if (failure_) return;
+  if (stop_signal_ && (ended.clean() || ended.signal == stop_signal_)) return;
+  if (ended.clean()) {
+    const bool awaited = !rank.card && std::any_of(ranks_.begin(), ranks_.end(),
+                                                   [](const auto& each) { return each.second.here; });
+    if (awaited) fail(failure_of(number, ended.text() + " before it joined"));
+    return;  // whoever waits for it is told by look_at_waits
+  }
+  auto failure = failure_of(number, ended.text());
+  failure.pid = ended.pid != 0 ? ended.pid : failure.pid;
+  failure.status = status_of(ended);
+  if (!rank.comm_fault || (ended.signal && ended.signal != SIGABRT && ended.signal != SIGTERM))
+    return fail(std::move(failure));
+  failure.cause += ": " + *rank.comm_fault;
+  if (!suspicion_) suspicion_ = {std::move(failure), Clock::now()};
+}
+
+Failure Head::failure_of(int number, std::string cause) const {
+  Failure failure;
+  failure.rank = number;
+  failure.cause = std::move(cause);
+  auto found = ranks_.find(number);
+  if (found == ranks_.end()) return failure;
+  const Rank& rank = found->second;
+  if (rank.card) failure.pid = rank.card->pid;
+  if (rank.ended && rank.ended->pid != 0 && !rank.card) failure.pid = rank.ended->pid;
+  failure.where = where(number);
+  failure.step = rank.rows.step;
+  for (const Row& row : rank.rows.rows)
+    if (!row.message) failure.sequence = std::max(failure.sequence, row.sequence);
+  return failure;
+}
+
+// The operation that it is in, else the last one.
+std::string Head::where(int number) const {
+  auto rank = ranks_.find(number);
+  if (rank == ranks_.end()) return {};
+  const Row* last = nullptr;
+  for (const Row& row : rank->second.rows.rows)
+    if (row.sequence >= 0 && (!last || row.running > last->running ||
+                              (row.running == last->running && row.since_ms < last->since_ms)))
+      last = &row;
+  if (!last) return {};
+  return (last->running ? "in " : "after ") + call_text(*last, last->sequence);
+}
+
+void Head::fail(Failure failure) {
+  if (failure_) return;
+  failure_ = std::move(failure);
+  suspicion_.reset();
+  broadcast({.kind = Kind::verdict, .rank = -1, .payload = encode(*failure_)});
+  if (options_.launches)
+    for (const auto& [number, node] : nodes_)
+      if (!node.lost) ports_.order(number, Failed{*failure_});
+}
+
+void Head::stop(int signal) {
+  if (stop_signal_) return;
+  stop_signal_ = signal;
+  if (options_.launches)
+    for (const auto& [number, node] : nodes_)
+      if (!node.lost) ports_.order(number, Stop{signal});
+  broadcast({.kind = Kind::stop_prepare, .rank = -1});
+}
+
+// Each rank has told how often it was asked, and asks no further before it hears from us.
+void Head::decide_stop() {
+  if (!stop_signal_ || stop_at_) return;
+  std::int64_t highest = 0;
+  for (const auto& [number, rank] : ranks_) {
+    if (!rank.here) continue;
+    if (rank.stop_count < 0) return;
+    highest = std::max(highest, rank.stop_count);
+  }
+  stop_at_ = highest;
+  broadcast({.kind = Kind::stop_at, .rank = -1, .payload = Writer().number(highest).take()});
+}
+
+void Head::node_done(int node) {
+  nodes_[node].done = true;
+  if (std::all_of(nodes_.begin(), nodes_.end(), [](const auto& each) { return each.second.done; }))
+    all_done();
+}
+
+void Head::all_done() {
+  if (finished_ || !options_.launches || static_cast<int>(nodes_.size()) < options_.num_nodes) return;
+  if (!failure_ && suspicion_) failure_ = suspicion_->first;
+  const bool whole =
+      std::none_of(nodes_.begin(), nodes_.end(), [](const auto& each) { return each.second.lost; });
+  Finish finish;
+  if (stop_signal_) {
+    finish.status = 128 + *stop_signal_;
+  } else if (failure_) {
+    finish.status = failure_->status;
+    if (last_failure_ && last_failure_->same_as(*failure_)) {
+      finish.why = fmt::format(
+          "attempts {} and {} came to the same end, so there is no other: {}; what stands before that point "
+          "is to be looked at",
+          attempt_ - 1, attempt_, failure_->text());
+    } else if (attempt_ < options_.max_restarts && whole) {
+      last_failure_ = failure_;
+      ++attempt_;
+      ports_.say(
+          fmt::format("starting again, attempt {} of {} after the first", attempt_, options_.max_restarts));
+      return start();
+    } else if (options_.max_restarts > 0) {
+      finish.why = !whole ? "a lost host cannot be started again from here"
+                          : fmt::format("all {} restarts are used up", options_.max_restarts);
+    }
+  }
+  finished_ = true;
+  for (const auto& [number, node] : nodes_)
+    if (!node.lost) ports_.order(number, finish);
+}
+
+int Head::oldest_world() const {
+  int oldest = kNoWorld;
+  for (const auto& [number, rank] : ranks_)
+    if (rank.here) oldest = std::min(oldest, rank.card->world);
+  return oldest;
+}
+
+void Head::tick(Clock::time_point now) {
+  if (suspicion_ && now - suspicion_->second >= kSuspicion) fail(suspicion_->first);
+  if (!failure_) look_at_waits(now);
+}
+
+std::vector<Head::Wait> Head::waits(Clock::time_point now) const {
+  std::vector<Wait> waits;
+  std::set<int> waiting;
+  for (const auto& [number, rank] : ranks_) {
+    if (!rank.here) continue;
+    const auto age = std::chrono::duration_cast<milliseconds>(now - rank.rows_at).count();
+    for (const Row& row : rank.rows.rows) {
+      if (row.waits_for < 0) continue;
+      waiting.insert(number);
+      Wait wait{.rank = number, .row = &row, .missing = {}, .waited_ms = row.waited_ms + age};
+      auto group = groups_.find(row.key);
+      if (group == groups_.end()) continue;
+      const auto& members = group->second.ranks;
+      if (row.message) {
+        if (row.peer >= 0 && row.peer < static_cast<int>(members.size()))
+          wait.missing = {members[static_cast<std::size_t>(row.peer)]};
+      } else {
+        for (int member : members) {
+          auto other = ranks_.find(member);
+          if (other == ranks_.end()) continue;
+          auto reached = other->second.reached.find(row.key);
+          if (reached == other->second.reached.end() || reached->second < row.waits_for)
+            wait.missing.push_back(member);
+        }
+      }
+      if (!wait.missing.empty()) waits.push_back(std::move(wait));
+    }
+  }
+  for (Wait& wait : waits)
+    wait.root =
+        std::any_of(wait.missing.begin(), wait.missing.end(), [&](int r) { return !waiting.contains(r); });
+  return waits;
+}
+
+void Head::look_at_waits(Clock::time_point now) {
+  const Wait* longest = nullptr;
+  const auto all = waits(now);
+  for (const Wait& wait : all) {
+    for (int number : wait.missing) {
+      auto found = ranks_.find(number);
+      if (found == ranks_.end() || found->second.here || !found->second.card || wait.row->message ||
+          wait.waited_ms < kLeftMs)
+        continue;
+      const Rank& rank = found->second;
+      auto failure = failure_of(number, fmt::format("{} while rank {} waits for it in {}",
+                                                    rank.ended ? rank.ended->text() : "has left the job",
+                                                    wait.rank, call_text(*wait.row, wait.row->waits_for)));
+      return fail(std::move(failure));
+    }
+    if (!longest || wait.root > longest->root ||
+        (wait.root == longest->root && wait.waited_ms > longest->waited_ms))
+      longest = &wait;
+  }
+  if (!longest) {
+    told_.clear();
+    return;
+  }
+  auto& next = told_.try_emplace({longest->row->key, longest->row->waits_for}, kFirstTell).first->second;
+  if (longest->waited_ms < next) return;
+  while (next <= longest->waited_ms) next *= 2;
+  std::vector<std::string> absent;
+  for (int number : longest->missing) {
+    auto place = where(number);
+    auto found = ranks_.find(number);
+    std::int64_t since = -1;
+    if (found != ranks_.end())
+      for (const Row& row : found->second.rows.rows)
+        if (row.sequence >= 0 && (since < 0 || row.since_ms < since)) since = row.since_ms;
+    absent.push_back(fmt::format("rank {}{}, {}{}{}", number, pid_text(number),
+                                 place.empty() ? "which has begun no operation" : "last " + place,
+                                 since >= 0 ? fmt::format(", {} ago", seconds(since)) : "",
+                                 found != ranks_.end() && found->second.rows.step >= 0
+                                     ? fmt::format(", step {}", found->second.rows.step)
+                                     : ""));
+    if (absent.size() == 4 && longest->missing.size() > 5) {
+      absent.push_back(fmt::format("and {} more", longest->missing.size() - absent.size()));
+      break;
+    }
+  }
+  ports_.say(fmt::format("rank {} has waited {} in {}; not there: {}", longest->rank,
+                         seconds(longest->waited_ms), call_text(*longest->row, longest->row->waits_for),
+                         fmt::join(absent, "; ")));
+}
+
+std::string Head::pid_text(int number) const {
+  auto rank = ranks_.find(number);
+  if (rank == ranks_.end() || !rank->second.card) return {};
+  return fmt::format(" (pid {})", rank->second.card->pid);
+}
+
+void Head::broadcast(const Frame& frame) {
+  for (const auto& [number, node] : nodes_)
+    if (!node.lost) ports_.send(number, frame);
+}
+
+void Head::send(int rank, Frame frame) {
+  auto found = ranks_.find(rank);
+  if (found != ranks_.end() && found->second.node >= 0) ports_.send(found->second.node, std::move(frame));
+}
+
+}  // namespace lockstep::control

@@ -1,0 +1,111 @@
+// What is known of the whole job, and what follows from it: who has come, the store, who failed first, who
+// waits for whom, when all stop, whether to start again. No sockets here: an agent brings what ranks and
+// other agents say, and carries the answers.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <lockstep/control/messages.h>
+#include <lockstep/control/store.h>
+
+namespace lockstep::control {
+
+class Head {
+ public:
+  struct Ports {
+    std::function<void(int node, Frame)> send;  // frame.rank < 0: to every rank of the node
+    std::function<void(int node, Order)> order;
+    std::function<void(const std::string&)> say;
+  };
+  struct Options {
+    int num_nodes = 1;     // 0: they come as they come
+    bool launches = true;  // `lockstep run` starts the ranks: Start, Failed, Stop and Finish are asked for
+    int max_restarts = 0;
+    std::string address = "127.0.0.1";  // of the head, for the ranks
+  };
+  Head(Options options, Ports ports);
+
+  // A node: this host's own agent is 0. Throws ConfigError, whose text the node should get.
+  int add_node(const NodeHello& hello);
+  void node_lost(int node, const std::string& why);
+  // From a rank of that node, or from its agent. Throws FrameError for what makes no sense.
+  void receive(int node, const Frame& frame);
+  void tick(Clock::time_point now);
+
+  int oldest_world() const;  // of the ranks that are here; kNoWorld: none is
+  const std::optional<Failure>& failure() const { return failure_; }
+
+ private:
+  struct Rank {
+    int node = -1;
+    bool here = false;  // has come and has not left
+    bool welcomed = false;
+    std::optional<Hello> card;
+    std::optional<Ended> ended;
+    std::optional<std::string> comm_fault;
+    Rows rows;
+    std::map<std::int64_t, std::int64_t> reached;  // the last collective that it began, by group
+    Clock::time_point rows_at{};
+    std::int64_t stop_count = -1;
+  };
+  struct Node {
+    int local_ranks = 0;
+    int first_rank = 0;
+    std::string address;
+    bool lost = false, done = false;
+  };
+  struct Wait {  // somebody waits, and this is for whom
+    int rank = 0;
+    const Row* row = nullptr;
+    std::vector<int> missing;
+    std::int64_t waited_ms = 0;
+    bool root = false;  // those who are missing do not wait themselves
+  };
+
+  void hello(int node, const Hello& hello);
+  void all_came();
+  void refuse(const std::string& text);
+  void rank_ended(int rank, const Ended& ended);
+  void leave(int rank);
+  void fault(int rank, const Fault& fault);
+  void stop(int signal);
+  void decide_stop();
+  void node_done(int node);
+  void all_done();
+  void start();
+  void fail(Failure failure);
+  Failure failure_of(int rank, std::string cause) const;
+  std::string where(int rank) const;
+  std::string pid_text(int rank) const;
+  std::string missing_text() const;
+  std::vector<Wait> waits(Clock::time_point now) const;
+  void look_at_waits(Clock::time_point now);
+  void broadcast(const Frame& frame);
+  void send(int rank, Frame frame);
+
+  const Options options_;
+  const Ports ports_;
+  std::map<int, Node> nodes_;
+  std::map<int, Rank> ranks_;
+  std::map<std::int64_t, GroupMade> groups_;
+  StoreServer store_;
+
+  int size_ = 0;   // of the job; 0: not known yet
+  int world_ = 0;  // which World the ranks are joining
+  int attempt_ = 0;
+  std::optional<std::string> refused_;
+  std::optional<Failure> failure_, last_failure_;
+  std::optional<std::pair<Failure, Clock::time_point>> suspicion_;  // it may be another rank's doing
+  std::optional<int> stop_signal_;
+  std::optional<std::int64_t> stop_at_;
+  bool finished_ = false;
+  std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> told_;  // of a wait: until when, in ms
+};
+
+}  // namespace lockstep::control

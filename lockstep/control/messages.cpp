@@ -1,0 +1,261 @@
+#include <lockstep/control/messages.h>
+
+#include <limits>
+
+namespace lockstep::control {
+namespace {
+
+constexpr int kAny = std::numeric_limits<int>::max();
+constexpr std::int64_t kLong = std::numeric_limits<std::int64_t>::max();
+constexpr std::size_t kLine = 1024, kText = 65536;
+
+void write(Writer& out, const std::vector<int>& list) {
+  out.number(static_cast<std::int64_t>(list.size()));
+  for (int each : list) out.number(each);
+}
+
+std::vector<int> read_list(Reader& in, int lowest) {
+  std::vector<int> list;
+  for (auto left = in.number(0, kMostRanks); left > 0; --left) list.push_back(in.integer(lowest, kAny));
+  return list;
+}
+
+}  // namespace
+
+std::string Hello::encode() const {
+  return Writer()
+      .number(rank)
+      .number(size)
+      .number(local_rank)
+      .number(local_size)
+      .number(pid)
+      .number(world)
+      .number(attempt)
+      .number(threads)
+      .text(version)
+      .text(host)
+      .take();
+}
+
+Hello Hello::decode(std::string_view payload) {
+  Reader in(payload);
+  Hello hello;
+  hello.rank = in.integer(0, kMostRanks - 1);
+  hello.size = in.integer(1, kMostRanks);
+  hello.local_rank = in.integer(-1, kMostRanks - 1);
+  hello.local_size = in.integer(-1, kMostRanks);
+  hello.pid = in.integer(1, kAny);
+  hello.world = in.integer(0, kAny);
+  hello.attempt = in.integer(0, kAny);
+  hello.threads = in.integer(0, kAny);
+  hello.version = in.text(kLine);
+  hello.host = in.text(kLine);
+  in.end();
+  return hello;
+}
+
+std::string Attach::encode() const {
+  return Writer().number(agent_pid).number(agent_rank).number(stop_grace_ms).take();
+}
+
+Attach Attach::decode(std::string_view payload) {
+  Reader in(payload);
+  Attach attach;
+  attach.agent_pid = in.integer(1, kAny);
+  attach.agent_rank = in.integer(-1, kMostRanks - 1);
+  attach.stop_grace_ms = in.integer(0, kAny);
+  in.end();
+  return attach;
+}
+
+std::string Welcome::encode() const {
+  Writer out;
+  out.number(local_rank).number(local_size).text(address);
+  write(out, nodes);
+  write(out, threads);
+  return out.take();
+}
+
+Welcome Welcome::decode(std::string_view payload) {
+  Reader in(payload);
+  Welcome welcome;
+  welcome.local_rank = in.integer(0, kMostRanks - 1);
+  welcome.local_size = in.integer(1, kMostRanks);
+  welcome.address = in.text(kLine);
+  welcome.nodes = read_list(in, 0);
+  welcome.threads = read_list(in, 0);
+  in.end();
+  return welcome;
+}
+
+std::string GroupMade::encode() const {
+  Writer out;
+  out.number(key).text(name);
+  write(out, ranks);
+  return out.take();
+}
+
+GroupMade GroupMade::decode(std::string_view payload) {
+  Reader in(payload);
+  GroupMade group;
+  group.key = in.number();
+  group.name = in.text(kLine);
+  group.ranks = read_list(in, 0);
+  in.end();
+  return group;
+}
+
+std::string Fault::encode() const { return Writer().number(static_cast<int>(kind)).text(text).take(); }
+
+Fault Fault::decode(std::string_view payload) {
+  Reader in(payload);
+  Fault fault;
+  fault.kind = static_cast<Kind>(in.number(0, static_cast<int>(Kind::comm)));
+  fault.text = in.text(kText);
+  in.end();
+  return fault;
+}
+
+std::string Rows::encode() const {
+  Writer out;
+  out.number(step).number(static_cast<std::int64_t>(rows.size()));
+  for (const Row& row : rows)
+    out.number(row.key)
+        .text(row.group)
+        .number(row.sequence)
+        .text(row.operation)
+        .text(row.site)
+        .number(row.message)
+        .number(row.peer)
+        .number(row.running)
+        .number(row.since_ms)
+        .number(row.waited_ms)
+        .number(row.waits_for);
+  return out.take();
+}
+
+Rows Rows::decode(std::string_view payload) {
+  Reader in(payload);
+  Rows rows;
+  rows.step = in.number(-1, kLong);
+  for (auto left = in.number(0, 256); left > 0; --left) {
+    Row row;
+    row.key = in.number();
+    row.group = in.text(kLine);
+    row.sequence = in.number(-1, kLong);
+    row.operation = in.text(kLine);
+    row.site = in.text(kLine);
+    row.message = in.number(0, 1) != 0;
+    row.peer = in.integer(-1, kAny);
+    row.running = in.number(0, 1) != 0;
+    row.since_ms = in.number(0, kLong);
+    row.waited_ms = in.number(-1, kLong);
+    row.waits_for = in.number(-1, kLong);
+    rows.rows.push_back(std::move(row));
+  }
+  in.end();
+  return rows;
+}
+
+std::string NodeHello::encode() const {
+  return Writer().number(node).number(num_nodes).number(local_ranks).text(version).text(address).take();
+}
+
+NodeHello NodeHello::decode(std::string_view payload) {
+  Reader in(payload);
+  NodeHello hello;
+  hello.node = in.integer(-1, kMostRanks);
+  hello.num_nodes = in.integer(0, kMostRanks);
+  hello.local_ranks = in.integer(0, kMostRanks);
+  hello.version = in.text(kLine);
+  hello.address = in.text(kLine);
+  in.end();
+  return hello;
+}
+
+std::string encode(const Ended& ended) {
+  return Writer()
+      .number(ended.pid)
+      .number(ended.status.value_or(-1))
+      .number(ended.signal.value_or(-1))
+      .number(ended.core)
+      .text(ended.note)
+      .take();
+}
+
+Ended decode_ended(std::string_view payload) {
+  Reader in(payload);
+  Ended ended;
+  ended.pid = in.integer(0, kAny);
+  if (int status = in.integer(-1, 255); status >= 0) ended.status = status;
+  if (int signal = in.integer(-1, 127); signal >= 0) ended.signal = signal;
+  ended.core = in.number(0, 1) != 0;
+  ended.note = in.text(kText);
+  in.end();
+  return ended;
+}
+
+std::string encode(const Failure& failure) {
+  return Writer()
+      .number(failure.rank)
+      .number(failure.pid)
+      .number(failure.step)
+      .number(failure.sequence)
+      .number(failure.status)
+      .text(failure.cause)
+      .text(failure.where)
+      .take();
+}
+
+Failure decode_failure(std::string_view payload) {
+  Reader in(payload);
+  Failure failure;
+  failure.rank = in.integer(-1, kMostRanks - 1);
+  failure.pid = in.integer(0, kAny);
+  failure.step = in.number(-1, kLong);
+  failure.sequence = in.number(-1, kLong);
+  failure.status = in.integer(0, 255);
+  failure.cause = in.text(kText);
+  failure.where = in.text(kText);
+  in.end();
+  return failure;
+}
+
+std::string encode(const Order& order) {
+  Writer out;
+  out.number(static_cast<std::int64_t>(order.index()));
+  if (const auto* start = std::get_if<Start>(&order))
+    out.number(start->attempt).number(start->first_rank).number(start->world_size).text(start->address);
+  if (const auto* stop = std::get_if<Stop>(&order)) out.number(stop->signal);
+  if (const auto* failed = std::get_if<Failed>(&order)) out.text(encode(failed->failure));
+  if (const auto* finish = std::get_if<Finish>(&order)) out.number(finish->status).text(finish->why);
+  return out.take();
+}
+
+Order decode_order(std::string_view payload) {
+  Reader in(payload);
+  Order order;
+  switch (in.number(0, 3)) {
+    case 0: {
+      Start start;
+      start.attempt = in.integer(0, kAny);
+      start.first_rank = in.integer(0, kMostRanks);
+      start.world_size = in.integer(1, kMostRanks);
+      start.address = in.text(kLine);
+      order = start;
+      break;
+    }
+    case 1: order = Stop{in.integer(1, 127)}; break;
+    case 2: order = Failed{decode_failure(in.text())}; break;
+    default: {
+      Finish finish;
+      finish.status = in.integer(0, 255);
+      finish.why = in.text(kText);
+      order = finish;
+    }
+  }
+  in.end();
+  return order;
+}
+
+}  // namespace lockstep::control
