@@ -14,6 +14,7 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   lockstep::cli::Action action;
   lockstep::cli::add_run(app, action);
+  lockstep::cli::add_key(app, action);
   try {
     std::vector<std::string> arguments(argv + 1, argv + argc);
     lockstep::cli::drop_separator(arguments);
