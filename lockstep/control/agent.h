@@ -30,11 +30,11 @@ struct AgentOptions {
   // How many ranks this node starts; 0: it starts none itself, they come (another launcher started them).
   int local_ranks = 0;
   int max_restarts = 0;
-  std::optional<Link> link;  // for several hosts
-  bool head = true;          // this node's agent is the head
-  std::chrono::milliseconds stop_grace{5000};    // how long a rank may be stopped
+  std::optional<Link> link;                        // for several hosts
+  bool head = true;                                // this node's agent is the head
+  std::chrono::milliseconds stop_grace{5000};      // how long a rank may be stopped
   std::chrono::milliseconds join_timeout{300000};  // for the other hosts to come
-  std::function<void(const std::string&)> say;   // a line to the person; any thread
+  std::function<void(const std::string&)> say;     // a line to the person; any thread
 };
 
 // What the agent asks of whoever starts the ranks (`lockstep run`), in this order:
@@ -68,10 +68,10 @@ class Agent {
   std::vector<Order> take_orders();
   void rank_started(int rank, int pid);
   void rank_ended(int rank, Ended how);
-  void node_done();                        // every rank of this node has ended
-  void stop(int signal);                   // becomes Stop on every node
-  void paused(bool paused);                // the ranks are being stopped (Ctrl-Z), or go on: no cause for alarm
-  std::string address() const;             // "host:port" at which other hosts are awaited; empty: none
+  void node_done();             // every rank of this node has ended
+  void stop(int signal);        // becomes Stop on every node
+  void paused(bool paused);     // the ranks are being stopped (Ctrl-Z), or go on: no cause for alarm
+  std::string address() const;  // "host:port" at which other hosts are awaited; empty: none
 
   // For an agent inside a rank: whether every rank of this host has left, and on the head of every host.
   bool deserted() const;
