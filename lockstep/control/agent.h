@@ -18,20 +18,20 @@ namespace lockstep::control {
 
 // Where the agents of several hosts meet, and the key that each must prove.
 struct Link {
-  std::string address;  // the head's, as given: name or number
+  std::string address = {};  // the head's, as given: name or number
   int port = 0;
   int last_port = 0;  // the head takes the first free one from port to last_port; callers try them in turn
-  std::string key;    // 32 bytes
-  std::string job;    // the same text on every host of this job, and of no other: it is part of the proof
+  std::string key = {};    // 32 bytes
+  std::string job = {};    // the same text on every host of this job, and of no other: it is part of the proof
 };
 
 struct AgentOptions {
-  std::string name;  // of the socket on which ranks find it: an abstract unix socket
+  std::string name = {};  // of the socket on which ranks find it: an abstract unix socket
   int node = 0, num_nodes = 1;
   // How many ranks this node starts; 0: it starts none itself, they come (another launcher started them).
   int local_ranks = 0;
   int max_restarts = 0;
-  std::optional<Link> link;                        // for several hosts
+  std::optional<Link> link = {};                        // for several hosts
   bool head = true;                                // this node's agent is the head
   int agent_rank = -1;                             // the rank whose process it runs in; -1: `lockstep run`
   std::chrono::milliseconds stop_grace{5000};      // how long a rank may be stopped
@@ -46,7 +46,7 @@ struct AgentOptions {
 struct Start {
   int attempt = 0;  // 0, then one more with each restart
   int first_rank = 0, world_size = 1;
-  std::string address;  // of the head, as every rank reaches it; 127.0.0.1 on one host
+  std::string address = {};  // of the head, as every rank reaches it; 127.0.0.1 on one host
 };
 struct Stop {  // a signal for the ranks: somebody wants the job to end, having saved
   int signal = 0;
@@ -56,7 +56,7 @@ struct Failed {  // the ranks have been told; those that do not end by themselve
 };
 struct Finish {
   int status = 0;
-  std::string why;  // for the person, where there is something to say; may have several lines
+  std::string why = {};  // for the person, where there is something to say; may have several lines
 };
 using Order = std::variant<Start, Stop, Failed, Finish>;
 

@@ -235,12 +235,13 @@ void Agent::Loop::receive(Connection& connection, Frame frame) {
     hello.pid = connection.pid;
     connection.rank = hello.rank;
     connection.world = hello.world;
-    connection.here = any_came_ = true;
     frame.payload = hello.encode();
     frame.rank = hello.rank;
     if (!connection.attached) attach(connection, hello);
     if (refusal_) return write(connection, {.kind = Kind::refused, .rank = hello.rank, .payload = *refusal_});
-    return up(std::move(frame));
+    up(std::move(frame));
+    connection.here = any_came_ = true;
+    return;
   }
   if (connection.rank < 0) throw FrameError("it spoke before it said who it is");
   frame.rank = connection.rank;
@@ -309,9 +310,7 @@ void Agent::Loop::gone(Connection& connection) {
 }
 
 void Agent::Loop::report_end(int rank, Ended how) {
-  auto& state = ranks_[rank];
   if (how.signal && how.note.empty() && options_.explain) how.note = options_.explain(how);
-  if (state.ended && how.pid != state.pid) return;
   send_rows(rank);
   up({.kind = Kind::rank_ended, .rank = rank, .payload = encode(how)});
 }

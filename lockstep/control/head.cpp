@@ -165,7 +165,6 @@ void Head::hello(int node, const Hello& hello) {
   auto greet_with_verdict = [&] {
     send(hello.rank, {.kind = Kind::verdict, .rank = hello.rank, .payload = encode(*failure_)});
   };
-  if (hello.rank >= hello.size) throw FrameError("a rank is not below the size of its job");
   Rank& rank = ranks_[hello.rank];
   if (refused_) {
     ports_.send(node, {.kind = Kind::refused, .rank = -1, .payload = *refused_});
@@ -276,7 +275,8 @@ void Head::rank_ended(int number, const Ended& ended) {
   Rank& rank = ranks_[number];
   if (failure_ && failure_->rank == number && (ended.status || ended.signal))
     failure_->status = status_of(ended);
-  if (rank.ended) return;
+  // A script may fail though the program that it started did not.
+  if (rank.ended && !(rank.ended->clean() && !ended.clean())) return;
   rank.ended = ended;
   rank.here = false;
   store_.forget(number);

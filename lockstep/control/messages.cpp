@@ -41,7 +41,7 @@ Hello Hello::decode(std::string_view payload) {
   Reader in(payload);
   Hello hello;
   hello.rank = in.integer(0, kMostRanks - 1);
-  hello.size = in.integer(1, kMostRanks);
+  hello.size = in.integer(hello.rank + 1, kMostRanks);
   hello.local_rank = in.integer(-1, kMostRanks - 1);
   hello.local_size = in.integer(-1, kMostRanks);
   hello.pid = in.integer(1, kAny);

@@ -23,7 +23,7 @@ struct Hello {
   int world = 0;    // counts the Worlds of a process: it may leave and join again
   int attempt = 0;  // of the job, as `lockstep run` counts restarts
   int threads = 0;
-  std::string version, host;
+  std::string version = {}, host = {};
 
   std::string encode() const;
   static Hello decode(std::string_view payload);
@@ -42,9 +42,9 @@ struct Attach {
 // All have come.
 struct Welcome {
   int local_rank = 0, local_size = 1;
-  std::string address;     // of this host, as the others reach it; empty: all are on this host
-  std::vector<int> nodes;  // of each rank: those with the same number share a host
-  std::vector<int> threads;
+  std::string address = {};     // of this host, as the others reach it; empty: all are on this host
+  std::vector<int> nodes = {};  // of each rank: those with the same number share a host
+  std::vector<int> threads = {};
 
   std::string encode() const;
   static Welcome decode(std::string_view payload);
@@ -52,8 +52,8 @@ struct Welcome {
 
 struct GroupMade {
   std::int64_t key = 0;  // the same on every member, and of no other group
-  std::string name;
-  std::vector<int> ranks;
+  std::string name = {};
+  std::vector<int> ranks = {};
 
   std::string encode() const;
   static GroupMade decode(std::string_view payload);
@@ -67,7 +67,7 @@ struct Fault {
     comm,       // an operation failed: most likely because of another rank
   };
   Kind kind{};
-  std::string text;
+  std::string text = {};
 
   std::string encode() const;
   static Fault decode(std::string_view payload);
@@ -76,9 +76,9 @@ struct Fault {
 // Where a rank is in one group: its last operation, and the one that it waits for.
 struct Row {
   std::int64_t key = 0;  // the group's
-  std::string group;
+  std::string group = {};
   std::int64_t sequence = -1;
-  std::string operation, site;
+  std::string operation = {}, site = {};
   bool message = false;  // a send or receive
   int peer = -1;         // of a message
   bool running = false;
@@ -89,7 +89,7 @@ struct Row {
 
 struct Rows {
   std::int64_t step = -1;
-  std::vector<Row> rows;
+  std::vector<Row> rows = {};
 
   std::string encode() const;
   static Rows decode(std::string_view payload);
@@ -98,7 +98,7 @@ struct Rows {
 struct NodeHello {
   int node = -1;  // -1: to be given one
   int num_nodes = 0, local_ranks = 0;
-  std::string version, address;
+  std::string version = {}, address = {};
 
   std::string encode() const;
   static NodeHello decode(std::string_view payload);

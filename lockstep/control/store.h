@@ -25,8 +25,8 @@ enum class StoreCall : std::uint8_t { set, get, add, compare_set, erase, check, 
 // them are there.
 struct StoreRequest {
   StoreCall call{};
-  std::vector<std::string> keys;
-  std::vector<std::string> values;  // of set, compare_set (expected, desired), append, multi_set
+  std::vector<std::string> keys = {};
+  std::vector<std::string> values = {};  // of set, compare_set (expected, desired), append, multi_set
   std::int64_t number = 0;          // of add
 
   std::string encode() const;
@@ -34,8 +34,8 @@ struct StoreRequest {
 };
 
 struct StoreReply {
-  std::string error;  // empty: it worked
-  std::vector<std::string> values;
+  std::string error = {};  // empty: it worked
+  std::vector<std::string> values = {};
   std::int64_t number = 0;
 
   std::string encode() const;

@@ -1,0 +1,336 @@
+// The head's decisions, without sockets or time: what ranks and agents say goes in, what it answers comes out.
+#include <lockstep/control/head.h>
+
+#include <signal.h>
+
+#include "support/errors.h"
+
+namespace lockstep::control {
+namespace {
+
+using std::chrono::milliseconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::SizeIs;
+
+class HeadTest : public ::testing::Test {
+ protected:
+  struct Sent {
+    int node;
+    Frame frame;
+  };
+
+  Head make(Head::Options options) {
+    return Head(options, {.send = [this](int node, Frame frame) { sent.push_back({node, std::move(frame)}); },
+                          .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
+                          .say = [this](const std::string& line) { said.push_back(line); }});
+  }
+  // A job of `lockstep run` on one host, with all ranks in it.
+  Head running(int ranks, int max_restarts = 0) {
+    Head head = make({.num_nodes = 1, .launches = true, .max_restarts = max_restarts});
+    head.add_node({.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
+    all_come(head, ranks);
+    return head;
+  }
+  void all_come(Head& head, int ranks, int attempt = 0) {
+    for (int r = 0; r < ranks; ++r) come(head, r, ranks, attempt);
+    head.receive(0, {.kind = Kind::group, .rank = 0, .payload = world(ranks).encode()});
+  }
+  static GroupMade world(int ranks) {
+    GroupMade group{.key = 1, .name = "world", .ranks = {}};
+    for (int r = 0; r < ranks; ++r) group.ranks.push_back(r);
+    return group;
+  }
+  static Hello card(int rank, int size, int attempt = 0) {
+    return {.rank = rank, .size = size, .pid = 100 + rank, .attempt = attempt, .version = "1", .host = "here"};
+  }
+  void come(Head& head, int rank, int size, int attempt = 0) {
+    head.receive(0, {.kind = Kind::hello, .rank = rank, .payload = card(rank, size, attempt).encode()});
+  }
+  // It has begun collective number `sequence`, and waits for it if `waited_ms` is not negative.
+  static void is_at(Head& head, int rank, std::int64_t sequence, std::int64_t waited_ms, std::int64_t step = -1) {
+    Rows rows{.step = step, .rows = {}};
+    rows.rows.push_back({.key = 1,
+                         .group = "world",
+                         .sequence = sequence,
+                         .operation = "all_reduce",
+                         .site = "train.cpp:42",
+                         .running = waited_ms >= 0,
+                         .since_ms = 1200,
+                         .waited_ms = waited_ms,
+                         .waits_for = waited_ms >= 0 ? sequence : -1});
+    head.receive(0, {.kind = Kind::rows, .rank = rank, .payload = rows.encode()});
+  }
+  static void ends(Head& head, int rank, Ended how) {
+    head.receive(0, {.kind = Kind::rank_ended, .rank = rank, .payload = encode(how)});
+  }
+  static void fault(Head& head, int rank, Fault::Kind kind, const std::string& text) {
+    head.receive(0, {.kind = Kind::fault, .rank = rank, .payload = Fault{kind, text}.encode()});
+  }
+  std::vector<Frame> of_kind(Kind kind) const {
+    std::vector<Frame> frames;
+    for (const auto& each : sent)
+      if (each.frame.kind == kind) frames.push_back(each.frame);
+    return frames;
+  }
+  template <typename T>
+  std::vector<T> orders_of() const {
+    std::vector<T> found;
+    for (const auto& [node, order] : orders)
+      if (const auto* each = std::get_if<T>(&order)) found.push_back(*each);
+    return found;
+  }
+  std::string verdict() const {
+    const auto verdicts = of_kind(Kind::verdict);
+    return verdicts.empty() ? "" : decode_failure(verdicts[0].payload).text();
+  }
+
+  std::vector<Sent> sent;
+  std::vector<std::pair<int, Order>> orders;
+  std::vector<std::string> said;
+};
+
+TEST_F(HeadTest, all_are_welcomed_when_the_last_has_come) {
+  Head head = make({.num_nodes = 0, .launches = false});
+  head.add_node({.address = "127.0.0.1"});
+  come(head, 1, 3);
+  come(head, 0, 3);
+  EXPECT_THAT(of_kind(Kind::welcome), IsEmpty());
+  come(head, 2, 3);
+  ASSERT_THAT(of_kind(Kind::welcome), SizeIs(3));
+  const auto welcome = Welcome::decode(of_kind(Kind::welcome)[2].payload);
+  EXPECT_EQ(welcome.local_rank, 2);
+  EXPECT_EQ(welcome.local_size, 3);
+  EXPECT_EQ(welcome.address, "") << "all are on one host";
+}
+
+TEST_F(HeadTest, hosts_are_told_their_addresses_where_there_are_several) {
+  Head head = make({.num_nodes = 0, .launches = false});
+  EXPECT_EQ(head.add_node({.address = "10.0.0.1"}), 0);
+  EXPECT_EQ(head.add_node({.address = "10.0.0.2"}), 1);
+  come(head, 0, 2);
+  head.receive(1, {.kind = Kind::hello, .rank = 1, .payload = card(1, 2).encode()});
+  ASSERT_THAT(of_kind(Kind::welcome), SizeIs(2));
+  const auto welcome = Welcome::decode(of_kind(Kind::welcome)[1].payload);
+  EXPECT_EQ(welcome.address, "10.0.0.2");
+  EXPECT_EQ(welcome.local_rank, 0);
+  EXPECT_THAT(welcome.nodes, ::testing::ElementsAre(0, 1));
+}
+
+TEST_F(HeadTest, contradictions_are_refused_on_every_rank) {
+  struct Case {
+    Hello second;
+    const char* text;
+  };
+  auto with = [](auto change) {
+    Hello hello = card(1, 2);
+    change(hello);
+    return hello;
+  };
+  for (const Case& each :
+       {Case{with([](Hello& hello) { hello.rank = 0; }), "two processes have RANK=0: process 100 on here"},
+        Case{with([](Hello& hello) { hello.size = 3; }), "disagree on WORLD_SIZE"},
+        Case{with([](Hello& hello) { hello.version = "2"; }), "different versions of lockstep"}}) {
+    sent.clear();
+    Head head = make({.num_nodes = 0, .launches = false});
+    head.add_node({});
+    come(head, 0, 2);
+    head.receive(0, {.kind = Kind::hello, .rank = each.second.rank, .payload = each.second.encode()});
+    ASSERT_THAT(of_kind(Kind::refused), SizeIs(1)) << each.text;
+    EXPECT_EQ(of_kind(Kind::refused)[0].rank, -1) << "to all";
+    EXPECT_THAT(of_kind(Kind::refused)[0].payload, HasSubstr(each.text));
+    EXPECT_THAT(of_kind(Kind::welcome), IsEmpty());
+  }
+}
+
+TEST_F(HeadTest, those_who_are_missing_are_named_to_all) {
+  Head head = make({.num_nodes = 0, .launches = false});
+  head.add_node({});
+  come(head, 0, 4);
+  come(head, 2, 4);
+  head.receive(0, {.kind = Kind::missing, .rank = 2});
+  EXPECT_THAT(verdict(), AllOf(HasSubstr("these did not come: 1, 3"), HasSubstr("these did: 0, 2")));
+}
+
+TEST_F(HeadTest, a_killed_rank_is_named_with_pid_signal_and_place) {
+  Head head = running(4);
+  is_at(head, 2, 1841, 20, 12);
+  ends(head, 2, {.pid = 102, .status = {}, .signal = SIGKILL});
+  EXPECT_EQ(verdict(),
+            "rank 2 (pid 102) was killed by signal 9 (SIGKILL), in all_reduce #1841 of group 'world' at train.cpp:42, "
+            "step 12");
+  ASSERT_THAT(orders_of<Failed>(), SizeIs(1));
+  head.receive(0, {.kind = Kind::node_done});
+  ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
+  EXPECT_EQ(orders_of<Finish>()[0].status, 137);
+}
+
+TEST_F(HeadTest, a_rank_that_fails_in_an_operation_is_not_blamed_for_the_one_that_died) {
+  Head head = running(3);
+  fault(head, 0, Fault::Kind::comm, "all_reduce #5: connection closed");
+  ends(head, 0, {.pid = 100, .status = 1});
+  EXPECT_EQ(verdict(), "");
+  ends(head, 1, {.pid = 101, .status = {}, .signal = SIGSEGV});
+  EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) was killed by signal 11 (SIGSEGV)"));
+  EXPECT_THAT(of_kind(Kind::verdict), SizeIs(1));
+}
+
+TEST_F(HeadTest, a_failed_operation_is_the_cause_where_nobody_died) {
+  Head head = running(2);
+  fault(head, 0, Fault::Kind::comm, "all_reduce #5: deadline");
+  ends(head, 0, {.pid = 100, .status = 3});
+  head.tick(Clock::now() + milliseconds(600));
+  EXPECT_THAT(verdict(), AllOf(HasSubstr("rank 0 (pid 100) exited with status 3"), HasSubstr("all_reduce #5: deadline")));
+}
+
+TEST_F(HeadTest, an_exceptions_text_is_the_cause_and_its_signal_the_status) {
+  Head head = running(2);
+  fault(head, 1, Fault::Kind::exception, "the loss is not finite");
+  ends(head, 1, {.pid = 101, .status = {}, .signal = SIGABRT});
+  EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) threw: the loss is not finite"));
+  head.receive(0, {.kind = Kind::node_done});
+  EXPECT_EQ(orders_of<Finish>().at(0).status, 134);
+}
+
+TEST_F(HeadTest, a_rank_that_ends_before_it_joins_is_told_to_those_who_wait) {
+  Head head = make({.num_nodes = 1, .launches = true});
+  head.add_node({.node = 0, .num_nodes = 1, .local_ranks = 2});
+  come(head, 0, 2);
+  ends(head, 1, {.pid = 101, .status = 0});
+  EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) exited with status 0 before it joined"));
+}
+
+TEST_F(HeadTest, also_to_those_who_come_later) {
+  Head head = make({.num_nodes = 1, .launches = true});
+  head.add_node({.node = 0, .num_nodes = 1, .local_ranks = 2});
+  ends(head, 1, {.pid = 101, .status = 0});
+  EXPECT_EQ(verdict(), "") << "programs without a World end like that";
+  come(head, 0, 2);
+  EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) exited with status 0 before it joined"));
+}
+
+TEST_F(HeadTest, a_rank_that_leaves_is_no_failure_until_somebody_waits_for_it) {
+  Head head = running(2);
+  is_at(head, 1, 4, -1);
+  is_at(head, 0, 4, 1000);  // both were there: it is only slow to see it
+  head.receive(0, {.kind = Kind::leave, .rank = 1});
+  ends(head, 1, {.pid = 101, .status = 0});
+  head.tick(Clock::now());
+  EXPECT_EQ(verdict(), "");
+  is_at(head, 0, 5, 1000);
+  head.tick(Clock::now());
+  EXPECT_THAT(verdict(), AllOf(HasSubstr("rank 1 (pid 101) exited with status 0 while rank 0 waits for it"),
+                               HasSubstr("all_reduce #5 of group 'world' at train.cpp:42")));
+}
+
+TEST_F(HeadTest, who_is_waited_for_is_told_once_a_doubling) {
+  Head head = running(4);
+  for (int r : {0, 1, 3}) is_at(head, r, 8, 900);
+  is_at(head, 2, 7, -1, 3);
+  const auto start = Clock::now();
+  head.tick(start);
+  EXPECT_THAT(said, IsEmpty());
+  for (int ms = 200; ms < 8900; ms += 100) head.tick(start + milliseconds(ms));
+  ASSERT_THAT(said, SizeIs(4));  // after 1, 2, 4 and 8 s
+  EXPECT_THAT(said[0], AllOf(HasSubstr("has waited 1.1 s in all_reduce #8 of group 'world' at train.cpp:42"),
+                             HasSubstr("not there: rank 2 (pid 102), last after all_reduce #7"), HasSubstr("1.2 s ago"),
+                             HasSubstr("step 3"), Not(HasSubstr("rank 3 ("))));
+}
+
+TEST_F(HeadTest, nothing_is_said_of_a_wait_in_which_all_take_part) {
+  Head head = running(2);
+  is_at(head, 0, 8, 5000);
+  is_at(head, 1, 8, 5000);
+  head.tick(Clock::now());
+  EXPECT_THAT(said, IsEmpty());
+}
+
+TEST_F(HeadTest, all_stop_at_the_call_that_the_furthest_makes_next) {
+  Head head = running(2);
+  head.receive(0, {.kind = Kind::stop, .rank = 1, .payload = Writer().number(SIGTERM).take()});
+  EXPECT_THAT(of_kind(Kind::stop_prepare), SizeIs(1));
+  ASSERT_THAT(orders_of<Stop>(), SizeIs(1));
+  auto counts = [&](int rank, int count) {
+    head.receive(0, {.kind = Kind::stop_count, .rank = rank, .payload = Writer().number(count).take()});
+  };
+  counts(0, 17);
+  EXPECT_THAT(of_kind(Kind::stop_at), IsEmpty());
+  counts(1, 19);
+  ASSERT_THAT(of_kind(Kind::stop_at), SizeIs(1));
+  EXPECT_EQ(Reader(of_kind(Kind::stop_at)[0].payload).number(), 19);
+  for (int r : {0, 1}) ends(head, r, {.pid = 100 + r, .status = 0});
+  head.receive(0, {.kind = Kind::node_done});
+  EXPECT_EQ(orders_of<Finish>().at(0).status, 143);
+}
+
+TEST_F(HeadTest, a_rank_that_is_gone_is_not_asked_where_it_is) {
+  Head head = running(2);
+  head.receive(0, {.kind = Kind::leave, .rank = 1});
+  head.receive(0, {.kind = Kind::stop, .rank = -1, .payload = Writer().number(SIGTERM).take()});
+  head.receive(0, {.kind = Kind::stop_count, .rank = 0, .payload = Writer().number(3).take()});
+  EXPECT_THAT(of_kind(Kind::stop_at), SizeIs(1));
+}
+
+TEST_F(HeadTest, a_job_starts_again_and_ends_when_it_comes_to_the_same_end) {
+  Head head = running(2, /*max_restarts=*/3);
+  auto fails_at = [&](std::int64_t step, int attempt) {
+    if (attempt > 0) all_come(head, 2, attempt);
+    is_at(head, 1, step, -1, step);
+    ends(head, 1, {.pid = 101, .status = {}, .signal = SIGSEGV});
+    head.receive(0, {.kind = Kind::node_done});
+  };
+  fails_at(10, 0);
+  ASSERT_THAT(orders_of<Start>(), SizeIs(2));
+  EXPECT_EQ(orders_of<Start>()[1].attempt, 1);
+  fails_at(20, 1);
+  ASSERT_THAT(orders_of<Start>(), SizeIs(3));
+  fails_at(20, 2);
+  EXPECT_THAT(orders_of<Start>(), SizeIs(3));
+  ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
+  EXPECT_THAT(orders_of<Finish>()[0].why, AllOf(HasSubstr("attempts 1 and 2 came to the same end"), HasSubstr("step 20")));
+  EXPECT_EQ(orders_of<Finish>()[0].status, 139);
+}
+
+TEST_F(HeadTest, an_older_attempt_is_refused) {
+  Head head = running(2, 1);
+  ends(head, 1, {.pid = 101, .status = 1});
+  head.receive(0, {.kind = Kind::node_done});
+  come(head, 0, 2, 0);
+  ASSERT_THAT(of_kind(Kind::refused), SizeIs(1));
+  EXPECT_THAT(of_kind(Kind::refused)[0].payload, HasSubstr("attempt 0 of the job, which is at attempt 1"));
+}
+
+TEST_F(HeadTest, a_lost_host_is_named_with_its_ranks) {
+  Head head = make({.num_nodes = 2, .launches = true});
+  head.add_node({.node = 0, .num_nodes = 2, .local_ranks = 2, .address = "10.0.0.1"});
+  EXPECT_THAT(orders_of<Start>(), IsEmpty());
+  head.add_node({.node = 1, .num_nodes = 2, .local_ranks = 2, .address = "10.0.0.2"});
+  ASSERT_THAT(orders_of<Start>(), SizeIs(2));
+  EXPECT_EQ(orders_of<Start>()[1].first_rank, 2);
+  EXPECT_EQ(orders_of<Start>()[1].world_size, 4);
+  head.node_lost(1, "nothing was heard from it");
+  EXPECT_THAT(verdict(), AllOf(HasSubstr("10.0.0.2"), HasSubstr("ranks 2, 3"), HasSubstr("nothing was heard")));
+}
+
+TEST_F(HeadTest, hosts_that_contradict_one_another_are_refused) {
+  Head head = make({.num_nodes = 2, .launches = true});
+  head.add_node({.node = 0, .num_nodes = 2, .local_ranks = 2});
+  EXPECT_THROW(head.add_node({.node = 0, .num_nodes = 2, .local_ranks = 2}), ConfigError);
+  EXPECT_THROW(head.add_node({.node = 2, .num_nodes = 2, .local_ranks = 2}), ConfigError);
+  EXPECT_THROW(head.add_node({.node = 1, .num_nodes = 3, .local_ranks = 2}), ConfigError);
+  EXPECT_THAT(orders_of<Start>(), IsEmpty());
+}
+
+TEST_F(HeadTest, what_makes_no_sense_is_refused) {
+  Head head = running(2);
+  EXPECT_THROW(head.receive(0, {.kind = Kind::leave, .rank = -1}), FrameError);
+  EXPECT_THROW(head.receive(1, {.kind = Kind::leave, .rank = 0}), FrameError) << "of another node";
+  EXPECT_THROW(head.receive(0, {.kind = Kind::store, .rank = 0, .payload = "?"}), FrameError);
+  EXPECT_THROW(head.receive(0, {.kind = Kind::welcome, .rank = 0}), FrameError);
+  EXPECT_EQ(verdict(), "");
+}
+
+}  // namespace
+}  // namespace lockstep::control
