@@ -4,9 +4,27 @@
 #include <string>
 #include <vector>
 
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
 #include <lockstep/version.h>
 
 #include "verbs.h"
+
+namespace {
+
+void check_verb(const CLI::App& app, const std::vector<std::string>& arguments) {
+  if (!arguments.empty() && arguments[0].starts_with('-')) return;
+  std::string verbs;
+  for (const CLI::App* verb : app.get_subcommands([](const CLI::App*) { return true; })) {
+    if (!arguments.empty() && verb->get_name() == arguments[0]) return;
+    verbs += fmt::format("\n  {:10} {}", verb->get_name(), verb->get_description());
+  }
+  throw lockstep::ConfigError(fmt::format(
+      "{}; the verbs are:{}\n`lockstep VERB --help` tells more",
+      arguments.empty() ? "a verb is missing" : fmt::format("'{}' is not a verb", arguments[0]), verbs));
+}
+
+}  // namespace
 
 int main(int argc, char** argv) {
   CLI::App app("Parallel and distributed training for LibTorch.", "lockstep");
@@ -17,7 +35,8 @@ int main(int argc, char** argv) {
   lockstep::cli::add_key(app, action);
   try {
     std::vector<std::string> arguments(argv + 1, argv + argc);
-    lockstep::cli::drop_separator(arguments);
+    check_verb(app, arguments);
+    lockstep::cli::tidy_run(app, arguments);
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes them
     app.parse(arguments);
     return action();

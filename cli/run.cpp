@@ -1,47 +1,332 @@
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
 #include <memory>
+#include <optional>
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/environment.h>
+#include <lockstep/base/error.h>
+#include <lockstep/base/host.h>
+#include <lockstep/control/key.h>
+#include <lockstep/launch/network.h>
+#include <lockstep/launch/rank_process.h>
 #include <lockstep/launch/supervisor.h>
 
 #include "verbs.h"
 
 namespace lockstep::cli {
+namespace {
 
-void drop_separator(std::vector<std::string>& arguments) {
+constexpr int kMostRanks = 4096, kMostNodes = 65536;
+
+struct Request {
+  detail::LaunchPlan plan;
+  std::string master, master_address, master_port, key_file;
+  std::optional<int> node;
+};
+
+ConfigError not_allowed(const std::string& option, const std::string& value, const std::string& allowed) {
+  return ConfigError(fmt::format("{}='{}' is not allowed: {} is", option, value, allowed));
+}
+
+std::optional<int> whole(const std::string& text, int lowest, int highest) {
+  int value = 0;
+  const char* end = text.data() + text.size();
+  auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc{} || stop != end || value < lowest || value > highest) return std::nullopt;
+  return value;
+}
+
+int whole_or_throw(const std::string& option, const std::string& text, int lowest, int highest) {
+  if (const auto value = whole(text, lowest, highest)) return *value;
+  throw not_allowed(option, text, fmt::format("a whole number from {} to {}", lowest, highest));
+}
+
+template <typename T>
+T one_of(const std::string& option, const std::string& text,
+         const std::vector<std::pair<const char*, T>>& choices) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : choices) {
+    if (text == name) return value;
+    names.push_back(name);
+  }
+  throw not_allowed(option, text, fmt::format("{}", fmt::join(names, ", ")));
+}
+
+int ranks_here(const std::string& text) {
+  if (text == "auto") {
+    const int gpus = host::gpu_count();
+    return gpus > 0 ? gpus : host::available_cores();
+  }
+  if (const auto value = whole(text, 1, kMostRanks)) return *value;
+  throw not_allowed("-n", text, fmt::format("a whole number from 1 to {}, or auto,", kMostRanks));
+}
+
+void check_variable(const std::string& option, const std::string& text, const std::string& name) {
+  if (name.empty())
+    throw not_allowed(option, text, option == "--env" ? "NAME=VALUE" : "the name of a variable");
+  if (detail::is_launchers_variable(name))
+    throw ConfigError(fmt::format("{}='{}' is not allowed: {} is set by lockstep run{}", option, text, name,
+                                  name == "OMP_NUM_THREADS" ? "; --threads says to what" : ""));
+}
+
+// A rank that is named must be there. On several hosts only the head knows how many there are.
+void check_rank(const detail::LaunchPlan& plan, const std::string& option, int rank) {
+  if (plan.num_nodes == 1 && rank >= plan.num_ranks)
+    throw ConfigError(
+        fmt::format("{} names rank {}, and there are only ranks 0 to {}", option, rank, plan.num_ranks - 1));
+}
+
+void resolve_hosts(Request& request) {
+  auto& plan = request.plan;
+  const bool apart = !request.master_address.empty() || !request.master_port.empty();
+  if (apart && !request.master.empty())
+    throw ConfigError("--master and --master-addr, --master-port say the same thing: give one of them");
+  if (apart && (request.master_address.empty() || request.master_port.empty()))
+    throw ConfigError("--master-addr and --master-port belong together: --master HOST:PORT is both");
+  if (plan.num_nodes == 1) {
+    if (request.node.value_or(0) != 0)
+      throw ConfigError(
+          fmt::format("--node-rank={} is not allowed: with one host (--nnodes 1) 0 is", *request.node));
+    return;  // an address that is given is not needed
+  }
+  if (!request.node)
+    throw ConfigError(
+        fmt::format("--nnodes {} needs --node-rank: which of the hosts this one is, from 0 to {}",
+                    plan.num_nodes, plan.num_nodes - 1));
+  if (*request.node >= plan.num_nodes)
+    throw ConfigError(fmt::format("--node-rank={} is not allowed: with --nnodes {} it is from 0 to {}",
+                                  *request.node, plan.num_nodes, plan.num_nodes - 1));
+  plan.node = *request.node;
+  if (request.master.empty() && !apart)
+    throw ConfigError(
+        fmt::format("--nnodes {} needs --master HOST:PORT: an address of the host with --node-rank 0, and a "
+                    "free port of it",
+                    plan.num_nodes));
+  if (apart) {
+    plan.master_address = request.master_address;
+    plan.master_port = whole_or_throw("--master-port", request.master_port, 1, 65535);
+  } else {
+    std::tie(plan.master_address, plan.master_port) = detail::parse_endpoint("--master", request.master);
+  }
+  const auto key = control::job_key(request.key_file);
+  if (!key)
+    throw ConfigError(
+        "several hosts need a key that all of them have, so that no stranger can join:\n"
+        "  lockstep key > job.key          once; then copy it to every host, readable for you alone (chmod "
+        "600)\n"
+        "  --key-file job.key              on every host");
+  plan.key = *key;
+  // Jobs that were given the same key by SLURM's users differ in this.
+  plan.job = fmt::format("run {} {}.{}", plan.num_nodes, env::text("SLURM_JOB_ID").value_or("-"),
+                         env::text("SLURM_STEP_ID").value_or("-"));
+}
+
+void check(Request& request) {
+  auto& plan = request.plan;
+  resolve_hosts(request);
+  if (plan.stdin_rank) check_rank(plan, "--stdin", *plan.stdin_rank);
+  check_rank(plan, "--show", plan.show.highest());
+  if (!plan.directory.empty() && !std::filesystem::is_directory(plan.directory))
+    throw ConfigError(fmt::format("--chdir='{}' is not allowed: there is no such folder", plan.directory));
+  if (!plan.interface.empty()) {
+    const auto names = detail::network_interfaces();
+    if (std::find(names.begin(), names.end(), plan.interface) == names.end())
+      throw not_allowed("--interface", plan.interface, fmt::format("one of {}", fmt::join(names, ", ")));
+  }
+}
+
+class Help : public CLI::Formatter {
+ public:
+  Help() { column_width(30); }
+  std::string make_usage(const CLI::App*, std::string) const override {
+    return "Usage: lockstep run -n K [OPTIONS] [--] PROGRAM [ARGUMENTS...]\n";
+  }
+};
+
+// Adds options to `run`, one line each: names, what follows them in the help, what it means, what to do.
+class Adder {
+ public:
+  explicit Adder(CLI::App* run) : run_(run) {}
+  void group(const char* name) { group_ = name; }
+
+  using Take = std::function<void(const std::string&)>;
+  CLI::Option* value(const char* names, const char* text, const char* description, Take take) {
+    return run_->add_option_function<std::string>(names, std::move(take), description)
+        ->option_text(text)
+        ->group(group_);
+  }
+  void repeated(const char* names, const char* text, const char* description, Take take) {
+    run_->add_option_function<std::vector<std::string>>(
+            names,
+            [take = std::move(take)](const std::vector<std::string>& values) {
+              for (const auto& each : values) take(each);
+            },
+            description)
+        ->option_text(text)
+        ->allow_extra_args(false)
+        ->group(group_);
+  }
+  void flag(const char* names, const char* description, bool& target) {
+    run_->add_flag(names, target, description)->group(group_);
+  }
+
+ private:
+  CLI::App* run_;
+  std::string group_;
+};
+
+void add_rank_options(Adder& add, Request& request) {
+  auto& plan = request.plan;
+  add.group("Ranks");
+  add.value("-n,--nproc", "K|auto", "How many ranks this host has; auto: one per GPU, else one per core",
+            [&](const auto& text) { plan.num_ranks = ranks_here(text); })
+      ->required();
+  add.value("--threads", "K",
+            "Threads of each rank, as OMP_NUM_THREADS and LOCKSTEP_THREADS;\nby default cores / ranks",
+            [&](const auto& text) { plan.threads = whole_or_throw("--threads", text, 1, 4096); });
+  add.value("--bind", "auto|cores|none",
+            "Each rank to its own cores; auto: where there are enough of them and\nno CPU quota",
+            [&](const auto& text) {
+              using detail::Bind;
+              plan.bind = one_of<Bind>(
+                  "--bind", text, {{"auto", Bind::automatic}, {"cores", Bind::cores}, {"none", Bind::none}});
+            });
+  add.repeated("--env", "NAME=VALUE", "Set a variable for the ranks; may be given several times",
+               [&](const auto& text) {
+                 const auto equals = text.find('=');
+                 const auto name = equals == std::string::npos ? "" : text.substr(0, equals);
+                 check_variable("--env", text, name);
+                 plan.set_environment.emplace_back(name, text.substr(equals + 1));
+               });
+  add.repeated("--unset-env", "NAME", "Do not pass a variable on; may be given several times",
+               [&](const auto& text) {
+                 check_variable("--unset-env", text, text.find('=') == std::string::npos ? text : "");
+                 plan.unset_environment.push_back(text);
+               });
+  add.value("--chdir", "DIR", "Start the ranks in this folder",
+            [&](const auto& text) { plan.directory = text; });
+  add.value("--stdin", "RANK|none", "Which rank gets the standard input; 0 by default",
+            [&](const auto& text) {
+              if (text == "none")
+                plan.stdin_rank.reset();
+              else if (const auto rank = whole(text, 0, kMostRanks * kMostNodes - 1))
+                plan.stdin_rank = rank;
+              else
+                throw not_allowed("--stdin", text, "a rank or none");
+            });
+}
+
+void add_output_options(Adder& add, Request& request) {
+  auto& plan = request.plan;
+  add.group("Output");
+  add.value("--show", "RANKS", "Whose output is shown: all, none, or a list such as 0,2 or 0-3",
+            [&](const auto& text) { plan.show = detail::RankSet::parse("--show", text); });
+  add.value("--prefix", "auto|always|never", "The rank before each line; auto: unless there is only one",
+            [&](const auto& text) {
+              using detail::Prefix;
+              plan.prefix = one_of<Prefix>(
+                  "--prefix", text,
+                  {{"auto", Prefix::automatic}, {"always", Prefix::always}, {"never", Prefix::never}});
+            });
+  add.value("--log-dir", "DIR", "Also keep each rank's output as it is, in DIR/rank-K.log",
+            [&](const auto& text) { plan.log_directory = text; });
+  add.flag("-q,--quiet", "No line at the start", plan.quiet);
+}
+
+void add_failure_options(Adder& add, Request& request) {
+  auto& plan = request.plan;
+  add.group("Failures (times: 250ms, 30s, 5m, 2h; a plain number is seconds)");
+  add.value("--timeout", "TIME", "How long a collective may take", [&](const auto& text) {
+    plan.timeout = fmt::format("{}ms", env::parse_duration("--timeout", text).count());
+  });
+  add.value("--join-timeout", "TIME", "How long hosts and ranks are waited for at the start",
+            [&](const auto& text) { plan.join_timeout = env::parse_duration("--join-timeout", text); });
+  add.value("--grace", "TIME", "Between the signal that ends the ranks and SIGKILL; 5s by default",
+            [&](const auto& text) { plan.grace = env::parse_duration("--grace", text); });
+  add.value("--stop-grace", "TIME", "How long a rank may be stopped (SIGSTOP); 5s by default",
+            [&](const auto& text) { plan.stop_grace = env::parse_duration("--stop-grace", text); });
+  add.value(
+      "--max-restarts", "K", "Start all ranks again after a failure, at most K times; 0 by default",
+      [&](const auto& text) { plan.max_restarts = whole_or_throw("--max-restarts", text, 0, 1000000); });
+}
+
+void add_host_options(Adder& add, Request& request) {
+  auto& plan = request.plan;
+  add.group("Several hosts (the same command on each, but for --node-rank)");
+  add.value("--nnodes", "K", "How many hosts",
+            [&](const auto& text) { plan.num_nodes = whole_or_throw("--nnodes", text, 1, kMostNodes); });
+  add.value("--node-rank", "K", "Which of them this is, from 0",
+            [&](const auto& text) { request.node = whole_or_throw("--node-rank", text, 0, kMostNodes - 1); });
+  add.value("--master", "HOST:PORT", "Where host 0 is reached; it listens there and nowhere else",
+            [&](const auto& text) { request.master = text; });
+  add.value("--master-addr", "HOST", "With --master-port: another way of saying --master",
+            [&](const auto& text) { request.master_address = text; });
+  add.value("--master-port", "PORT", "", [&](const auto& text) { request.master_port = text; });
+  add.value("--key-file", "FILE", "The job's key, made by `lockstep key`; else the variable LOCKSTEP_KEY",
+            [&](const auto& text) { request.key_file = text; });
+  add.value("--interface", "NAME", "The network interface that the ranks use",
+            [&](const auto& text) { plan.interface = text; });
+}
+
+}  // namespace
+
+void tidy_run(const CLI::App& app, std::vector<std::string>& arguments) {
   if (arguments.empty() || arguments[0] != "run") return;
+  const CLI::App* run = app.get_subcommand("run");
   for (std::size_t i = 1; i < arguments.size() && arguments[i].starts_with('-'); ++i) {
-    if (arguments[i] == "--") {
+    std::string& argument = arguments[i];
+    if (argument == "--") {
       arguments.erase(arguments.begin() + static_cast<std::ptrdiff_t>(i));
       return;
     }
-    // Every option of run takes a value, but for --help.
-    const bool apart = arguments[i] == "-n" ||
-                       (arguments[i].starts_with("--") && arguments[i].find('=') == std::string::npos);
-    if (apart && arguments[i] != "--help") ++i;
+    const bool is_short = !argument.starts_with("--");
+    const auto name_end =
+        is_short ? std::min<std::size_t>(2, argument.size()) : std::min(argument.find('='), argument.size());
+    std::string name = argument.substr(0, name_end);
+    if (!is_short) std::replace(name.begin(), name.end(), '_', '-');
+    if (name == "--nproc-per-node") name = "--nproc";
+    argument.replace(0, name_end, name);
+    const CLI::Option* option = run->get_option_no_throw(name);
+    if (option == nullptr) return;                                           // CLI11 says so
+    if (option->get_type_size() > 0 && argument.size() == name.size()) ++i;  // its value stands apart
   }
 }
 
 void add_run(CLI::App& app, Action& action) {
-  auto plan = std::make_shared<detail::LaunchPlan>();
-  auto* run = app.add_subcommand(
-      "run",
-      "Start a program as several ranks on this host: lockstep run -n N [OPTIONS] PROGRAM [ARGUMENTS...]");
+  auto request = std::make_shared<Request>();
+  auto* run =
+      app.add_subcommand("run", "Start a program as the ranks of a job, and stay until they have ended");
+  run->formatter(std::make_shared<Help>());
   run->footer(
-      "Example: lockstep run -n 4 ./train --lr 0.1\n"
+      "\nExamples:\n"
+      "  lockstep run -n 4 ./train --lr 0.1\n"
+      "  lockstep run -n 8 --nnodes 2 --node-rank 0 --master node0:29500 --key-file job.key ./train\n\n"
       "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its\n"
-      "environment. When a rank fails the others are ended, and its status is this program's.");
-  run->add_option("-n,--nproc", plan->num_ranks, "How many ranks")->required()->check(CLI::Range(1, 4096));
-  run->add_option("--threads", plan->threads, "OMP_NUM_THREADS of each rank; cores / ranks by default")
-      ->check(CLI::Range(1, 4096));
+      "environment. When one fails the others are told and ended, and its status is this program's. SIGINT\n"
+      "and SIGTERM go to every rank, a second one kills. torchrun's spellings are understood: "
+      "--nproc_per_node,\n"
+      "--node_rank, --master_addr, --master_port, --max_restarts.");
+  run->get_help_ptr()->group("Output");
+  Adder add(run);
+  add_rank_options(add, *request);
+  add_output_options(add, *request);
+  add_failure_options(add, *request);
+  add_host_options(add, *request);
   // From the program's name on everything belongs to the program.
   run->prefix_command();
-  run->callback([&action, plan, run] {
-    plan->command = run->remaining();
-    if (plan->command.empty())
-      throw CLI::ValidationError("lockstep run", "which program? Usage: lockstep run -n N PROGRAM");
-    if (plan->command[0].starts_with('-'))
-      throw CLI::ValidationError("lockstep run",
-                                 "unknown option " + plan->command[0] + "; lockstep run --help lists them");
-    action = [plan] { return detail::supervise(*plan); };
+  run->callback([&action, request, run] {
+    auto& plan = request->plan;
+    plan.command = run->remaining();
+    if (plan.command.empty())
+      throw ConfigError("which program? Usage: lockstep run -n K [OPTIONS] PROGRAM [ARGUMENTS...]");
+    if (plan.command[0].starts_with('-'))
+      throw ConfigError(
+          fmt::format("'{}' is not an option of run; lockstep run --help lists them", plan.command[0]));
+    check(*request);
+    action = [request] { return detail::supervise(request->plan); };
   });
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <functional>
+#include <string>
+#include <vector>
 
 #include <CLI/CLI.hpp>
 
@@ -12,7 +14,8 @@ using Action = std::function<int()>;  // the exit status
 void add_run(CLI::App& app, Action& action);
 void add_key(CLI::App& app, Action& action);
 
-// `run -n 2 -- PROGRAM`: CLI11 reads "--" in another way, so it goes before CLI11 sees it.
-void drop_separator(std::vector<std::string>& arguments);
+// What stands before the program in `run`'s arguments, as CLI11 takes it: torchrun's spellings become ours,
+// and the "--" of `run -n 2 -- PROGRAM`, which CLI11 reads in another way, goes.
+void tidy_run(const CLI::App& app, std::vector<std::string>& arguments);
 
 }  // namespace lockstep::cli

@@ -1,26 +1,18 @@
 // Starts the ranks of a job on this host and stays with them until the last has ended.
+//
+//   lockstep (the person's: terminal, signals, standard input)
+//     lockstep-agent (the guardian: the host's agent, output, waiting)
+//       ranks, each in a process group of its own, and what they start
+//
+// Either of the first two may be killed: the other ends every process below.
 #pragma once
 
-#include <chrono>
-#include <string>
-#include <vector>
+#include <lockstep/launch/plan.h>
 
 namespace lockstep::detail {
 
-struct LaunchPlan {
-  std::vector<std::string> command;  // the program and its arguments
-  int num_ranks = 1;
-  int threads = 0;                        // OMP_NUM_THREADS of each rank; 0: cores / ranks, unless it is set
-  std::chrono::milliseconds grace{5000};  // between SIGTERM and SIGKILL for those that remain
-};
-
-// Each rank gets torchrun's variables. When one fails, its rank, pid and cause are told on standard error,
-// the others are ended, and its status is returned (128 + the signal's number for a signal). SIGINT,
-// SIGTERM and SIGHUP go to every rank and what it started; a second one kills them. Throws ConfigError when
-// the program cannot be started.
+// Returns the job's exit status: 0, that of the first failure, or 128 + a signal's number. What went wrong
+// has been told on standard error.
 int supervise(const LaunchPlan& plan);
-
-// Processors that this process may use.
-int available_cores();
 
 }  // namespace lockstep::detail

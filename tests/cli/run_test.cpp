@@ -1,113 +1,298 @@
-// The program `lockstep`.
-#include <chrono>
+// The program `lockstep`: what `run` makes of its options, and what the ranks get.
+#include <unistd.h>
 
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+#include <lockstep/base/host.h>
+
+#include "cli/session.h"
 #include "support/errors.h"
 #include "support/process.h"
 
 namespace lockstep::testing {
 namespace {
 
-Outcome lockstep_run(std::vector<std::string> arguments) {
+namespace fs = std::filesystem;
+
+Outcome lockstep_run(std::vector<std::string> arguments,
+                     std::map<std::string, std::string> environment = {}) {
   arguments.insert(arguments.begin(), LOCKSTEP_PROGRAM);
-  return run({arguments});
+  return run({arguments, std::move(environment)});
 }
 
-Outcome shell(const std::string& ranks, const std::string& script) {
-  return lockstep_run({"run", "-n", ranks, "sh", "-c", script});
+// With these options, a shell as the program of each rank.
+Outcome shell(const std::vector<std::string>& options, const std::string& script,
+              std::map<std::string, std::string> environment = {}) {
+  std::vector<std::string> arguments = {"run", "--quiet"};
+  arguments.insert(arguments.end(), options.begin(), options.end());
+  arguments.insert(arguments.end(), {"sh", "-c", script});
+  return lockstep_run(arguments, std::move(environment));
+}
+
+Outcome shell(const char* ranks, const std::string& script) {
+  return shell(std::vector<std::string>{"-n", ranks}, script);
+}
+
+// What is said of arguments that are not allowed.
+std::string complaint(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "run");
+  const auto outcome = lockstep_run(arguments);
+  EXPECT_EQ(outcome.status, 2) << outcome.output;
+  return outcome.output;
 }
 
 TEST(Run, ranks_find_torchruns_variables) {
-  const auto outcome =
-      shell("3", "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:${MASTER_PORT:+port}");
+  const auto outcome = shell(
+      "3",
+      "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR:${MASTER_PORT:+port}");
   EXPECT_EQ(outcome.status, 0);
-  for (const char* rank : {"0", "1", "2"})
-    EXPECT_THAT(outcome.output, HasSubstr(std::string(rank) + "/3 " + rank + "/3 127.0.0.1:port\n"));
+  for (const std::string rank : {"0", "1", "2"})
+    EXPECT_THAT(outcome.output, HasSubstr("[" + rank + "] " + rank + "/3 " + rank + "/3 0 127.0.0.1:port\n"));
+}
+
+TEST(Run, ranks_find_lockstep_variables) {
+  const auto outcome =
+      shell({"-n", "1", "--threads", "3", "--timeout", "2m", "--join-timeout", "1.5"},
+            "echo $LOCKSTEP_AGENT; echo $OMP_NUM_THREADS $LOCKSTEP_THREADS $LOCKSTEP_RESTART_COUNT "
+            "$TORCHELASTIC_RESTART_COUNT $LOCKSTEP_TIMEOUT $LOCKSTEP_JOIN_TIMEOUT");
+  EXPECT_THAT(outcome.output, ContainsRegex("^lockstep/[0-9a-f]{32}\n3 3 0 0 120000ms 1500ms\n$"));
+}
+
+TEST(Run, what_another_launcher_left_is_not_passed_on) {
+  const auto outcome = shell({"-n", "1"}, "env | grep -E '^(LOCKSTEP_KEY|LOCKSTEP_LISTEN_FD|TORCHELASTIC_)'",
+                             {{"LOCKSTEP_KEY", "secret"},
+                              {"LOCKSTEP_LISTEN_FD", "7"},
+                              {"TORCHELASTIC_RUN_ID", "x"},
+                              {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                              {"RANK", "7"},
+                              {"WORLD_SIZE", "8"}});
+  EXPECT_EQ(outcome.output, "TORCHELASTIC_RESTART_COUNT=0\n");
+}
+
+TEST(Run, nothing_listens_at_the_masters_port) {
+  const auto outcome =
+      run({{LOCKSTEP_PROGRAM, "run", "-q", "-n", "1", "bash", "-c",
+            "exec 2>&-; if (: >/dev/tcp/127.0.0.1/$MASTER_PORT); then echo open; else echo closed; fi"}});
+  EXPECT_EQ(outcome.output, "closed\n");
 }
 
 TEST(Run, what_follows_the_program_belongs_to_it) {
-  const auto outcome = lockstep_run({"run", "-n", "1", "echo", "-n", "5", "--threads", "--help"});
+  const auto outcome = lockstep_run({"run", "-q", "-n", "1", "echo", "-n", "5", "--threads", "--help"});
   EXPECT_EQ(outcome.status, 0);
   EXPECT_EQ(outcome.output, "5 --threads --help");
 }
 
 TEST(Run, a_separator_may_stand_before_the_program) {
-  const auto outcome = lockstep_run({"run", "-n", "1", "--threads", "2", "--", "echo", "--", "x"});
-  EXPECT_EQ(outcome.status, 0);
-  EXPECT_EQ(outcome.output, "-- x\n");
+  for (const std::vector<std::string>& options :
+       {std::vector<std::string>{"-n", "1", "--threads", "2", "--quiet"}, {"-q", "-n1", "--threads=2"}}) {
+    std::vector<std::string> arguments = {"run"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    arguments.insert(arguments.end(), {"--", "echo", "--", "x"});
+    const auto outcome = lockstep_run(arguments);
+    EXPECT_EQ(outcome.status, 0);
+    EXPECT_EQ(outcome.output, "-- x\n");
+  }
 }
 
-TEST(Run, ignored_signals_stay_ignored) {
+TEST(Run, torchruns_spellings_are_understood) {
+  for (const char* name : {"--nproc-per-node", "--nproc_per_node"}) {
+    const auto outcome = lockstep_run({"run", "-q", name, "2", "--max_restarts=0", "--node_rank", "0",
+                                       "--nnodes=1", "--master_addr", "somewhere", "--master_port", "29500",
+                                       "sh", "-c", "echo $WORLD_SIZE"});
+    EXPECT_EQ(outcome.output, "[0] 2\n[1] 2\n");
+  }
+}
+
+TEST(Run, auto_is_a_rank_for_each_core_or_gpu) {
+  const int gpus = host::gpu_count();
+  EXPECT_EQ(shell({"-n", "auto", "--show", "0", "--prefix", "never"}, "echo $WORLD_SIZE").output,
+            std::to_string(gpus > 0 ? gpus : host::available_cores()) + "\n");
+}
+
+TEST(Run, variables_are_set_and_not_passed_on) {
   const auto outcome =
-      run({{"sh", "-c",
-            std::string("trap '' HUP; ") + LOCKSTEP_PROGRAM +
-                " run -n 2 sh -c 'sleep 1; echo survived' & sleep 0.5; kill -HUP $!; wait $!"}});
-  EXPECT_EQ(outcome.status, 0);
-  EXPECT_EQ(outcome.output, "survived\nsurvived\n");
+      shell({"-n", "1", "--env", "A=1=2", "--env=B=", "--unset-env", "C", "--env", "PATH=/usr/bin:/bin"},
+            "echo $A/${B-unset}/${C-unset}/$D/$PATH", {{"C", "3"}, {"D", "4"}, {"B", "5"}});
+  EXPECT_EQ(outcome.output, "1=2//unset/4/" + std::string("/usr/bin:/bin\n"));
+  EXPECT_THAT(complaint({"-n", "1", "--env", "A", "true"}),
+              HasSubstr("--env='A' is not allowed: NAME=VALUE is"));
+  EXPECT_THAT(complaint({"-n", "1", "--env", "RANK=3", "true"}), HasSubstr("RANK is set by lockstep run"));
+  EXPECT_THAT(complaint({"-n", "1", "--env", "OMP_NUM_THREADS=3", "true"}), HasSubstr("--threads"));
+  EXPECT_THAT(complaint({"-n", "1", "--unset-env", "A=2", "true"}), HasSubstr("the name of a variable is"));
 }
 
-TEST(Run, what_a_rank_started_ends_with_it) {
-  const auto outcome = shell("2", "[ $RANK = 0 ] && { sleep 0.3; exit 4; }; sleep 41.5; true");
-  EXPECT_EQ(outcome.status, 4);
-  EXPECT_NE(run({{"pgrep", "-f", "^sleep 41.5"}}).status, 0);
-}
-
-TEST(Run, a_second_signal_kills_at_once) {
-  const auto outcome = run({{"bash", "-c",
-                             std::string(LOCKSTEP_PROGRAM) +
-                                 " run -n 2 sh -c 'trap \"\" TERM; while :; do sleep 1; done' & sleep 0.5; "
-                                 "kill $!; sleep 0.3; kill $!; wait $!"}});
-  EXPECT_EQ(outcome.status, 143);
-  EXPECT_LT(outcome.seconds, 4);
-}
-
-TEST(Run, the_first_failure_is_told_and_its_status_returned) {
-  const auto outcome = shell("3", "[ $RANK = 1 ] && exit 7; exec sleep 30");
-  EXPECT_EQ(outcome.status, 7);
-  EXPECT_THAT(outcome.output, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("exit status 7"),
-                                    Not(HasSubstr("rank 0")), Not(HasSubstr("rank 2"))));
-  EXPECT_LT(outcome.seconds, 10);
-}
-
-TEST(Run, a_signal_is_named) {
-  const auto outcome = shell("2", "[ $RANK = 1 ] && kill -9 $$; exec sleep 30");
-  EXPECT_EQ(outcome.status, 137);
-  EXPECT_THAT(outcome.output, HasSubstr("signal 9 (SIGKILL)"));
-}
-
-TEST(Run, a_rank_that_ignores_sigterm_is_killed_after_the_grace) {
-  const auto outcome = shell("2", "[ $RANK = 1 ] && exit 1; trap '' TERM; while :; do sleep 1; done");
-  EXPECT_EQ(outcome.status, 1);
-  EXPECT_LT(outcome.seconds, 20);
+TEST(Run, ranks_start_in_the_folder_that_is_given) {
+  EXPECT_EQ(shell({"-n", "1", "--chdir", "/usr"}, "pwd").output, "/usr\n");
+  EXPECT_EQ(lockstep_run({"run", "-q", "-n", "1", "--chdir", "/usr/bin", "./printf", "here"}).output, "here");
+  EXPECT_THAT(complaint({"-n", "1", "--chdir", "/no/such", "true"}),
+              HasSubstr("--chdir='/no/such' is not allowed"));
 }
 
 TEST(Run, threads_are_shared_out_or_given) {
-  EXPECT_EQ(lockstep_run({"run", "-n", "1", "--threads", "3", "sh", "-c", "echo $OMP_NUM_THREADS"}).output,
-            "3\n");
+  const auto threads = "echo $OMP_NUM_THREADS $LOCKSTEP_THREADS";
+  EXPECT_EQ(shell({"-n", "1", "--threads", "3"}, threads, {{"OMP_NUM_THREADS", "5"}}).output, "3 3\n");
+  EXPECT_EQ(shell({"-n", "1"}, threads, {{"OMP_NUM_THREADS", "5"}}).output, "5 5\n");
+  EXPECT_EQ(shell({"-n", "1"}, threads, {{"OMP_NUM_THREADS", "4,2"}}).output, "4,2 4\n");
+  const auto all = std::to_string(host::available_cores());
+  EXPECT_EQ(shell({"-n", "1"}, threads, {{"OMP_NUM_THREADS", ""}}).output, all + " " + all + "\n");
   EXPECT_EQ(lockstep_run({"run", "-n", "512", "--threads", "0", "true"}).status, 2);
+  EXPECT_THAT(shell({"-n", "1"}, threads, {{"OMP_NUM_THREADS", "many"}}).output,
+              HasSubstr("OMP_NUM_THREADS='many'"));
+}
+
+TEST(Run, ranks_are_bound_where_there_are_cores_for_all) {
+  const auto mask = "taskset -cp $$ | sed 's/.*: //'";
+  const auto unbound = shell({"-n", "1", "--bind", "none"}, mask).output;
+  if (host::affinity_cores() < 2) GTEST_SKIP() << "there is only one core";
+  const auto two = shell({"-n", "2", "--threads", "1", "--bind", "cores", "--prefix", "never"}, mask).output;
+  EXPECT_EQ(std::count(two.begin(), two.end(), '\n'), 2);
+  EXPECT_THAT(two, Not(HasSubstr(unbound)));
+  EXPECT_NE(two.substr(0, two.find('\n')), two.substr(two.find('\n') + 1, two.size() - two.find('\n') - 2));
+  const auto cores = host::affinity_cores();
+  EXPECT_EQ(shell({"-n", "2", "--threads", std::to_string(cores), "--prefix", "never"}, mask).output,
+            unbound + unbound);
+  EXPECT_THAT(complaint({"-n", "2", "--bind", "cores", "--threads", std::to_string(cores), "true"}),
+              HasSubstr("--bind cores needs"));
+}
+
+TEST(Run, the_start_line_tells_threads_and_cores) {
+  const auto outcome = lockstep_run({"run", "-n", "3", "--threads", "100", "true"});
+  EXPECT_THAT(
+      outcome.output,
+      ContainsRegex("^lockstep: 3 ranks on this host, 100 threads each, not bound \\(.*[0-9]+ cores?\\)\n$"));
+  EXPECT_THAT(lockstep_run({"run", "-n", "1", "--threads", "1", "--bind", "cores", "true"}).output,
+              ContainsRegex("^lockstep: 1 rank on this host, 1 thread each, bound to cores [0-9,-]+\n$"));
+  EXPECT_THAT(lockstep_run({"run", "-n", "1", "--bind", "none", "true"}).output,
+              HasSubstr("not bound (--bind none)"));
+  EXPECT_EQ(lockstep_run({"run", "-n", "1", "--quiet", "true"}).output, "");
+}
+
+TEST(Run, the_interface_is_told_to_the_ranks) {
+  EXPECT_EQ(shell({"-n", "1", "--interface", "lo"}, "echo $LOCKSTEP_INTERFACE $GLOO_SOCKET_IFNAME").output,
+            "lo lo\n");
+  EXPECT_THAT(complaint({"-n", "1", "--interface", "wibble0", "true"}),
+              AllOf(HasSubstr("--interface='wibble0' is not allowed: one of"), HasSubstr("lo")));
 }
 
 TEST(Run, a_program_that_cannot_be_started_is_named) {
   const auto outcome = lockstep_run({"run", "-n", "2", "./no-such-program"});
   EXPECT_EQ(outcome.status, 2);
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("'./no-such-program'"), HasSubstr("No such file")));
+  EXPECT_THAT(complaint({"-n", "2", "no-such-program"}),
+              HasSubstr("No such file or directory in any folder of PATH"));
+  EXPECT_THAT(complaint({"-n", "2", "/etc/passwd"}),
+              HasSubstr("'/etc/passwd' could not be started: Permission denied"));
+  EXPECT_THAT(complaint({"-n", "2", "/usr"}), HasSubstr("Permission denied"));
+}
+
+class RunFile : public ::testing::Test {
+ protected:
+  RunFile() {
+    std::string name = (fs::temp_directory_path() / "lockstep-run-XXXXXX").string();
+    folder_ = ::mkdtemp(name.data());
+  }
+  ~RunFile() override { fs::remove_all(folder_); }
+  std::string make(const std::string& name, const std::string& text) {
+    std::ofstream(folder_ / name) << text;
+    fs::permissions(folder_ / name, fs::perms::owner_all);
+    return folder_ / name;
+  }
+  fs::path folder_;
+};
+
+TEST_F(RunFile, a_script_without_an_interpreter_is_the_shells) {
+  const auto outcome = lockstep_run({"run", "-q", "-n", "2", make("script", "echo $RANK $1\n"), "x"});
+  EXPECT_EQ(outcome.status, 0);
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[0] 0 x\n"), HasSubstr("[1] 1 x\n")));
+}
+
+TEST_F(RunFile, a_program_whose_interpreter_is_missing_is_named) {
+  const auto outcome = lockstep_run({"run", "-q", "-n", "2", make("script", "#!/no/such/interpreter\n")});
+  EXPECT_EQ(outcome.status, 2);
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("could not be started: No such file"), Not(HasSubstr("rank"))));
 }
 
 TEST(Run, misuse_is_explained) {
-  EXPECT_THAT(lockstep_run({}).output, HasSubstr("subcommand"));
+  EXPECT_THAT(lockstep_run({}).output, AllOf(HasSubstr("a verb is missing"), HasSubstr("run ")));
   EXPECT_EQ(lockstep_run({}).status, 2);
-  EXPECT_THAT(lockstep_run({"run", "true"}).output, HasSubstr("-n"));
-  EXPECT_THAT(lockstep_run({"run", "-n", "2"}).output, HasSubstr("which program"));
-  EXPECT_THAT(lockstep_run({"run", "-n", "2", "--wibble", "x"}).output, HasSubstr("--wibble"));
-  EXPECT_THAT(lockstep_run({"run", "-n", "0", "true"}).output, HasSubstr("0"));
-  EXPECT_EQ(lockstep_run({"run", "-n", "many", "true"}).status, 2);
+  EXPECT_THAT(lockstep_run({"rnu", "-n", "2", "true"}).output,
+              AllOf(HasSubstr("'rnu' is not a verb; the verbs are:"), HasSubstr("run ")));
+  EXPECT_EQ(lockstep_run({"rnu"}).status, 2);
+  EXPECT_THAT(complaint({"true"}), HasSubstr("-n"));
+  EXPECT_THAT(complaint({"-n", "2"}), HasSubstr("which program"));
+  EXPECT_THAT(complaint({"-n", "2", "--wibble", "x"}), HasSubstr("--wibble"));
+  EXPECT_THAT(complaint({"-n", "0", "true"}),
+              HasSubstr("-n='0' is not allowed: a whole number from 1 to 4096, or auto"));
+  EXPECT_THAT(complaint({"-n", "4097", "true"}), HasSubstr("-n='4097' is not allowed"));
+  EXPECT_THAT(complaint({"-n", "many", "true"}), HasSubstr("-n='many' is not allowed"));
+  const std::vector<std::pair<const char*, const char*>> wrong = {
+      {"--threads", "0"},      {"--threads", "two"},     {"--bind", "socket"},      {"--prefix", "maybe"},
+      {"--show", "0,,1"},      {"--show", "3-1"},        {"--show", "x"},           {"--stdin", "-1"},
+      {"--stdin", "first"},    {"--grace", "0"},         {"--stop-grace", "soon"},  {"--timeout", "1 week"},
+      {"--join-timeout", "x"}, {"--max-restarts", "-1"}, {"--max-restarts", "all"}, {"--nnodes", "0"},
+      {"--node-rank", "x"}};
+  for (const auto& [option, value] : wrong)
+    EXPECT_THAT(
+        complaint({"-n", "2", std::string(option) + "=" + value, "true"}),
+        AllOf(HasSubstr(std::string(option) + "='" + value + "' is not allowed: "), HasSubstr(" is")));
+  EXPECT_THAT(complaint({"-n", "2", "--stdin", "2", "true"}),
+              HasSubstr("--stdin names rank 2, and there are only ranks 0 to 1"));
+  EXPECT_THAT(complaint({"-n", "2", "--show", "0-2", "true"}), HasSubstr("--show names rank 2"));
+}
+
+TEST(Run, misuse_of_hosts_is_explained) {
+  EXPECT_THAT(complaint({"-n", "1", "--nnodes", "2", "true"}), HasSubstr("needs --node-rank"));
+  EXPECT_THAT(complaint({"-n", "1", "--nnodes", "2", "--node-rank", "2", "true"}),
+              HasSubstr("it is from 0 to 1"));
+  EXPECT_THAT(complaint({"-n", "1", "--node-rank", "1", "true"}), HasSubstr("--node-rank=1 is not allowed"));
+  EXPECT_THAT(complaint({"-n", "1", "--nnodes", "2", "--node-rank", "0", "true"}),
+              HasSubstr("needs --master HOST:PORT"));
+  const std::vector<std::string> two = {"-n", "1", "--nnodes", "2", "--node-rank", "0"};
+  auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), two.begin(), two.end());
+    more.push_back("true");
+    return complaint(more);
+  };
+  for (const char* master :
+       {"node0", "node0:", "node0:0", "node0:99999", ":29500", "fd00::1:29500", "node0:x"})
+    EXPECT_THAT(with({"--master", master}), HasSubstr("is not allowed: HOST:PORT is"));
+  EXPECT_THAT(with({"--master-addr", "node0"}), HasSubstr("belong together"));
+  EXPECT_THAT(with({"--master", "a:1", "--master-addr", "a"}), HasSubstr("say the same thing"));
+  EXPECT_THAT(with({"--master", "127.0.0.1:29500"}),
+              AllOf(HasSubstr("lockstep key > job.key"), HasSubstr("--key-file job.key")));
 }
 
 TEST(Run, help_names_every_option) {
   const auto outcome = lockstep_run({"run", "--help"});
   EXPECT_EQ(outcome.status, 0);
-  for (const char* option : {"-n,--nproc", "--threads", "PROGRAM", "Example:"})
+  for (const char* option : {"-n,--nproc K|auto",
+                             "--threads K",
+                             "--bind auto|cores|none",
+                             "--env NAME=VALUE",
+                             "--unset-env NAME",
+                             "--chdir DIR",
+                             "--stdin RANK|none",
+                             "--show RANKS",
+                             "--prefix auto|always|never",
+                             "--log-dir DIR",
+                             "-q,--quiet",
+                             "--timeout TIME",
+                             "--join-timeout TIME",
+                             "--grace TIME",
+                             "--stop-grace TIME",
+                             "--max-restarts K",
+                             "--nnodes K",
+                             "--node-rank K",
+                             "--master HOST:PORT",
+                             "--key-file FILE",
+                             "--interface NAME",
+                             "PROGRAM",
+                             "Examples:"})
     EXPECT_THAT(outcome.output, HasSubstr(option));
   EXPECT_THAT(lockstep_run({"--version"}).output, HasSubstr("lockstep 0."));
+  EXPECT_THAT(lockstep_run({"--help"}).output, HasSubstr("run"));
 }
 
 }  // namespace

@@ -1,0 +1,105 @@
+#include <lockstep/launch/descendants.h>
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <string>
+#include <thread>
+
+#include <fmt/format.h>
+
+namespace lockstep::detail {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+std::vector<pid_t> numbers_in(const fs::path& folder) {
+  std::vector<pid_t> numbers;
+  std::error_code error;  // it may go while it is read
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
+    const std::string name = entry->path().filename();
+    pid_t number = 0;
+    auto [stop, problem] = std::from_chars(name.data(), name.data() + name.size(), number);
+    if (problem == std::errc{} && stop == name.data() + name.size()) numbers.push_back(number);
+  }
+  return numbers;
+}
+
+// A kernel may have been built without the lists of children.
+bool kernel_lists_children() {
+  static const bool lists = ::access("/proc/thread-self/children", R_OK) == 0;
+  return lists;
+}
+
+}  // namespace
+
+std::optional<ProcessState> process_state(pid_t pid) {
+  std::string line;
+  std::getline(std::ifstream(fmt::format("/proc/{}/stat", pid)), line);
+  const auto name_end = line.rfind(')');  // the name before it may hold anything
+  if (name_end == std::string::npos || line.size() < name_end + 5) return std::nullopt;
+  ProcessState state{line[name_end + 2], 0};
+  std::from_chars(line.data() + name_end + 4, line.data() + line.size(), state.parent);
+  return state;
+}
+
+std::vector<pid_t> children(pid_t pid) {
+  std::vector<pid_t> found;
+  if (kernel_lists_children()) {
+    const auto tasks = fs::path("/proc") / std::to_string(pid) / "task";
+    for (pid_t task : numbers_in(tasks)) {
+      std::ifstream list(tasks / std::to_string(task) / "children");
+      found.insert(found.end(), std::istream_iterator<pid_t>(list), std::istream_iterator<pid_t>());
+    }
+  } else {
+    for (pid_t each : numbers_in("/proc")) {
+      const auto state = process_state(each);
+      if (state && state->parent == pid) found.push_back(each);
+    }
+  }
+  return found;
+}
+
+std::vector<pid_t> descendants(const std::vector<pid_t>& spare) {
+  std::vector<pid_t> found = {::getpid()};
+  for (std::size_t i = 0; i < found.size(); ++i)
+    for (pid_t child : children(found[i]))
+      if (std::find(spare.begin(), spare.end(), child) == spare.end()) found.push_back(child);
+  found.erase(found.begin());
+  std::erase_if(found, [](pid_t pid) {
+    const auto state = process_state(pid);
+    return !state || state->state == 'Z' || state->state == 'X';
+  });
+  return found;
+}
+
+std::vector<pid_t> end_descendants(std::chrono::milliseconds limit, const std::function<void()>& reap,
+                                   const std::vector<pid_t>& spare) {
+  const auto deadline = Clock::now() + limit;
+  for (auto pause = std::chrono::milliseconds(1);;
+       pause = std::min(2 * pause, std::chrono::milliseconds(50))) {
+    reap();
+    auto left = descendants(spare);
+    if (left.empty() || Clock::now() >= deadline) return left;
+    std::set<pid_t> frozen;
+    for (bool found = true; found; left = descendants(spare)) {
+      found = false;
+      for (pid_t pid : left)
+        if (frozen.insert(pid).second) {
+          ::kill(pid, SIGSTOP);
+          found = true;
+        }
+    }
+    for (pid_t pid : left) ::kill(pid, SIGKILL);
+    std::this_thread::sleep_for(pause);
+  }
+}
+
+}  // namespace lockstep::detail

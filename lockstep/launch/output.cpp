@@ -1,0 +1,287 @@
+#include <lockstep/launch/output.h>
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <system_error>
+#include <utility>
+
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep::detail {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using control::Fd;
+
+constexpr std::size_t kLongestLine = 64 << 10;  // longer ones are cut into pieces
+constexpr std::size_t kLastLines = 20, kLongestLastLine = 4 << 10;
+constexpr std::chrono::milliseconds kPromptAfter{200};
+// Whoever still holds a pipe when all of ours have ended is a stranger: it is not waited for.
+constexpr std::chrono::seconds kPatienceWithStrangers{1};
+
+Fd checked(int fd, const char* what) {
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), what);
+  return Fd(fd);
+}
+
+void signal_event(int fd) {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] auto written = ::write(fd, &one, sizeof one);
+}
+
+Fd open_log(const std::string& name) {
+  Fd log(::open(name.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+  if (!log) throw ConfigError(fmt::format("the log '{}' cannot be written: {}", name, std::strerror(errno)));
+  return log;
+}
+
+}  // namespace
+
+struct Output::Stream {
+  Fd fd;
+  int number = 0;  // of the rank
+  std::shared_ptr<Rank> rank;
+  Channel channel = Channel::out;
+  bool shown = true;
+  bool prompts = false;                       // the beginning of a line is worth showing
+  std::string line;                           // what there is of it
+  std::size_t displayed = 0;                  // how much of it is on the screen already
+  Clock::time_point since{};                  // its last byte
+  std::optional<Clock::time_point> deadline;  // everybody who should hold the other end has ended
+};
+
+Output::Output(const LaunchPlan& plan)
+    : plan_(plan),
+      wake_(checked(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")),
+      done_(checked(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")),
+      poll_(checked(::epoll_create1(EPOLL_CLOEXEC), "epoll")) {
+  if (!plan.log_directory.empty()) {
+    std::error_code error;
+    std::filesystem::create_directories(plan.log_directory, error);
+    if (error)
+      throw ConfigError(fmt::format("--log-dir '{}' is not allowed: it cannot be made: {}",
+                                    plan.log_directory, error.message()));
+  }
+  epoll_event event{EPOLLIN, {nullptr}};
+  ::epoll_ctl(poll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
+  thread_ = std::thread([this] { run(); });
+}
+
+Output::~Output() {
+  finish();
+  thread_.join();
+}
+
+void Output::post(std::function<void()> task) {
+  {
+    std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+  }
+  signal_event(wake_.get());
+}
+
+void Output::begin_attempt(int attempt, int world_size) {
+  attempt_ = attempt;
+  post([this, world_size] {
+    const bool alone = world_size == 1 && plan_.prefix != Prefix::always;
+    screen_.set_style({.raw = alone, .prefix = !alone && plan_.prefix != Prefix::never});
+    ranks_.clear();
+  });
+}
+
+void Output::add_rank(int number, Fd out, Fd err) {
+  auto rank = std::make_shared<Rank>();
+  if (!plan_.log_directory.empty()) {
+    rank->log_name = attempt_ == 0
+                         ? fmt::format("{}/rank-{}.log", plan_.log_directory, number)
+                         : fmt::format("{}/rank-{}.restart-{}.log", plan_.log_directory, number, attempt_);
+    rank->log = open_log(rank->log_name);
+  }
+  auto make = [&](Fd fd, Channel channel) {
+    ::fcntl(fd.get(), F_SETFL, O_NONBLOCK);
+    auto stream = std::make_shared<std::unique_ptr<Stream>>(std::make_unique<Stream>());
+    (*stream)->fd = std::move(fd);
+    (*stream)->number = number;
+    (*stream)->rank = rank;
+    (*stream)->channel = channel;
+    (*stream)->shown = plan_.show.contains(number);
+    (*stream)->prompts = plan_.stdin_rank == number;
+    post([this, stream] {
+      epoll_event event{EPOLLIN, {stream->get()}};
+      ::epoll_ctl(poll_.get(), EPOLL_CTL_ADD, (*stream)->fd.get(), &event);
+      ranks_[(*stream)->number] = (*stream)->rank;
+      streams_.push_back(std::move(*stream));
+    });
+  };
+  make(std::move(out), Channel::out);
+  make(std::move(err), Channel::err);
+}
+
+void Output::say(std::string line) {
+  post([this, line = std::move(line)] { screen_.say(line); });
+}
+
+void Output::tell_failure(std::string line, int rank) {
+  post([this, line = std::move(line), rank] {
+    for (auto& stream : streams_)
+      if (stream->number == rank) read(*stream);
+    screen_.say(line);
+    // The lines of a rank that is alone stand right above.
+    if (!screen_.raw() || !plan_.show.contains(rank)) show_last_lines(rank);
+  });
+}
+
+void Output::ranks_are_gone() {
+  post([this] {
+    for (auto& stream : streams_)
+      if (!stream->deadline) stream->deadline = Clock::now() + kPatienceWithStrangers;
+  });
+}
+
+void Output::finish() {
+  post([this] { finishing_ = true; });
+}
+
+void Output::run() {
+  std::array<epoll_event, 64> events;
+  while (!finishing_ || !streams_.empty()) {
+    const int count =
+        ::epoll_wait(poll_.get(), events.data(), static_cast<int>(events.size()), milliseconds_to_wait());
+    // Streams first: what was written before the launcher said something stands before it.
+    for (int i = 0; i < count; ++i)
+      if (auto* stream = static_cast<Stream*>(events[static_cast<std::size_t>(i)].data.ptr))
+        read_some(*stream);
+    run_tasks();
+    show_prompts();
+    end_those_left_over();
+    std::erase_if(streams_, [](const auto& stream) { return !stream->fd; });
+    screen_.flush();
+  }
+  signal_event(done_.get());
+}
+
+void Output::run_tasks() {
+  std::uint64_t count = 0;
+  if (::read(wake_.get(), &count, sizeof count) < 0) return;
+  std::vector<std::function<void()>> tasks;
+  {
+    std::lock_guard lock(mutex_);
+    tasks.swap(tasks_);
+  }
+  for (auto& task : tasks) task();
+}
+
+int Output::milliseconds_to_wait() const {
+  const auto now = Clock::now();
+  auto next = now + std::chrono::hours(1);
+  for (const auto& stream : streams_) {
+    if (stream->deadline) next = std::min(next, *stream->deadline);
+    if (stream->prompts && stream->line.size() > stream->displayed)
+      next = std::min(next, stream->since + kPromptAfter);
+  }
+  const auto wait = std::chrono::ceil<std::chrono::milliseconds>(next - now).count();
+  return static_cast<int>(std::max<std::int64_t>(0, wait));
+}
+
+void Output::read(Stream& stream) {
+  constexpr int kMost = 64;  // more than a pipe holds; somebody may write faster than we read
+  for (int i = 0; i < kMost && read_some(stream); ++i) {
+  }
+}
+
+bool Output::read_some(Stream& stream) {
+  std::array<char, 64 << 10> bytes;
+  if (!stream.fd) return false;
+  const auto got = ::read(stream.fd.get(), bytes.data(), bytes.size());
+  if (got > 0) {
+    take(stream, {bytes.data(), static_cast<std::size_t>(got)});
+    return true;
+  }
+  if (got < 0 && errno == EINTR) return true;
+  if (got == 0 || errno != EAGAIN) end_stream(stream);
+  return false;
+}
+
+void Output::take(Stream& stream, std::string_view bytes) {
+  Rank& rank = *stream.rank;
+  if (rank.log && !write_all(rank.log.get(), bytes)) {
+    screen_.say(fmt::format("lockstep: the log '{}' ends here: {}", rank.log_name, std::strerror(errno)));
+    rank.log.reset();
+  }
+  if (stream.shown && screen_.raw()) screen_.bytes(stream.channel, stream.number, bytes);
+  stream.since = Clock::now();
+  while (!bytes.empty()) {
+    const auto end = bytes.find('\n');
+    const auto room = kLongestLine - stream.line.size();
+    const auto length = std::min({end, room, bytes.size()});
+    stream.line.append(bytes.substr(0, length));
+    bytes.remove_prefix(length);
+    if (!bytes.empty() && bytes.front() == '\n') {
+      bytes.remove_prefix(1);
+      end_line(stream);
+    } else if (stream.line.size() == kLongestLine && !bytes.empty()) {
+      end_line(stream);
+    }
+  }
+}
+
+void Output::end_line(Stream& stream) {
+  if (stream.shown && !screen_.raw())
+    screen_.line(stream.channel, stream.number, std::string_view(stream.line).substr(stream.displayed));
+  auto& last = stream.rank->last_lines;
+  if (last.size() == kLastLines) last.pop_front();
+  stream.line.resize(std::min(stream.line.size(), kLongestLastLine));
+  last.push_back(std::exchange(stream.line, {}));
+  stream.displayed = 0;
+}
+
+void Output::end_stream(Stream& stream) {
+  if (!stream.line.empty()) end_line(stream);
+  // Closing alone does not do it: a rank that is being started has a copy for a moment.
+  ::epoll_ctl(poll_.get(), EPOLL_CTL_DEL, stream.fd.get(), nullptr);
+  stream.fd.reset();
+}
+
+void Output::show_prompts() {
+  const auto now = Clock::now();
+  for (auto& stream : streams_) {
+    if (!stream->prompts || stream->line.size() <= stream->displayed || now < stream->since + kPromptAfter)
+      continue;
+    if (stream->shown && !screen_.raw())
+      screen_.beginning(stream->channel, stream->number,
+                        std::string_view(stream->line).substr(stream->displayed));
+    stream->displayed = stream->line.size();
+  }
+}
+
+void Output::show_last_lines(int number) {
+  const auto found = ranks_.find(number);
+  if (found == ranks_.end()) return;
+  auto lines = found->second->last_lines;
+  for (const auto& stream : streams_)
+    if (stream->number == number && !stream->line.empty()) lines.push_back(stream->line);
+  if (lines.empty()) return;
+  screen_.say(lines.size() == 1
+                  ? fmt::format("lockstep: the last line of rank {}:", number)
+                  : fmt::format("lockstep: the last {} lines of rank {}:", lines.size(), number));
+  for (const auto& line : lines) screen_.say("    " + line);
+}
+
+void Output::end_those_left_over() {
+  for (auto& stream : streams_) {
+    if (!stream->deadline || Clock::now() < *stream->deadline) continue;
+    read(*stream);
+    if (stream->fd) end_stream(*stream);
+  }
+}
+
+}  // namespace lockstep::detail

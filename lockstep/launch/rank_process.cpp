@@ -1,0 +1,159 @@
+#include <lockstep/launch/rank_process.h>
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <sstream>
+#include <system_error>
+
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep::detail {
+namespace {
+
+// What another launcher around this one may have left, and what is none of a rank's business.
+constexpr const char* kRemoved[] = {"LOCKSTEP_KEY", "LOCKSTEP_KEY_FILE", "LOCKSTEP_LISTEN_FD",
+                                    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"};
+
+std::map<std::string, std::string> current_environment() {
+  std::map<std::string, std::string> variables;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const auto equals = text.find('=');
+    if (equals != std::string::npos) variables.emplace(text.substr(0, equals), text.substr(equals + 1));
+  }
+  return variables;
+}
+
+std::vector<char*> pointers(const std::vector<std::string>& texts) {
+  std::vector<char*> list;
+  for (const auto& text : texts) list.push_back(const_cast<char*>(text.c_str()));
+  list.push_back(nullptr);
+  return list;
+}
+
+// 0 where this file can be run, else errno.
+int problem_with(const std::string& file) {
+  struct stat status {};
+  if (::stat(file.c_str(), &status) != 0) return errno;
+  if (!S_ISREG(status.st_mode)) return EACCES;
+  return ::access(file.c_str(), X_OK) == 0 ? 0 : errno;
+}
+
+}  // namespace
+
+std::vector<std::string> rank_environment(const LaunchPlan& plan, const RankPlace& place) {
+  auto variables = current_environment();
+  for (const char* name : kRemoved) variables.erase(name);
+  const std::string threads = std::to_string(place.threads);
+  variables["RANK"] = std::to_string(place.rank);
+  variables["WORLD_SIZE"] = std::to_string(place.world_size);
+  variables["LOCAL_RANK"] = std::to_string(place.local_rank);
+  variables["LOCAL_WORLD_SIZE"] = std::to_string(plan.num_ranks);
+  variables["GROUP_RANK"] = std::to_string(plan.node);
+  variables["MASTER_ADDR"] = place.master_address;
+  variables["MASTER_PORT"] = std::to_string(place.master_port);
+  if (plan.threads > 0 || variables["OMP_NUM_THREADS"].empty()) variables["OMP_NUM_THREADS"] = threads;
+  variables["LOCKSTEP_THREADS"] = threads;
+  variables["LOCKSTEP_AGENT"] = place.agent;
+  variables["LOCKSTEP_RESTART_COUNT"] = std::to_string(place.attempt);
+  variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(place.attempt);
+  if (!plan.timeout.empty()) variables["LOCKSTEP_TIMEOUT"] = plan.timeout;
+  if (plan.join_timeout) variables["LOCKSTEP_JOIN_TIMEOUT"] = fmt::format("{}ms", plan.join_timeout->count());
+  if (!plan.interface.empty())
+    variables["LOCKSTEP_INTERFACE"] = variables["GLOO_SOCKET_IFNAME"] = plan.interface;
+  for (const auto& name : plan.unset_environment) variables.erase(name);
+  for (const auto& [name, value] : plan.set_environment) variables[name] = value;
+  std::vector<std::string> list;
+  for (const auto& [name, value] : variables) list.push_back(name + "=" + value);
+  return list;
+}
+
+bool is_launchers_variable(const std::string& name) {
+  static const char* const kOurs[] = {"RANK",
+                                      "WORLD_SIZE",
+                                      "LOCAL_RANK",
+                                      "LOCAL_WORLD_SIZE",
+                                      "GROUP_RANK",
+                                      "MASTER_ADDR",
+                                      "MASTER_PORT",
+                                      "LOCKSTEP_AGENT",
+                                      "LOCKSTEP_RESTART_COUNT",
+                                      "TORCHELASTIC_RESTART_COUNT",
+                                      "LOCKSTEP_THREADS",
+                                      "OMP_NUM_THREADS"};
+  return std::find(std::begin(kOurs), std::end(kOurs), name) != std::end(kOurs);
+}
+
+std::string find_program(const LaunchPlan& plan) {
+  const std::string& name = plan.command.at(0);
+  auto in_directory = [&](const std::string& file) {
+    return file.starts_with('/') || plan.directory.empty() ? file : plan.directory + "/" + file;
+  };
+  int problem = ENOENT;
+  if (name.find('/') != std::string::npos) {
+    problem = problem_with(in_directory(name));
+    if (problem == 0) return name;
+  } else if (!name.empty()) {
+    auto variables = current_environment();
+    for (const auto& [variable, value] : plan.set_environment) variables[variable] = value;
+    std::istringstream path(variables.contains("PATH") ? variables["PATH"] : "/usr/local/bin:/bin:/usr/bin");
+    for (std::string folder; std::getline(path, folder, ':');) {
+      const std::string file = (folder.empty() ? "." : folder) + "/" + name;
+      const int error = problem_with(in_directory(file));
+      if (error == 0) return file;
+      if (error == EACCES) problem = error;
+    }
+  }
+  throw ConfigError(fmt::format("'{}' could not be started: {}{}", name, std::strerror(problem),
+                                name.find('/') == std::string::npos ? " in any folder of PATH" : ""));
+}
+
+pid_t start_rank(const RankProcess& process) {
+  const auto arguments = pointers(process.arguments), environment = pointers(process.environment);
+  // A file without "#!" is the shell's to run, as execvp does it.
+  std::vector<std::string> script = {"sh", process.file};
+  script.insert(script.end(), process.arguments.begin() + 1, process.arguments.end());
+  const auto script_arguments = pointers(script);
+  rlimit files{};
+  ::getrlimit(RLIMIT_NOFILE, &files);
+  if (process.open_files != 0) files.rlim_cur = process.open_files;
+  const pid_t parent = ::getpid();
+
+  const pid_t pid = ::fork();
+  if (pid < 0) throw std::system_error(errno, std::generic_category(), "a rank could not be started");
+  if (pid > 0) {
+    // In both processes: whoever comes first, the group is there when either goes on.
+    ::setpgid(pid, pid);
+    return pid;
+  }
+  // A group of its own: the terminal's Ctrl-C reaches it once, through the launcher.
+  ::setpgid(0, 0);
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);  // it ended before it could be watched
+  bool good = process.directory.empty() || ::chdir(process.directory.c_str()) == 0;
+  good = good && ::dup2(process.in, STDIN_FILENO) >= 0 && ::dup2(process.out, STDOUT_FILENO) >= 0 &&
+         ::dup2(process.err, STDERR_FILENO) >= 0;
+  if (good) {
+    ::setrlimit(RLIMIT_NOFILE, &files);
+    if (!process.mask.empty())  // cores may have gone meanwhile: better unbound than not at all
+      ::sched_setaffinity(0, process.mask.size() * sizeof process.mask[0],
+                          reinterpret_cast<const cpu_set_t*>(process.mask.data()));
+    ::sigprocmask(SIG_SETMASK, &process.signals, nullptr);
+    ::execve(process.file.c_str(), arguments.data(), environment.data());
+    if (errno == ENOEXEC) ::execve("/bin/sh", script_arguments.data(), environment.data());
+  }
+  const int error = errno;
+  [[maybe_unused]] auto written = ::write(process.report, &error, sizeof error);
+  ::_exit(127);
+}
+
+}  // namespace lockstep::detail

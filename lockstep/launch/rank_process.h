@@ -1,0 +1,52 @@
+// Starting one rank. The launcher has threads, so that between fork and exec only what is safe in a signal
+// handler may be called: everything is prepared before.
+#pragma once
+
+#include <sys/resource.h>
+#include <sys/types.h>
+
+#include <csignal>
+#include <string>
+#include <vector>
+
+#include <lockstep/launch/placement.h>
+#include <lockstep/launch/plan.h>
+
+namespace lockstep::detail {
+
+// Where a rank stands, for its environment.
+struct RankPlace {
+  int rank = 0, world_size = 1;
+  int local_rank = 0;
+  int attempt = 0;
+  std::string master_address;
+  int master_port = 0;
+  int threads = 1;
+  std::string agent;  // the name of its socket
+};
+
+// "NAME=VALUE", sorted: this process's environment, what the plan says of it, and the rank's own variables.
+std::vector<std::string> rank_environment(const LaunchPlan& plan, const RankPlace& place);
+
+// Whether the launcher gives this variable a value of its own, so that nobody else can.
+bool is_launchers_variable(const std::string& name);
+
+// The file that execvp would run for the plan's command; ConfigError where there is none.
+std::string find_program(const LaunchPlan& plan);
+
+struct RankProcess {
+  std::string file;
+  std::vector<std::string> arguments, environment;
+  std::string directory;  // empty: this one
+  CpuMask mask;           // empty: not bound
+  int in = -1, out = -1, err = -1;
+  int report = -1;        // gets errno where the program could not be started; closed on exec
+  rlim_t open_files = 0;  // the soft limit that it is to have; 0: as it is
+  sigset_t signals{};     // blocked
+};
+
+// In a process group of its own, and killed by the kernel when the calling thread ends. Throws
+// std::system_error where there can be no more processes.
+pid_t start_rank(const RankProcess& process);
+
+}  // namespace lockstep::detail

@@ -1,0 +1,98 @@
+#include <lockstep/launch/screen.h>
+
+#include <poll.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include <fmt/format.h>
+#include <lockstep/base/environment.h>
+
+namespace lockstep::detail {
+namespace {
+
+constexpr int kLauncher = -1;  // as a rank: the launcher's own lines
+
+int fd_of(Channel channel) { return channel == Channel::out ? STDOUT_FILENO : STDERR_FILENO; }
+std::size_t index(Channel channel) { return static_cast<std::size_t>(channel); }
+
+// Of the terminal's own colours those that can be read on light and dark ground.
+constexpr std::array kColours = {36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91};
+
+}  // namespace
+
+bool write_all(int fd, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const auto written = ::write(fd, bytes.data(), bytes.size());
+    if (written >= 0) {
+      bytes.remove_prefix(static_cast<std::size_t>(written));
+    } else if (errno == EAGAIN) {  // somebody who shares it has made it so
+      pollfd wait{fd, POLLOUT, 0};
+      ::poll(&wait, 1, -1);
+    } else if (errno != EINTR) {
+      return false;
+    }
+  }
+  return true;
+}
+
+Screen::Screen() {
+  for (Channel channel : {Channel::out, Channel::err})
+    colours_[index(channel)] = ::isatty(fd_of(channel)) == 1 && !env::text("NO_COLOR");
+  struct stat out {
+  }, err{};
+  same_place_ = ::fstat(STDOUT_FILENO, &out) == 0 && ::fstat(STDERR_FILENO, &err) == 0 &&
+                out.st_dev == err.st_dev && out.st_ino == err.st_ino;
+}
+
+void Screen::line(Channel channel, int rank, std::string_view text) {
+  open(channel, rank);
+  put(channel, text);
+  put(channel, "\n");
+  open_.reset();
+}
+
+void Screen::beginning(Channel channel, int rank, std::string_view text) {
+  open(channel, rank);
+  put(channel, text);
+}
+
+void Screen::bytes(Channel channel, int rank, std::string_view bytes) {
+  if (bytes.empty()) return;
+  put(channel, bytes);
+  if (bytes.back() == '\n')
+    open_.reset();
+  else
+    open_ = Line{channel, rank};
+}
+
+void Screen::say(std::string_view text) { line(Channel::err, kLauncher, text); }
+
+void Screen::open(Channel channel, int rank) {
+  const Line line{channel, rank};
+  if (open_ == line) return;
+  if (open_ && share_a_place(open_->channel, channel)) put(open_->channel, "\n");
+  open_ = line;
+  if (rank == kLauncher || !style_.prefix) return;
+  if (colours_[index(channel)])
+    put(channel, fmt::format("\033[{}m[{}]\033[0m ",
+                             kColours[static_cast<std::size_t>(rank) % kColours.size()], rank));
+  else
+    put(channel, fmt::format("[{}] ", rank));
+}
+
+void Screen::put(Channel channel, std::string_view text) {
+  if (channel != buffered_) flush();
+  buffered_ = channel;
+  buffer_ += text;
+  if (buffer_.size() >= (1 << 16)) flush();
+}
+
+void Screen::flush() {
+  bool& gone = gone_[index(buffered_)];
+  if (!gone && !buffer_.empty()) gone = !write_all(fd_of(buffered_), buffer_);
+  buffer_.clear();
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,178 @@
+// What `lockstep run` does when ranks fail, and when somebody wants the job to end.
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "cli/session.h"
+#include "support/errors.h"
+#include "support/process.h"
+
+namespace lockstep::testing {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::vector<std::string> command(const std::vector<std::string>& options, const std::string& script) {
+  std::vector<std::string> all = {LOCKSTEP_PROGRAM, "run", "--quiet"};
+  all.insert(all.end(), options.begin(), options.end());
+  all.insert(all.end(), {"bash", "-c", script});
+  return all;
+}
+
+Outcome shell(const char* ranks, const std::string& script) { return run({command({"-n", ranks}, script)}); }
+
+TEST(Failure, the_first_is_told_and_its_status_returned) {
+  const auto outcome = shell("3", "[ $RANK = 1 ] && exit 7; exec sleep 300");
+  EXPECT_EQ(outcome.status, 7);
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("lockstep: rank 1 (pid "), HasSubstr("exited with status 7"),
+                                    Not(HasSubstr("rank 0")), Not(HasSubstr("rank 2"))));
+}
+
+TEST(Failure, a_signal_is_named) {
+  const auto outcome = shell("2", "[ $RANK = 1 ] && kill -9 $$; exec sleep 300");
+  EXPECT_EQ(outcome.status, 137);
+  EXPECT_THAT(outcome.output, HasSubstr("was killed by signal 9 (SIGKILL)"));
+}
+
+TEST(Failure, a_rank_that_exits_with_0_is_none) {
+  EXPECT_EQ(shell("3", "[ $RANK = 1 ] && sleep 1; exit 0").status, 0);
+}
+
+TEST(Failure, the_last_lines_of_the_rank_are_shown) {
+  const auto outcome =
+      run({command({"-n", "2", "--show", "none"},
+                   "[ $RANK = 0 ] && exec sleep 300\n"
+                   "for i in $(seq 50); do echo line $i; done; printf 'last words' >&2; kill -9 $$")});
+  EXPECT_EQ(outcome.status, 137);
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("lines of rank 1:\n"), HasSubstr("\n    line 50\n"),
+                                    HasSubstr("    last words\n"), Not(HasSubstr("line 29\n"))));
+  EXPECT_LT(outcome.output.find("SIGKILL"), outcome.output.find("line 50"));
+}
+
+TEST(Failure, a_rank_that_ignores_sigterm_is_killed_after_the_grace) {
+  const auto outcome = run({command({"-n", "2", "--grace", "500ms"},
+                                    "[ $RANK = 1 ] && exit 1; trap '' TERM; while :; do sleep 1; done")});
+  EXPECT_EQ(outcome.status, 1);
+}
+
+TEST(Failure, ranks_have_time_to_say_why_they_end) {
+  const auto outcome = shell("2",
+                             "[ $RANK = 1 ] && { sleep 0.5; exit 1; }\n"
+                             "trap 'echo saved; exit 0' TERM; while :; do sleep 0.1; done");
+  EXPECT_EQ(outcome.status, 1);
+  EXPECT_THAT(outcome.output, HasSubstr("[0] saved\n"));
+}
+
+TEST(Failure, a_stopped_rank_does_not_hold_up_the_end) {
+  const auto outcome = run({command({"-n", "2", "--grace", "10m", "--stop-grace", "10m"},
+                                    "[ $RANK = 1 ] && { sleep 1; exit 3; }; kill -STOP $$")});
+  EXPECT_EQ(outcome.status, 3);
+}
+
+TEST(Failure, what_a_rank_started_ends_with_it) {
+  const auto marker = unique_marker();
+  const auto outcome =
+      shell("2", "[ $RANK = 0 ] && { sleep 0.3; exit 4; }; bash -c 'exec -a " + marker + " sleep 1000'");
+  EXPECT_EQ(outcome.status, 4);
+  EXPECT_THAT(processes_with(marker), ::testing::IsEmpty());
+}
+
+TEST(Failure, ranks_are_started_again) {
+  const auto outcome =
+      run({command({"-n", "2", "--max-restarts", "2"},
+                   "echo attempt $LOCKSTEP_RESTART_COUNT $TORCHELASTIC_RESTART_COUNT\n"
+                   "[ $RANK = 1 ] && [ $LOCKSTEP_RESTART_COUNT = 0 ] && exit 9; sleep 1; exit 0")});
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] attempt 0 0\n"), HasSubstr("[0] attempt 1 1\n"),
+                                    HasSubstr("exited with status 9")));
+}
+
+TEST(Failure, out_of_memory_is_told_with_usage_and_limit) {
+  const bool unified = fs::exists("/sys/fs/cgroup/cgroup.controllers");
+  const fs::path group = fs::path(unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory") /
+                         ("lockstep-test-" + std::to_string(::getpid()));
+  if (::mkdir(group.c_str(), 0755) != 0) GTEST_SKIP() << "no cgroup can be made in " << group.parent_path();
+  std::ofstream limit(group / (unified ? "memory.max" : "memory.limit_in_bytes"));
+  limit << (512 << 20) << std::flush;
+  if (!limit) {
+    ::rmdir(group.c_str());
+    GTEST_SKIP() << "memory cannot be limited in " << group;
+  }
+  const auto inside = "echo $$ > " + (group / "cgroup.procs").string() + "; exec \"$@\"";
+  std::vector<std::string> all = {"sh", "-c", inside, "sh"};
+  const auto job = command({"-n", "2"}, "[ $RANK = 1 ] && exec tail /dev/zero; exec sleep 300");
+  all.insert(all.end(), job.begin(), job.end());
+  const auto outcome = run({all, {{"ASAN_OPTIONS", "detect_leaks=0"}}});
+  EXPECT_TRUE(becomes_true([&] { return ::rmdir(group.c_str()) == 0; }));
+  EXPECT_EQ(outcome.status, 137);
+  EXPECT_THAT(outcome.output,
+              AllOf(HasSubstr("rank 1 (pid "), HasSubstr("was killed by signal 9 (SIGKILL)"),
+                    HasSubstr("out of memory: the cgroup's limit is 512.0 MiB, its highest usage was 51")));
+}
+
+// ---- signals
+// ------------------------------------------------------------------------------------------------
+
+TEST(Signals, go_to_the_ranks_which_may_save) {
+  for (const auto& [signal, name] :
+       {std::pair{SIGTERM, "TERM"}, std::pair{SIGINT, "INT"}, std::pair{SIGHUP, "HUP"}}) {
+    Session session(command({"-n", "2"}, std::string("trap 'echo saved; exit 0' ") + name +
+                                             "; echo ready; while :; do sleep 0.1; done"));
+    ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready")) << session.output();
+    ::kill(session.pid(), signal);
+    EXPECT_EQ(session.wait(), 128 + signal) << session.output();
+    EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] saved"), HasSubstr("[1] saved")));
+  }
+}
+
+TEST(Signals, reach_each_rank_once) {
+  Session session(command({"-n", "1", "--grace", "2s"},
+                          "trap 'echo got it' INT; echo ready; while :; do sleep 0.1; done"));
+  ASSERT_TRUE(session.wait_for("ready"));
+  ::kill(session.pid(), SIGINT);
+  EXPECT_EQ(session.wait(), 130);
+  EXPECT_EQ(session.output(), "ready\ngot it\n");
+}
+
+TEST(Signals, a_second_one_kills_at_once) {
+  Session session(
+      command({"-n", "2", "--grace", "10m"}, "trap 'echo no' TERM; echo ready; while :; do sleep 0.1; done"));
+  ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
+  ::kill(session.pid(), SIGTERM);
+  ASSERT_TRUE(session.wait_for("no"));
+  ::kill(session.pid(), SIGTERM);
+  EXPECT_EQ(session.wait(), 143);
+}
+
+TEST(Signals, ranks_that_do_not_end_are_killed_after_the_grace) {
+  Session session(
+      command({"-n", "2", "--grace", "300ms"}, "trap '' TERM; echo ready; while :; do sleep 0.1; done"));
+  ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
+  ::kill(session.pid(), SIGTERM);
+  EXPECT_EQ(session.wait(), 143);
+}
+
+TEST(Signals, that_are_ignored_stay_ignored) {
+  Session session({"bash", "-c",
+                   std::string("trap '' HUP; exec ") + LOCKSTEP_PROGRAM +
+                       " run -q -n 2 bash -c 'echo ready; sleep 2; echo survived'"});
+  ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
+  ::kill(session.pid(), SIGHUP);
+  EXPECT_EQ(session.wait(), 0);
+  EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] survived\n"), HasSubstr("[1] survived\n")));
+}
+
+TEST(Signals, of_the_users_own_are_passed_on) {
+  Session session(
+      command({"-n", "2"}, "trap 'echo asked; exit 0' USR1; echo ready; while :; do sleep 0.1; done"));
+  ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
+  ::kill(session.pid(), SIGUSR1);
+  EXPECT_EQ(session.wait(), 0);
+  EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] asked"), HasSubstr("[1] asked")));
+}
+
+}  // namespace
+}  // namespace lockstep::testing

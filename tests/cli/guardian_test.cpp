@@ -1,0 +1,119 @@
+// Nothing survives the launcher or its guardian, whatever the ranks have started.
+#include <signal.h>
+#include <unistd.h>
+
+#include "cli/session.h"
+#include "support/errors.h"
+#include "support/process.h"
+
+namespace lockstep::testing {
+namespace {
+
+using ::testing::IsEmpty;
+
+const std::string kProgram = LOCKSTEP_PROGRAM;
+
+// A rank that is a script, a program in it, a helper in the background, a daemon that has left the session
+// and its parent, and one that starts more and more.
+std::string script(const std::string& marker, bool ends = false) {
+  const auto sleep = "bash -c 'exec -a " + marker + " sleep 1000'";
+  return "setsid -f " + sleep + "; (" + sleep + " & ) ; " + sleep + " & " +
+         "(setsid bash -c 'while :; do setsid -f sleep 0.5; sleep 0.05; done' " + marker +
+         " >/dev/null 2>&1 &); " + "echo begun; " + (ends ? "sleep 1" : sleep);
+}
+
+std::vector<std::string> command(const std::string& marker, bool ends = false) {
+  return {kProgram, "run", "-q", "-n", "2", "--show", "all", "bash", "-c", script(marker, ends)};
+}
+
+bool begin(Session& session) { return session.wait_for("begun") && session.wait_for("begun"); }
+bool all_gone(const std::string& marker) {
+  return becomes_true([&] { return processes_with(marker).empty(); });
+}
+
+TEST(Guardian, a_killed_launcher_takes_everything_with_it) {
+  const auto marker = unique_marker();
+  Session session(command(marker));
+  ASSERT_TRUE(begin(session)) << session.output();
+  EXPECT_GT(processes_with(marker).size(), 8u);
+  ::kill(session.pid(), SIGKILL);
+  EXPECT_EQ(session.wait(), 137);
+  EXPECT_TRUE(all_gone(marker));
+}
+
+TEST(Guardian, that_is_killed_takes_everything_with_it) {
+  const auto marker = unique_marker();
+  Session session(command(marker));
+  ASSERT_TRUE(begin(session)) << session.output();
+  const pid_t guardian = child_named(session.pid(), "lockstep-agent");
+  ASSERT_GT(guardian, 0);
+  ::kill(guardian, SIGKILL);
+  EXPECT_EQ(session.wait(), 137);
+  EXPECT_THAT(processes_with(marker), IsEmpty());
+  EXPECT_THAT(session.output(),
+              HasSubstr("the agent (pid " + std::to_string(guardian) + ") was killed by signal 9"));
+}
+
+TEST(Guardian, nothing_is_left_at_the_normal_end) {
+  const auto marker = unique_marker();
+  Session session(command(marker, true));
+  EXPECT_EQ(session.wait(), 0) << session.output();
+  EXPECT_THAT(processes_with(marker), IsEmpty());
+}
+
+TEST(Guardian, nothing_is_left_after_a_failure_or_a_signal) {
+  const auto marker = unique_marker();
+  EXPECT_EQ(run({{kProgram, "run", "-q", "-n", "2", "bash", "-c", script(marker, true) + "; exit 3"}}).status,
+            3);
+  EXPECT_THAT(processes_with(marker), IsEmpty());
+  Session session(command(marker));
+  ASSERT_TRUE(begin(session));
+  ::kill(session.pid(), SIGTERM);
+  EXPECT_EQ(session.wait(), 143);
+  EXPECT_THAT(processes_with(marker), IsEmpty());
+}
+
+TEST(Guardian, a_launcher_killed_at_any_moment_of_the_start_leaves_nothing) {
+  const auto marker = unique_marker();
+  for (int milliseconds = 0; milliseconds < 400; milliseconds += 20) {
+    Session session(command(marker));
+    ::usleep(static_cast<useconds_t>(milliseconds) * 1000);
+    ::kill(session.pid(), SIGKILL);
+    session.wait();
+  }
+  EXPECT_TRUE(all_gone(marker));
+}
+
+TEST(Guardian, what_a_shell_had_started_before_is_left_alone) {
+  const auto marker = unique_marker();
+  Session session({"bash", "-c", "bash -c 'exec -a other-" + marker + " sleep 1000' & exec \"$0\" \"$@\"",
+                   kProgram, "run", "-q", "-n", "2", "bash", "-c", "echo begun; sleep 1000"});
+  ASSERT_TRUE(begin(session));
+  ::kill(child_named(session.pid(), "lockstep-agent"), SIGKILL);
+  EXPECT_EQ(session.wait(), 137);
+  const auto left = processes_with("other-" + marker);
+  EXPECT_EQ(left.size(), 1u);
+  for (pid_t pid : left) ::kill(pid, SIGKILL);
+}
+
+TEST(Guardian, reaps_strangers_as_the_first_process_of_a_container) {
+  if (run({{"unshare", "--fork", "--pid", "--mount-proc", "true"}}).status != 0)
+    GTEST_SKIP() << "unshare may not make a pid namespace here";
+  // Orphans of a process that came from outside, as `docker exec` does it, go to process 1.
+  Session session({"unshare", "--fork", "--pid", "--mount-proc", kProgram, "run", "-q", "-n", "1", "bash",
+                   "-c", "echo begun; read x; ps -A -o stat= | grep -c Z; exit 0"});
+  ASSERT_TRUE(session.wait_for("begun")) << session.output();
+  const pid_t first = child_named(session.pid(), "lockstep");
+  ASSERT_GT(first, 0);
+  EXPECT_EQ(run({{"nsenter", "--pid", "--mount", "-t", std::to_string(first), "bash", "-c",
+                  "for i in 1 2 3; do (sleep 0.2 &); done; exit 0"}})
+                .status,
+            0);
+  ::usleep(1000 * 1000);
+  session.type("\n");
+  ASSERT_TRUE(session.wait_for("0\n")) << session.output();
+  EXPECT_EQ(session.wait(), 0);
+}
+
+}  // namespace
+}  // namespace lockstep::testing

@@ -1,0 +1,240 @@
+// What becomes of the ranks' output and input.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <regex>
+#include <sstream>
+
+#include "cli/session.h"
+#include "support/errors.h"
+#include "support/process.h"
+
+namespace lockstep::testing {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::vector<std::string> command(const std::vector<std::string>& options, const std::string& script) {
+  std::vector<std::string> all = {LOCKSTEP_PROGRAM, "run", "--quiet"};
+  all.insert(all.end(), options.begin(), options.end());
+  all.insert(all.end(), {"bash", "-c", script});
+  return all;
+}
+
+Outcome shell(const std::vector<std::string>& options, const std::string& script) {
+  return run({command(options, script)});
+}
+
+std::string quoted(const std::vector<std::string>& command) {
+  std::string line;
+  for (const auto& word : command) line += "'" + std::regex_replace(word, std::regex("'"), "'\\''") + "' ";
+  return line;
+}
+
+std::string text_of(const fs::path& file) {
+  std::ostringstream text;
+  text << std::ifstream(file).rdbuf();
+  return text.str();
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+class Folder {
+ public:
+  Folder() {
+    std::string name = (fs::temp_directory_path() / "lockstep-output-XXXXXX").string();
+    path_ = ::mkdtemp(name.data());
+  }
+  ~Folder() { fs::remove_all(path_); }
+  const fs::path& path() const { return path_; }
+
+ private:
+  fs::path path_;
+};
+
+TEST(Output, has_the_rank_before_each_line_unless_there_is_one) {
+  EXPECT_EQ(shell({"-n", "1"}, "echo a; echo b >&2").output.size(), 4u);
+  EXPECT_EQ(shell({"-n", "1", "--prefix", "always"}, "echo a").output, "[0] a\n");
+  const auto two = shell({"-n", "2"}, "echo a$RANK; echo b$RANK").output;
+  EXPECT_THAT(
+      two, AllOf(HasSubstr("[0] a0\n"), HasSubstr("[0] b0\n"), HasSubstr("[1] a1\n"), HasSubstr("[1] b1\n")));
+  EXPECT_EQ(two.size(), 4 * std::string("[0] a0\n").size());
+  EXPECT_EQ(shell({"-n", "2", "--prefix", "never"}, "echo same").output, "same\nsame\n");
+}
+
+TEST(Output, of_a_rank_that_is_alone_goes_through_as_it_is) {
+  Folder folder;
+  const auto in = folder.path() / "in", out = folder.path() / "out";
+  ASSERT_EQ(run({{"sh", "-c", "head -c 300000 /dev/urandom > " + in.string()}}).status, 0);
+  ASSERT_EQ(
+      run({{"sh", "-c", quoted(command({"-n", "1"}, "cat " + in.string())) + " > " + out.string()}}).status,
+      0);
+  EXPECT_TRUE(text_of(in) == text_of(out));
+}
+
+TEST(Output, keeps_standard_output_and_error_apart) {
+  const auto line = quoted(command({"-n", "2"}, "echo out; echo err >&2"));
+  EXPECT_EQ(lines_of(run({{"sh", "-c", line + " 2>/dev/null"}}).output).size(), 2u);
+  EXPECT_THAT(run({{"sh", "-c", line + " 2>/dev/null"}}).output, Not(HasSubstr("err")));
+  EXPECT_THAT(run({{"sh", "-c", line + " >/dev/null"}}).output,
+              AllOf(HasSubstr("[1] err\n"), Not(HasSubstr("out"))));
+}
+
+TEST(Output, is_never_mixed_within_a_line) {
+  // In pieces, which would be mixed if they were passed on as they come.
+  const auto outcome =
+      shell({"-n", "8"},
+            "for i in $(seq 500); do for j in 1 2 3; do printf \"<$RANK$RANK$RANK$RANK>\"; done;"
+            " printf \" $i\\n\"; done");
+  EXPECT_EQ(outcome.status, 0);
+  std::map<std::string, int> next;
+  const std::regex form("\\[([0-7])\\] (?:<\\1\\1\\1\\1>){3} ([0-9]+)");
+  const auto lines = lines_of(outcome.output);
+  EXPECT_EQ(lines.size(), 8u * 500u);
+  for (const auto& line : lines) {
+    std::smatch match;
+    ASSERT_TRUE(std::regex_match(line, match, form)) << line;
+    EXPECT_EQ(std::stoi(match[2]), ++next[match[1]]);
+  }
+}
+
+TEST(Output, lines_that_are_too_long_are_cut_and_nothing_is_lost) {
+  const auto outcome =
+      shell({"-n", "2", "--show", "1"}, "head -c 200000 /dev/zero | tr '\\0' x; echo; echo end");
+  const auto lines = lines_of(outcome.output);
+  ASSERT_EQ(lines.size(), 5u);
+  std::size_t total = 0;
+  for (const auto& line : lines) {
+    EXPECT_TRUE(line.starts_with("[1] "));
+    EXPECT_LE(line.size(), 4u + (64 << 10));
+    if (line != "[1] end") total += line.size() - 4;
+  }
+  EXPECT_EQ(total, 200000u);
+}
+
+TEST(Output, ends_with_a_newline_also_where_the_rank_forgot_it) {
+  const auto outcome = shell({"-n", "2"}, "printf \"no newline $RANK\"");
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[0] no newline 0\n"), HasSubstr("[1] no newline 1\n")));
+}
+
+TEST(Output, of_the_ranks_that_are_named_is_shown) {
+  const auto shown = [](const char* ranks) {
+    auto lines = lines_of(shell({"-n", "4", "--show", ranks, "--prefix", "never"}, "echo $RANK").output);
+    std::sort(lines.begin(), lines.end());
+    std::string all;
+    for (const auto& line : lines) all += line;
+    return all;
+  };
+  EXPECT_EQ(shown("all"), "0123");
+  EXPECT_EQ(shown("none"), "");
+  EXPECT_EQ(shown("0,2"), "02");
+  EXPECT_EQ(shown("1-3"), "123");
+  EXPECT_EQ(shown("0,2-3"), "023");
+}
+
+TEST(Output, is_kept_in_files_which_are_never_overwritten) {
+  Folder folder;
+  const auto logs = folder.path() / "a/b";
+  const std::vector<std::string> options = {"-n", "2",         "--show", "none", "--max-restarts",
+                                            "1",  "--log-dir", logs};
+  const auto script =
+      "printf \"out $RANK $LOCKSTEP_RESTART_COUNT\"; echo; [ $LOCKSTEP_RESTART_COUNT = 1 ] && exit 0; "
+      "[ $RANK = 1 ] && exit 3; exec sleep 300";
+  const auto first = shell(options, script);
+  EXPECT_EQ(first.status, 0) << first.output;
+  EXPECT_EQ(text_of(logs / "rank-0.log"), "out 0 0\n");
+  EXPECT_EQ(text_of(logs / "rank-1.log"), "out 1 0\n");
+  EXPECT_EQ(text_of(logs / "rank-0.restart-1.log"), "out 0 1\n");
+  shell(options, script);
+  EXPECT_EQ(text_of(logs / "rank-0.log"), "out 0 0\nout 0 0\n");
+  const auto bad = shell({"-n", "1", "--log-dir", "/proc/no/such"}, "true");
+  EXPECT_EQ(bad.status, 2);
+  EXPECT_THAT(bad.output, HasSubstr("--log-dir '/proc/no/such'"));
+}
+
+TEST(Output, to_a_full_log_ends_and_the_rank_goes_on) {
+  Folder folder;
+  ASSERT_EQ(::symlink("/dev/full", (folder.path() / "rank-0.log").c_str()), 0);
+  const auto outcome = shell({"-n", "1", "--log-dir", folder.path()}, "echo one; sleep 0.3; echo two");
+  EXPECT_EQ(outcome.status, 0);
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("one\n"), HasSubstr("two\n"), HasSubstr("No space left")));
+}
+
+TEST(Output, that_nobody_reads_ends_no_rank) {
+  Folder folder;
+  const auto end = folder.path() / "end";
+  const auto line = quoted(
+      command({"-n", "2"},
+              "for i in $(seq 20000); do echo a line that is quite long, so that it fills the pipe; done; "
+              "[ $RANK = 1 ] && echo done > " +
+                  end.string()));
+  const auto outcome = run({{"bash", "-c", line + " | head -n 1; echo ${PIPESTATUS[0]}"}});
+  EXPECT_THAT(outcome.output, ContainsRegex("\n0\n$"));
+  EXPECT_EQ(text_of(end), "done\n");
+}
+
+TEST(Output, is_all_there_however_slow_the_reader) {
+  const auto line = quoted(command({"-n", "2"}, "for i in $(seq 20000); do echo 0123456789; done"));
+  EXPECT_EQ(run({{"bash", "-c", line + " | (sleep 3; wc -l)"}}).output, "40000\n");
+}
+
+TEST(Output, that_a_stranger_holds_open_is_not_waited_for) {
+  // The pipe is passed to a process that does not stem from the launcher.
+  Folder folder;
+  const auto fifo = folder.path() / "fifo";
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  const auto marker = unique_marker();
+  Session stranger({"bash", "-c",
+                    "read pid < " + fifo.string() + "; exec 5> /proc/$pid/fd/1; echo holds; exec -a " +
+                        marker + " sleep 300"});
+  const auto outcome =
+      shell({"-n", "2"}, "[ $RANK = 0 ] && { echo $$ > " + fifo.string() + "; sleep 2; }; echo end");
+  EXPECT_EQ(outcome.status, 0);
+  EXPECT_LT(outcome.seconds, 60);
+  EXPECT_TRUE(stranger.wait_for("holds"));
+}
+
+// ---- input
+// --------------------------------------------------------------------------------------------------
+
+TEST(Input, goes_to_rank_0_or_the_one_that_is_named) {
+  const auto script = "read -r line; echo $RANK got $line";
+  for (const std::string rank : {"0", "1"}) {
+    const auto line = quoted(command({"-n", "2", "--stdin", rank}, script));
+    const auto outcome = run({{"sh", "-c", "echo text | " + line}});
+    EXPECT_THAT(outcome.output, HasSubstr("[" + rank + "] " + rank + " got text\n"));
+    EXPECT_THAT(outcome.output, HasSubstr(rank == "0" ? "[1] 1 got\n" : "[0] 0 got\n"));
+  }
+  EXPECT_THAT(run({{"sh", "-c", "echo text | " + quoted(command({"-n", "2"}, script))}}).output,
+              HasSubstr("0 got text"));
+  EXPECT_THAT(
+      run({{"sh", "-c", "echo text | " + quoted(command({"-n", "2", "--stdin", "none"}, script))}}).output,
+      AllOf(HasSubstr("0 got\n"), HasSubstr("1 got\n")));
+}
+
+TEST(Input, may_be_closed_as_may_be_everything) {
+  const auto outcome =
+      run({{"bash", "-c",
+            quoted(command({"-n", "2"}, "cat; [ -e /proc/self/fd/2 ] || exit 5")) + " <&- >&- 2>&-"}});
+  EXPECT_EQ(outcome.status, 0);
+}
+
+TEST(Input, a_prompt_is_shown_before_its_line_ends) {
+  Session session(command(
+      {"-n", "2"}, "[ $RANK = 0 ] || exec sleep 300; printf 'name? '; read name; echo hello $name; kill $$"));
+  ASSERT_TRUE(session.wait_for("[0] name? ")) << session.output();
+  session.type("you\n");
+  EXPECT_TRUE(session.wait_for("hello you\n")) << session.output();
+}
+
+}  // namespace
+}  // namespace lockstep::testing

@@ -1,0 +1,56 @@
+// A program that a test talks to while it runs: on pipes, or on a terminal of its own.
+#pragma once
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace lockstep::testing {
+
+class Session {
+ public:
+  struct Options {
+    bool terminal = false;  // the program is the leader of a session that has this terminal
+    std::map<std::string, std::string> environment = {};
+  };
+  explicit Session(const std::vector<std::string>& command) : Session(command, Options()) {}
+  Session(const std::vector<std::string>& command, Options options);
+  ~Session();  // kills what is left of its process group
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  pid_t pid() const { return pid_; }
+  void type(const std::string& text);
+  void close_input();
+  // Whether the output, from the last found text on, has come to hold this one.
+  bool wait_for(const std::string& text, std::chrono::seconds limit = std::chrono::seconds(60));
+  // Its exit status, 128 + the signal's number; -1 where it runs on.
+  int wait(std::chrono::seconds limit = std::chrono::seconds(60));
+  const std::string& output() const { return output_; }
+
+ private:
+  bool read_some(int milliseconds);
+
+  pid_t pid_ = -1;
+  int in_ = -1, out_ = -1;
+  bool terminal_ = false;
+  std::string output_;
+  std::size_t found_ = 0;
+};
+
+// Polls until it is true; false after the limit.
+bool becomes_true(const std::function<bool()>& condition,
+                  std::chrono::seconds limit = std::chrono::seconds(30));
+
+// A text that no other process has among its arguments.
+std::string unique_marker();
+// Those that have it among their arguments.
+std::vector<pid_t> processes_with(const std::string& marker);
+// The child of a process that has this name; -1 where there is none.
+pid_t child_named(pid_t parent, const std::string& name);
+
+}  // namespace lockstep::testing
