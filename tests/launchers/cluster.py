@@ -74,7 +74,7 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
         self.daemons = []
-        for pid in self.left_behind():
+        for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -99,6 +99,7 @@ class Cluster:
             wait_until("the node is not idle", lambda: self.run("sinfo", "-h", "-o", "%T")[1].strip() == "idle")
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.logs()}") from None
+        self.own_processes = self.processes()
 
     def _configuration(self):
         controller, node = free_ports(2)
@@ -133,7 +134,7 @@ KillWait=2
 MinJobAge=10
 PrologFlags=NoHold
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node} CPUs={CPUS} State=UNKNOWN
-PartitionName=test Nodes=node1 Default=YES MaxTime=10 State=UP OverSubscribe=YES
+PartitionName=test Nodes=node1 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
 
     def _daemon(self, *command):
@@ -171,9 +172,11 @@ PartitionName=test Nodes=node1 Default=YES MaxTime=10 State=UP OverSubscribe=YES
     def batch(self, script, *options, seconds=90):
         """The output of a batch script that is to succeed."""
         job, output = self.submit(script, *options)
-        state = wait_until(f"job {job} has not ended", lambda: self._final_state(job), seconds)
-        with open(output, encoding="utf-8") as file:
-            text = file.read()
+        try:
+            state = wait_until("it has not ended", lambda: self._final_state(job), seconds)
+        except TimeoutError as error:
+            state = f"{self.state(job)}, {error}"
+        text = support.content(output)
         if state != "COMPLETED":
             raise AssertionError(f"job {job} is {state}:\n{text}")
         return text
@@ -192,8 +195,8 @@ PartitionName=test Nodes=node1 Default=YES MaxTime=10 State=UP OverSubscribe=YES
                 pass
         return text
 
-    def left_behind(self):
-        """Processes of this cluster's jobs and daemons: all of them have its configuration in their environment."""
+    def processes(self):
+        """Daemons, their helpers, and what runs of jobs: all of them have its configuration in their environment."""
         mine = f"SLURM_CONF={self.folder}/slurm.conf".encode()
         found = []
         for entry in filter(str.isdigit, os.listdir("/proc")):

@@ -8,7 +8,7 @@ import time
 
 import cluster
 import support
-from support import Programs
+from support import Programs, content
 
 slurm = None
 
@@ -26,15 +26,6 @@ def tearDownModule():
 
 def script(*lines):
     return "\n".join(("#!/bin/sh", *lines, ""))
-
-
-def content(path):
-    """Empty while there is no such file."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except FileNotFoundError:
-        return ""
 
 
 def alive(pid):
@@ -176,7 +167,7 @@ class Ends(support.LauncherTest):
         self.fail(f"not every rank came:\n{text}")
 
     def test_scancel_ends_ranks_that_wait(self):
-        job, output = slurm.submit(script("srun -n 3 patient"), "-n", "3")
+        job, output = slurm.submit(script("srun -n 3 patient wait"), "-n", "3")
         pids = lambda: re.findall(r"rank \d+ pid (\d+)", content(output))
         cluster.wait_until("not every rank came", lambda: len(pids()) == 3, 60)
         begin = time.monotonic()
@@ -185,28 +176,38 @@ class Ends(support.LauncherTest):
         print(f"gone {time.monotonic() - begin:.1f} s after scancel ... ", end="", flush=True)
         cluster.wait_until("the job has not ended", lambda: slurm.state(job) == "CANCELLED")
 
-    def test_a_killed_rank_is_named_to_the_others(self):
-        srun = slurm.popen("srun", "-n", "4", "--kill-on-bad-exit=0", "patient")
-        try:
-            pids = self.ranks_of(srun.stdout, 4)
-            os.kill(pids[2], signal.SIGKILL)
-            output, _ = srun.communicate(timeout=30)
-            self.assertNotEqual(srun.returncode, 0)
-            told = [line for line in output.splitlines() if "told:" in line]
-            self.assertEqual(len(told), 3, output)
-            for line in told:
-                self.assertRegex(line, r"\brank 2\b")
-                self.assertRegex(line, rf"\b{pids[2]}\b")
-        finally:
-            if srun.poll() is None:
+    def kill(self, rank, *options):
+        """What the others of 4 ranks are told when this one is killed."""
+        with slurm.popen("srun", "-n", "4", "--kill-on-bad-exit=0", "patient", *options) as srun:
+            try:
+                pids = self.ranks_of(srun.stdout, 4)
+                begin = time.monotonic()
+                os.kill(pids[rank], signal.SIGKILL)
+                output, _ = srun.communicate(timeout=30)
+                print(f"told after {time.monotonic() - begin:.1f} s ... ", end="", flush=True)
+            except BaseException:
                 os.killpg(srun.pid, signal.SIGKILL)
-            srun.wait()
-            srun.stdout.close()
+                raise
+        self.assertNotEqual(srun.returncode, 0)
+        told = [line for line in output.splitlines() if "told:" in line]
+        self.assertEqual(len(told), 3, output)
+        for line in told:
+            self.assertRegex(line, rf"\brank {rank}\b")
+            self.assertRegex(line, rf"\b{pids[rank]}\b")
+
+    def test_a_killed_rank_is_named_to_the_others(self):
+        self.kill(2)
+
+    def test_so_is_one_that_the_others_wait_for(self):
+        self.kill(3, "wait")
+
+    def test_so_is_the_one_that_holds_the_agent(self):
+        self.kill(0)
 
     def test_zz_nothing_of_a_job_is_left(self):
-        """Runs last; daemons and their helpers are not of a job."""
-        daemons = {daemon.pid for daemon in slurm.daemons}
-        cluster.wait_until("something is left", lambda: set(slurm.left_behind()) <= daemons, 20)
+        # Runs last.
+        left = lambda: set(slurm.processes()) - set(slurm.own_processes)
+        cluster.wait_until(f"{left()} are left", lambda: not left(), 20)
 
 
 if __name__ == "__main__":

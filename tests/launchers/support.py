@@ -50,6 +50,15 @@ def succeed(*command, **options):
     return output
 
 
+def content(path):
+    """Empty while there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except FileNotFoundError:
+        return ""
+
+
 def identities(output):
     """What identity_probe said on each rank, by rank."""
     found = []
