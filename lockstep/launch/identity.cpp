@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kMostRanks = 1 << 20;
 constexpr int kMostThreads = 4096;
+constexpr std::size_t kLongestJob = 72;
 
 // Ports that are worked out: below those that Linux gives to outgoing connections, above the usual servers.
 constexpr int kFirstPort = 20000, kLastPort = 32000, kPortsPerJob = 16;
@@ -291,6 +292,15 @@ void read_restart_count(Identity& identity) {
   if (!identity.job.empty()) identity.job += fmt::format(" restart {}", identity.restart_count);
 }
 
+// A name made of it must fit into the address of a unix socket, so long ones end in a sum over all of it
+// (FNV-1a): names of hosts have up to 255 characters.
+void shorten_job(std::string& job) {
+  if (job.size() <= kLongestJob) return;
+  std::uint64_t sum = 0xcbf29ce484222325;
+  for (const char c : job) sum = (sum ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  job = fmt::format("{} {:016x}", job.substr(0, kLongestJob - 17), sum);
+}
+
 // What the program says of itself. Where the launcher says the same, the rest of what it says holds too.
 void take_arguments(Identity& identity, int rank, int size, const std::function<Above()>& above) {
   if (size < 1 || size > kMostRanks)
@@ -325,6 +335,7 @@ Identity identity_from_environment(int rank, int size, const std::function<std::
   else
     identity.local_rank = 0, identity.local_size = 1;
   read_restart_count(identity);
+  shorten_job(identity.job);
   identity.threads = number("LOCKSTEP_THREADS", 1, kMostThreads);
   if (given) identity.launcher = "the program";
   return identity;

@@ -21,6 +21,7 @@ struct Identity {
   // The name of the socket of the agent that `lockstep run` holds; empty under other launchers.
   std::string agent;
   // Under other launchers: the same text on every rank of this job (and restart), and of no other job here.
+  // At most 72 characters.
   std::string job;
   // Where agents of several hosts meet; an empty address: not known, then all ranks must be on one host. A
   // port that was given is both first and last; one that was worked out is a range, and any of it may be

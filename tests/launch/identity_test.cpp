@@ -253,6 +253,21 @@ TEST(Identity, sruns_own_pmi_is_no_launcher) {
   EXPECT_EQ(pmix.rank, 5);
 }
 
+TEST(Identity, the_text_of_a_job_fits_into_a_socket_and_still_tells_them_apart) {
+  const std::string host = std::string(200, 'h') + ".example.org";
+  auto job = [&](const char* port, const char* restart) {
+    return identity_in(join(kTorchrun, {{"TORCHELASTIC_RUN_ID", "6f8a1c52-3c0e-4f0d-9a54-0d5a2f3b7c11"},
+                                        {"MASTER_ADDR", host},
+                                        {"MASTER_PORT", port},
+                                        {"TORCHELASTIC_RESTART_COUNT", restart}}))
+        .job;
+  };
+  EXPECT_EQ(job("1", "0").size(), 72u);
+  EXPECT_EQ(job("1", "0"), job("1", "0"));
+  EXPECT_NE(job("1", "0"), job("1", "1"));
+  EXPECT_NE(job("1", "0"), job("2", "0"));
+}
+
 TEST(Identity, the_restart_count_is_the_launchers) {
   const Variables all{
       {"LOCKSTEP_RESTART_COUNT", "1"}, {"TORCHELASTIC_RESTART_COUNT", "2"}, {"SLURM_RESTART_COUNT", "3"}};

@@ -1,8 +1,10 @@
 """A real SLURM of one node, for the length of a test: munged, slurmctld and slurmd with a folder, a key and ports of
 their own, so that neither a SLURM of this host nor another test is in the way."""
 
+import ctypes
 import getpass
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -11,14 +13,16 @@ import subprocess
 import tempfile
 import time
 
+import support
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "scontrol")
 # More than there are: what is tested are ranks, not scheduling.
 CPUS = 8
 
 
 def missing_program():
-    """The first that is not installed, or None. Daemons are not in every user's PATH."""
-    os.environ["PATH"] += ":/usr/local/sbin:/usr/sbin:/sbin"
+    """The first that is not installed, or None."""
+    os.environ["PATH"] += ":/usr/local/sbin:/usr/sbin:/sbin"  # where daemons are, and not every user looks
     return next((program for program in PROGRAMS if not shutil.which(program)), None)
 
 
@@ -70,16 +74,13 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
         self.daemons = []
-        for pid in self.left_behind():
+        for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self):
         path = lambda name: os.path.join(self.folder, name)
-        self.environment = dict(os.environ, SLURM_CONF=path("slurm.conf"))
-        for name in list(self.environment):
-            if name.startswith(("SLURM_", "SBATCH_", "SALLOC_")) and name != "SLURM_CONF":
-                del self.environment[name]  # this test may itself run in a job
+        self.environment = support.clean_environment(SLURM_CONF=path("slurm.conf"))
         for name in ("state", "spool"):
             os.mkdir(path(name), 0o755)
         with open(os.open(path("munge.key"), os.O_CREAT | os.O_WRONLY, 0o400), "wb") as file:
@@ -95,15 +96,16 @@ class Cluster:
         self._daemon("slurmctld", "-D", "-i", "-f", path("slurm.conf"))
         self._daemon("slurmd", "-D", "-f", path("slurm.conf"), "-N", "node1")
         try:
-            wait_until("the node is not idle", lambda: self.call("sinfo", "-h", "-o", "%T").strip() == "idle")
+            wait_until("the node is not idle", lambda: self.run("sinfo", "-h", "-o", "%T")[1].strip() == "idle")
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.logs()}") from None
+        self.own_processes = self.processes()
 
     def _configuration(self):
         controller, node = free_ports(2)
         user, host = getpass.getuser(), socket.gethostname()
         return f"""
-ClusterName=lockstep
+ClusterName=lockstep{os.getpid()}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
 SlurmUser={user}
@@ -124,6 +126,7 @@ AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
@@ -131,25 +134,56 @@ KillWait=2
 MinJobAge=10
 PrologFlags=NoHold
 NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node} CPUs={CPUS} State=UNKNOWN
-PartitionName=test Nodes=node1 Default=YES MaxTime=10 State=UP OverSubscribe=YES
+PartitionName=test Nodes=node1 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
 
     def _daemon(self, *command):
         log = open(os.path.join(self.folder, f"{command[0]}.out"), "wb")
+        # Should this test be killed, they end too: 1 is PR_SET_PDEATHSIG.
+        die_with_us = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         self.daemons.append(subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log,
-                                             stderr=log, start_new_session=True))
+                                             stderr=log, start_new_session=True, preexec_fn=die_with_us))
         log.close()
 
-    def call(self, *command, seconds=60, environment=None):
-        """Standard output; an error that shows it, where the status is not 0."""
-        result = self.run(*command, seconds=seconds, environment=environment)
-        if result.returncode != 0:
-            raise AssertionError(f"{' '.join(command)}: status {result.returncode}\n{result.stdout}{result.stderr}")
-        return result.stdout
+    def call(self, *command, **options):
+        """Its output; an error that shows it, where the status is not 0."""
+        return support.succeed(*command, environment=self.environment, **options)
 
-    def run(self, *command, seconds=60, environment=None):
-        return subprocess.run(command, env=dict(self.environment, **(environment or {})), timeout=seconds,
-                              check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    def run(self, *command, **options):
+        return support.run(*command, environment=self.environment, **options)
+
+    def popen(self, *command):
+        return subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+    def submit(self, script, *options):
+        """A batch script, as text or as the path of a file; returns its number and where its output goes."""
+        output = tempfile.mktemp(dir=self.folder, prefix="batch-")
+        if script.startswith("#!"):
+            with open(output + ".sh", "w", encoding="utf-8") as file:
+                file.write(script)
+            script = output + ".sh"
+        job = self.call("sbatch", "--parsable", "--output", output, *options, script).strip()
+        return job, output
+
+    def state(self, job):
+        return re.search(r"JobState=(\w+)", self.call("scontrol", "show", "job", job))[1]
+
+    def batch(self, script, *options, seconds=90):
+        """The output of a batch script that is to succeed."""
+        job, output = self.submit(script, *options)
+        try:
+            state = wait_until("it has not ended", lambda: self._final_state(job), seconds)
+        except TimeoutError as error:
+            state = f"{self.state(job)}, {error}"
+        text = support.content(output)
+        if state != "COMPLETED":
+            raise AssertionError(f"job {job} is {state}:\n{text}")
+        return text
+
+    def _final_state(self, job):
+        state = self.state(job)
+        return state if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING") else None
 
     def logs(self):
         text = ""
@@ -161,8 +195,8 @@ PartitionName=test Nodes=node1 Default=YES MaxTime=10 State=UP OverSubscribe=YES
                 pass
         return text
 
-    def left_behind(self):
-        """Processes of this cluster's jobs and daemons: all of them have its configuration in their environment."""
+    def processes(self):
+        """Daemons, their helpers, and what runs of jobs: all of them have its configuration in their environment."""
         mine = f"SLURM_CONF={self.folder}/slurm.conf".encode()
         found = []
         for entry in filter(str.isdigit, os.listdir("/proc")):

@@ -1,0 +1,107 @@
+"""What the tests of launchers share: where the programs are, a clean environment, and output taken apart."""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import unittest
+
+# Variables by which a launcher tells its ranks who they are; these tests may themselves run under one.
+LAUNCHERS = re.compile(r"^(SLURM|SBATCH|SALLOC|SRUN|OMPI|PMIX|PMI|MPI|HYD|PRTE|TORCHELASTIC|LOCKSTEP)_|"
+                       r"^(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|^MASTER_(ADDR|PORT)$")
+
+
+class Programs:
+    """Filled by main()."""
+    folder = source = torchrun = ""
+
+    @classmethod
+    def path(cls, name):
+        return os.path.join(cls.folder, name)
+
+
+def clean_environment(**more):
+    kept = {name: value for name, value in os.environ.items() if not LAUNCHERS.match(name)}
+    return dict(kept, OMP_NUM_THREADS="1", LOCKSTEP_BACKEND="cpu:auto", LOCKSTEP_JOIN_TIMEOUT="40s", **more)
+
+
+def run(*command, environment=None, seconds=90):
+    """Status and output. Nothing of it is left when the time is up, or when the test is ended."""
+    with subprocess.Popen(command, env=environment or clean_environment(), stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          start_new_session=True) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+            return process.returncode, output
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise AssertionError(f"not done after {seconds} s: {' '.join(command)}\n{output}") from None
+            raise
+
+
+def succeed(*command, **options):
+    status, output = run(*command, **options)
+    if status != 0:
+        raise AssertionError(f"status {status}: {' '.join(command)}\n{output}")
+    return output
+
+
+def content(path):
+    """Empty while there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except FileNotFoundError:
+        return ""
+
+
+def identities(output):
+    """What identity_probe said on each rank, by rank."""
+    found = []
+    for line in output.splitlines():
+        # Launchers put labels before a line.
+        if start := re.search(r"launcher=", line):
+            found.append(dict(part.split("=", 1) for part in line[start.start():].split(";")))
+    return sorted(found, key=lambda each: int(each["rank"]))
+
+
+class LauncherTest(unittest.TestCase):
+    def expect_ranks(self, output, launcher, count):
+        """All ranks of one job, on one host; returns what they said."""
+        found = identities(output)
+        self.assertEqual([(each["launcher"], each["rank"], each["size"]) for each in found],
+                         [(launcher, str(rank), str(count)) for rank in range(count)], output)
+        self.assertEqual(sorted(each["local"] for each in found), [f"{rank}/{count}" for rank in range(count)], output)
+        self.assertEqual(len({each["job"] for each in found}), 1, output)
+        return found
+
+    def expect_hello(self, output, count):
+        """The lines of 00_hello."""
+        total = count * (count + 1) // 2
+        for rank in range(count):
+            self.assertRegex(output, rf"rank {rank} of {count} \(local {rank}, cpu, \w+\): "
+                                     rf"mine {rank + 1}, the sum of all {total}\b")
+
+
+def main(skip_reason=None):
+    """Runs the tests of the module that was started; options that are not ours go to unittest."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--programs", required=True, help="where 00_hello, lockstep, ... are")
+    parser.add_argument("--source", required=True, help="this repository")
+    parser.add_argument("--torchrun", default="")
+    options, rest = parser.parse_known_args()
+    if skip_reason:
+        print(f"skipped: {skip_reason}")
+        sys.exit(77)
+    Programs.folder, Programs.source, Programs.torchrun = options.programs, options.source, options.torchrun
+
+    def ended(number, _):
+        raise SystemExit(128 + number)  # what was started is stopped on the way out
+
+    signal.signal(signal.SIGTERM, ended)
+    signal.signal(signal.SIGHUP, ended)
+    unittest.main(argv=[sys.argv[0], "--verbose", *rest])
