@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <sys/timerfd.h>
 
 #include <algorithm>
 #include <array>
@@ -33,10 +34,12 @@ Door::Door(TcpListener listener, std::string key, std::string context,
       context_(std::move(context)),
       say_(std::move(say)),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+      timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
       spare_(open_spare()) {
   LOCKSTEP_ASSERT(key_.size() == kKeySize, "a job's key has 32 bytes");
-  if (!epoll_) throw Error(fmt::format("connections cannot be awaited: {}", std::strerror(errno)));
+  if (!epoll_ || !timer_) throw Error(fmt::format("connections cannot be awaited: {}", std::strerror(errno)));
   watch(listener_.fd.get(), EPOLL_CTL_ADD);
+  watch(timer_.get(), EPOLL_CTL_ADD);
 }
 
 Door::~Door() { forget(key_); }
@@ -50,7 +53,7 @@ void Door::watch(int fd, int operation, bool wanted) {
 }
 
 std::vector<Door::Guest> Door::serve() {
-  std::array<epoll_event, kMostStrangers + 1> events{};
+  std::array<epoll_event, kMostStrangers + 2> events{};
   const int ready = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
   std::vector<Guest> guests;
   bool knock = !awaits_knocks_;  // then epoll would not tell
@@ -76,7 +79,18 @@ std::vector<Door::Guest> Door::serve() {
   while (!strangers_.empty() && strangers_.front().came + kPatience <= Clock::now())
     refuse(strangers_.begin(), fmt::format("it did not prove the key within {} ms", kPatience.count()));
   report();
+  set_timer();
   return guests;
+}
+
+// Setting it anew also makes it unreadable.
+void Door::set_timer() {
+  itimerspec when{};
+  if (!strangers_.empty() || refused_ > 0) {
+    const auto left = std::max(next_deadline(), milliseconds(1));  // 0 would be never
+    when.it_value = {left.count() / 1000, left.count() % 1000 * 1'000'000};
+  }
+  ::timerfd_settime(timer_.get(), 0, &when, nullptr);
 }
 
 // What is wrong with what it said; nothing where it may go on.
@@ -169,6 +183,7 @@ milliseconds Door::next_deadline() const {
 void Door::change_context(std::string context) {
   context_ = std::move(context);
   while (!strangers_.empty()) refuse(strangers_.begin(), "it came for an attempt that is over");
+  set_timer();
 }
 
 }  // namespace lockstep::control

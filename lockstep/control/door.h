@@ -33,8 +33,9 @@ class Door {
   Door(Door&&) = delete;
 
   const TcpListener& listener() const { return listener_; }
-  int fd() const { return epoll_.get(); }  // readable (poll, epoll) when serve has something to do
-  // When serve is to be called though fd() is not readable; at most a minute.
+  // Readable (poll, epoll) when serve has something to do, also when that is to give up on somebody.
+  int fd() const { return epoll_.get(); }
+  // When that will be, if nothing comes before; at most a minute.
   std::chrono::milliseconds next_deadline() const;
 
   struct Guest {
@@ -66,11 +67,12 @@ class Door {
   void refuse(Place stranger, const std::string& why);
   void count_refusal(std::string from, std::string why);
   void report();
+  void set_timer();
 
   TcpListener listener_;
   std::string key_, context_;
   std::function<void(const std::string&)> say_;
-  Fd epoll_;
+  Fd epoll_, timer_;
   Fd spare_;  // given up for a moment when there are no descriptors left
   bool awaits_knocks_ = true;
   std::list<Stranger> strangers_;  // the oldest first

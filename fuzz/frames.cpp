@@ -1,0 +1,90 @@
+// Frames as a connection brings them, and every message that a frame may hold.
+//
+// Input: how many bytes come at a time, then what comes.
+#include <string>
+
+#include <lockstep/control/messages.h>
+#include <lockstep/control/store.h>
+
+#include "input.h"
+
+namespace lockstep::fuzz {
+namespace {
+
+using namespace control;
+
+// Each either gives a value, which is encoded as it came, or throws FrameError.
+void same(const std::string& encoded, std::string_view payload) {
+  require(encoded == payload, "a message is encoded as it came");
+}
+
+template <typename T>
+void message(std::string_view payload) {
+  same(T::decode(payload).encode(), payload);
+}
+
+void numbers_and_texts(std::string_view payload) {
+  Reader reader(payload);
+  Writer writer;
+  // The payload itself says what is asked of it.
+  for (const char kind : payload.substr(0, 16))
+    if (kind & 1)
+      writer.text(reader.text(static_cast<std::size_t>(kind & 0x7e)));
+    else
+      writer.number(kind & 2 ? reader.number(-kind, 1000) : reader.number());
+  reader.end();
+  same(writer.take(), payload);
+}
+
+void (*const kDecoders[])(std::string_view) = {
+    message<Hello>,
+    message<Attach>,
+    message<Welcome>,
+    message<GroupMade>,
+    message<Fault>,
+    message<Rows>,
+    message<NodeHello>,
+    message<StoreRequest>,
+    message<StoreReply>,
+    [](std::string_view payload) { same(encode(decode_ended(payload)), payload); },
+    [](std::string_view payload) { same(encode(decode_failure(payload)), payload); },
+    [](std::string_view payload) { same(encode(decode_order(payload)), payload); },
+    numbers_and_texts,
+};
+
+void look_at(const Frame& frame) {
+  for (const auto decode : kDecoders) {
+    try {
+      decode(frame.payload);
+    } catch (const FrameError&) {
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  Input input(data, size);
+  const std::size_t at_a_time = 1 + input.byte();
+  std::string_view sent = input.rest();
+  const std::string_view all = sent;
+  std::string again;
+  FrameBuffer buffer;
+  try {
+    while (!sent.empty()) {
+      const auto piece = sent.substr(0, at_a_time);
+      sent.remove_prefix(piece.size());
+      buffer.append(piece);
+      require(buffer.size() <= all.size(), "no more is held than was sent");
+      while (auto frame = buffer.next()) {
+        again += encode(*frame);
+        look_at(*frame);
+      }
+    }
+  } catch (const FrameError&) {
+  }
+  require(all.starts_with(again), "frames are encoded as they came");
+  return 0;
+}
+
+}  // namespace lockstep::fuzz

@@ -1,0 +1,40 @@
+// What every target has in common: reading its input piece by piece, and checks that end the process.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string_view>
+
+namespace lockstep::fuzz {
+
+// A failure that libFuzzer reports with the input that led to it.
+inline void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "not so: %s\n", what);
+  std::abort();
+}
+
+// Gives the input out piece by piece; zeros and nothing when it is used up.
+class Input {
+ public:
+  Input(const std::uint8_t* data, std::size_t size) : left_(reinterpret_cast<const char*>(data), size) {}
+
+  bool empty() const { return left_.empty(); }
+  std::uint8_t byte() {
+    const auto piece = bytes(1);
+    return piece.empty() ? 0 : static_cast<std::uint8_t>(piece[0]);
+  }
+  std::string_view bytes(std::size_t most) {
+    const auto piece = left_.substr(0, most);
+    left_.remove_prefix(piece.size());
+    return piece;
+  }
+  std::string_view rest() { return bytes(left_.size()); }
+
+ private:
+  std::string_view left_;
+};
+
+}  // namespace lockstep::fuzz

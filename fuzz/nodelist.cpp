@@ -1,0 +1,28 @@
+// SLURM's list of hosts, which comes from the environment.
+#include <string>
+
+#include <lockstep/base/error.h>
+#include <lockstep/launch/nodelist.h>
+
+#include "input.h"
+
+namespace lockstep::fuzz {
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const std::string text(reinterpret_cast<const char*>(data), size);
+  try {
+    const auto hosts = detail::expand_nodelist("LIST", text);
+    require(!hosts.empty(), "there is a host");
+    std::string plain;
+    for (const auto& host : hosts) {
+      require(!host.empty() && host.find_first_of("[], \n") == std::string::npos, "a host is a name");
+      plain += (plain.empty() ? "" : ",") + host;
+    }
+    if (plain.size() < 60000)
+      require(detail::expand_nodelist("LIST", plain) == hosts, "a list without brackets is itself");
+  } catch (const ConfigError&) {
+  }
+  return 0;
+}
+
+}  // namespace lockstep::fuzz

@@ -1,0 +1,53 @@
+// The store, asked by ranks that ask anything.
+//
+// Input: frames. One of kind store is a request of its rank; any other kind means that the rank has gone.
+#include <map>
+#include <string>
+
+#include <lockstep/control/store.h>
+
+#include "input.h"
+
+namespace lockstep::fuzz {
+namespace {
+
+using namespace control;
+
+void serve(FrameBuffer& frames) {
+  StoreServer server;
+  std::map<int, int> owed;  // answers, by request
+  int request = 0;
+  std::map<int, std::int32_t> askers;
+  while (auto frame = frames.next()) {
+    if (frame->kind != Kind::store) {
+      server.forget(frame->rank);
+      for (const auto& [number, rank] : askers)
+        if (rank == frame->rank) owed[number] = 0;
+      continue;
+    }
+    auto asked = StoreRequest::decode(frame->payload);
+    const int number = request++;
+    const bool waits = asked.call == StoreCall::get;
+    owed[number] = 1;
+    askers[number] = frame->rank;
+    server.handle(frame->rank, std::move(asked), [&owed, number](StoreReply reply) {
+      require(owed[number]-- == 1, "who has asked and has not gone is answered once");
+      require(StoreReply::decode(reply.encode()).values == reply.values, "an answer can be read");
+    });
+    require(waits || owed[number] == 0, "only who asks for a value may have to wait");
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  FrameBuffer frames;
+  frames.append({reinterpret_cast<const char*>(data), size});
+  try {
+    serve(frames);
+  } catch (const FrameError&) {
+  }
+  return 0;
+}
+
+}  // namespace lockstep::fuzz
