@@ -144,6 +144,9 @@ class Help : public CLI::Formatter {
   std::string make_usage(const CLI::App*, std::string) const override {
     return "Usage: lockstep run -n K [OPTIONS] [--] PROGRAM [ARGUMENTS...]\n";
   }
+  std::string make_help(const CLI::App* run, std::string name, CLI::AppFormatMode mode) const override {
+    return CLI::detail::find_and_replace(CLI::Formatter::make_help(run, name, mode), "\n\n\n", "\n\n");
+  }
 };
 
 // Adds options to `run`, one line each: names, what follows them in the help, what it means, what to do.
@@ -291,7 +294,7 @@ void tidy_run(const CLI::App& app, std::vector<std::string>& arguments) {
     argument.replace(0, name_end, name);
     const CLI::Option* option = run->get_option_no_throw(name);
     if (option == nullptr) return;                                           // CLI11 says so
-    if (option->get_type_size() > 0 && argument.size() == name.size()) ++i;  // its value stands apart
+    if (option->get_items_expected_max() > 0 && argument.size() == name.size()) ++i;  // its value stands apart
   }
 }
 
@@ -308,13 +311,13 @@ void add_run(CLI::App& app, Action& action) {
       "environment. When one fails the others are told and ended, and its status is this program's. SIGINT\n"
       "and SIGTERM go to every rank, a second one kills. torchrun's spellings are understood: "
       "--nproc_per_node,\n"
-      "--node_rank, --master_addr, --master_port, --max_restarts.");
-  run->get_help_ptr()->group("Output");
+      "--node_rank, --master_addr, --master_port, --max_restarts.\n");
   Adder add(run);
   add_rank_options(add, *request);
   add_output_options(add, *request);
   add_failure_options(add, *request);
   add_host_options(add, *request);
+  run->set_help_flag("-h,--help", "This text")->group("Output");  // again: after the others
   // From the program's name on everything belongs to the program.
   run->prefix_command();
   run->callback([&action, request, run] {

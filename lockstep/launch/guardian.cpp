@@ -125,6 +125,7 @@ class Guardian {
   struct Rank {
     pid_t pid = -1;
     bool running = false;
+    bool killed = false;  // by us
   };
 
   control::AgentOptions agent_options() {
@@ -254,7 +255,7 @@ class Guardian {
     process.signals = rank_signals_;
     output_.add_rank(place.rank, std::move(out), std::move(err));
     const pid_t pid = start_rank(process);
-    ranks_[static_cast<std::size_t>(place.local_rank)] = {pid, true};
+    ranks_[static_cast<std::size_t>(place.local_rank)] = {pid, true, false};
     agent_.rank_started(place.rank, pid);
   }
 
@@ -279,7 +280,9 @@ class Guardian {
   }
 
   void handle(const control::Failed& failed) {
-    output_.tell_failure("lockstep: " + failed.failure.text(), failed.failure.rank);
+    const auto local = static_cast<std::size_t>(failed.failure.rank - first_rank_);
+    if (failed.failure.rank < 0 || local >= ranks_.size() || !ranks_[local].killed)
+      output_.tell_failure("lockstep: " + failed.failure.text(), failed.failure.rank);
     if (!terminate_at_) terminate_at_ = Clock::now() + kAfterVerdict;
     for (const Rank& rank : ranks_)
       if (rank.running && is_stopped(rank)) send(rank, SIGKILL);
@@ -339,13 +342,23 @@ class Guardian {
       send_all(SIGTERM);
       if (!kill_at_) kill_at_ = now + plan_.grace;
     }
-    if (kill_at_ && now >= *kill_at_) kill_all();
+    if (kill_at_ && now >= *kill_at_) {
+      for (std::size_t i = 0; i < ranks_.size(); ++i)
+        if (ranks_[i].running)
+          say(fmt::format("rank {} (pid {}) has not ended within {} s: it is killed", first_rank_ + static_cast<int>(i),
+                          ranks_[i].pid, static_cast<double>(plan_.grace.count()) / 1000));
+      kill_all();
+    }
     if (give_up_at_ && now >= *give_up_at_) give_up();
   }
 
   void kill_all() {
     kill_at_.reset();
-    send_all(SIGKILL);
+    for (Rank& rank : ranks_)
+      if (rank.running) {
+        rank.killed = true;
+        send(rank, SIGKILL);
+      }
     if (!give_up_at_) give_up_at_ = Clock::now() + kAfterKill;
   }
 

@@ -23,7 +23,6 @@ class Terminal {
 
  private:
   static Session::Options with_prompt(std::map<std::string, std::string> environment) {
-    environment["PS1"] = "rea''dy>";
     environment["PS1"] = "ready>";
     environment["TERM"] = "xterm";
     return {true, std::move(environment)};
@@ -83,9 +82,12 @@ TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
   ASSERT_TRUE(terminal->wait_for("begun\r\n") && terminal->wait_for("begun\r\n")) << terminal->output();
   terminal->type("\x1a");
   ASSERT_TRUE(terminal->wait_for("Stopped")) << terminal->output();
-  int stopped = 0;
-  for (pid_t pid : processes_with(marker)) stopped += state_of(pid) == 'T';
-  EXPECT_EQ(stopped, 3);  // two ranks and the launcher; the guardian is awake
+  // Two ranks and the launcher; the guardian is awake.
+  EXPECT_TRUE(becomes_true([&] {
+    int stopped = 0;
+    for (pid_t pid : processes_with(marker)) stopped += state_of(pid) == 'T';
+    return stopped == 3;
+  }));
   // Longer than the grace of a rank that somebody else has stopped.
   terminal->type("sleep 3; fg\n");
   EXPECT_TRUE(terminal->wait_for("ended\r\n") && terminal->wait_for("ended\r\n")) << terminal->output();
@@ -111,7 +113,7 @@ TEST(Terminal, a_job_behind_leaves_the_terminal_to_the_shell) {
   Terminal terminal;
   terminal->type(kProgram +
                  " run -q -n 2 bash -c 'read a; echo $RANK has read $a; sleep 1; echo en''ded' &\n");
-  ASSERT_TRUE(terminal->wait_for("1 has read \r\n")) << terminal->output();
+  ASSERT_TRUE(terminal->wait_for("1 has read\r\n")) << terminal->output();
   terminal->type("echo typed'' for the shell\n");
   EXPECT_TRUE(terminal->wait_for("typed for the shell\r\n")) << terminal->output();
   EXPECT_TRUE(terminal->wait_for("1]\033[0m ended\r\n")) << terminal->output();
