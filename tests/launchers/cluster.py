@@ -1,5 +1,6 @@
-"""A real SLURM of one node, for the length of a test: munged, slurmctld and slurmd with a folder, a key and ports of
-their own, so that neither a SLURM of this host nor another test is in the way."""
+"""A real SLURM for the length of a test: munged, slurmctld and slurmd with a folder, a key and ports of their own, so
+that neither a SLURM of this host nor another test is in the way. On one node, which is this host, or on two that have
+networks and names of their own."""
 
 import ctypes
 import getpass
@@ -47,11 +48,56 @@ def wait_until(what, condition, seconds=30):
     raise TimeoutError(f"after {seconds} s: {what}")
 
 
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_us():
+    """For what is started: it ends even if this test is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Host:
+    """Namespaces for network, name and mounts: what two hosts do not share. They end with their last process."""
+
+    def __init__(self, name, hosts_file):
+        self.name = name
+        prepare = f"hostname {name} && mount --bind {hosts_file} /etc/hosts && ip link set lo up && echo ready"
+        self.holder = subprocess.Popen(
+            ["unshare", "--net", "--uts", "--mount", "sh", "-c", f"{prepare} && exec sleep infinity"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=die_with_us)
+        answer = self.holder.stdout.readline()
+        if answer != b"ready\n":
+            self.close()
+            raise OSError(f"no namespaces: {answer.decode()}")
+
+    def inside(self, *command):
+        return ("nsenter", f"--target={self.holder.pid}", "--net", "--uts", "--mount", "--", *command)
+
+    def connect(self, other, own_address, other_address):
+        support.succeed(*self.inside("ip", "link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns",
+                                     str(other.holder.pid)))
+        for host, address in ((self, own_address), (other, other_address)):
+            support.succeed(*host.inside("ip", "address", "add", f"{address}/24", "dev", "link0"))
+            support.succeed(*host.inside("ip", "link", "set", "link0", "up"))
+
+    def close(self):
+        self.holder.kill()
+        self.holder.wait()
+        self.holder.stdout.close()
+
+
+def namespaces_are_allowed():
+    return support.run("unshare", "--net", "--uts", "--mount", "ip", "link", "set", "lo", "up")[0] == 0
+
+
 class Cluster:
     """Started by `with`, stopped at its end with all that its jobs started."""
 
+    def __init__(self, two_hosts=False):
+        self.two_hosts = two_hosts
+        self.daemons, self.hosts = [], []
+
     def __enter__(self):
-        self.daemons = []
         self.folder = tempfile.mkdtemp(prefix="lockstep-slurm-")
         os.chmod(self.folder, 0o755)  # munged refuses a socket that others could not reach
         try:
@@ -63,9 +109,8 @@ class Cluster:
 
     def __exit__(self, *_):
         # What still runs of jobs ends with slurmd's help, while it is there.
-        if any(daemon.args[0] == "slurmd" and daemon.poll() is None for daemon in self.daemons):
-            subprocess.run(["scancel", "--full", "--signal=KILL", "--user", getpass.getuser()], env=self.environment,
-                           timeout=20, check=False, capture_output=True)
+        if self.daemons and all(daemon.poll() is None for daemon in self.daemons):
+            self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), seconds=20)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             try:
@@ -76,37 +121,53 @@ class Cluster:
         self.daemons = []
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
+        for host in self.hosts:
+            host.close()
+        self.hosts = []
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self):
         path = lambda name: os.path.join(self.folder, name)
         self.environment = support.clean_environment(SLURM_CONF=path("slurm.conf"))
-        for name in ("state", "spool"):
-            os.mkdir(path(name), 0o755)
+        os.mkdir(path("state"), 0o755)
         with open(os.open(path("munge.key"), os.O_CREAT | os.O_WRONLY, 0o400), "wb") as file:
             file.write(secrets.token_bytes(128))
-        with open(path("slurm.conf"), "w", encoding="utf-8") as file:
-            file.write(self._configuration())
         with open(path("cgroup.conf"), "w", encoding="utf-8") as file:
             file.write("IgnoreSystemd=yes\n")
+        if self.two_hosts:
+            self._make_hosts(path("hosts"))
+        with open(path("slurm.conf"), "w", encoding="utf-8") as file:
+            file.write(self._configuration())
         self._daemon("munged", "--foreground", "--force", f"--key-file={path('munge.key')}",
                      f"--socket={path('munge.socket')}", f"--pid-file={path('munge.pid')}",
                      f"--log-file={path('munge.log')}", f"--seed-file={path('munge.seed')}", "--num-threads=2")
         wait_until("munged has not opened its socket", lambda: os.path.exists(path("munge.socket")))
         self._daemon("slurmctld", "-D", "-i", "-f", path("slurm.conf"))
-        self._daemon("slurmd", "-D", "-f", path("slurm.conf"), "-N", "node1")
+        for number, _ in enumerate(self.hosts or [None], 1):
+            os.mkdir(path(f"spool.node{number}"), 0o755)
+            self._daemon("slurmd", "-D", "-f", path("slurm.conf"), "-N", f"node{number}", host=number - 1)
         try:
-            wait_until("the node is not idle", lambda: self.run("sinfo", "-h", "-o", "%T")[1].strip() == "idle")
+            wait_until("nodes are not idle",
+                       lambda: set(self.run("sinfo", "-N", "-h", "-o", "%T")[1].split()) == {"idle"})
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.logs()}") from None
         self.own_processes = self.processes()
 
+    def _make_hosts(self, file):
+        with open(file, "w", encoding="utf-8") as out:
+            out.write("127.0.0.1 localhost\n10.87.0.1 node1\n10.87.0.2 node2\n")
+        for name in ("node1", "node2"):
+            self.hosts.append(Host(name, file))
+        self.hosts[0].connect(self.hosts[1], "10.87.0.1", "10.87.0.2")
+
     def _configuration(self):
         controller, node = free_ports(2)
         user, host = getpass.getuser(), socket.gethostname()
+        nodes = [("node1", "node1", "10.87.0.1"), ("node2", "node2", "10.87.0.2")] if self.two_hosts else \
+                [("node1", host, "127.0.0.1")]
         return f"""
 ClusterName=lockstep{os.getpid()}
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={nodes[0][1]}({nodes[0][2]})
 SlurmctldPort={controller}
 SlurmUser={user}
 SlurmdUser={user}
@@ -114,11 +175,11 @@ AuthType=auth/munge
 AuthInfo=socket={self.folder}/munge.socket
 CredType=cred/munge
 StateSaveLocation={self.folder}/state
-SlurmdSpoolDir={self.folder}/spool
+SlurmdSpoolDir={self.folder}/spool.%n
 SlurmctldPidFile={self.folder}/slurmctld.pid
-SlurmdPidFile={self.folder}/slurmd.pid
+SlurmdPidFile={self.folder}/slurmd.%n.pid
 SlurmctldLogFile={self.folder}/slurmctld.log
-SlurmdLogFile={self.folder}/slurmd.log
+SlurmdLogFile={self.folder}/slurmd.%n.log
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -133,28 +194,30 @@ MpiDefault=none
 KillWait=2
 MinJobAge=10
 PrologFlags=NoHold
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node} CPUs={CPUS} State=UNKNOWN
-PartitionName=test Nodes=node1 Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+""" + "".join(f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={node} CPUs={CPUS} State=UNKNOWN\n"
+              for name, host, address in nodes) + """
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
 
-    def _daemon(self, *command):
-        log = open(os.path.join(self.folder, f"{command[0]}.out"), "wb")
-        # Should this test be killed, they end too: 1 is PR_SET_PDEATHSIG.
-        die_with_us = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        self.daemons.append(subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log,
-                                             stderr=log, start_new_session=True, preexec_fn=die_with_us))
-        log.close()
+    def _daemon(self, *command, host=0):
+        with open(os.path.join(self.folder, f"{command[0]}.out"), "ab") as log:
+            self.daemons.append(subprocess.Popen(self._inside(command, host), env=self.environment,
+                                                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                                 start_new_session=True, preexec_fn=die_with_us))
+
+    def _inside(self, command, host=0):
+        return self.hosts[host].inside(*command) if self.hosts else command
 
     def call(self, *command, **options):
-        """Its output; an error that shows it, where the status is not 0."""
-        return support.succeed(*command, environment=self.environment, **options)
+        """Its output, on the first node; an error that shows it, where the status is not 0."""
+        return support.succeed(*self._inside(command), environment=self.environment, **options)
 
     def run(self, *command, **options):
-        return support.run(*command, environment=self.environment, **options)
+        return support.run(*self._inside(command), environment=self.environment, **options)
 
     def popen(self, *command):
-        return subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        return subprocess.Popen(self._inside(command), env=self.environment, stdin=subprocess.DEVNULL,
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
     def submit(self, script, *options):
         """A batch script, as text or as the path of a file; returns its number and where its output goes."""
@@ -187,12 +250,10 @@ PartitionName=test Nodes=node1 Default=YES MaxTime=INFINITE State=UP OverSubscri
 
     def logs(self):
         text = ""
-        for name in ("munged.out", "munge.log", "slurmctld.out", "slurmctld.log", "slurmd.out", "slurmd.log"):
-            try:
+        for name in sorted(os.listdir(self.folder)):
+            if name.endswith((".out", ".log")):
                 with open(os.path.join(self.folder, name), encoding="utf-8", errors="replace") as file:
                     text += f"---- {name}\n" + "".join(file.readlines()[-30:])
-            except FileNotFoundError:
-                pass
         return text
 
     def processes(self):
@@ -207,3 +268,36 @@ PartitionName=test Nodes=node1 Default=YES MaxTime=INFINITE State=UP OverSubscri
             except OSError:
                 pass  # it has ended, or is another user's
         return found
+
+
+class KillTest(support.LauncherTest):
+    def ranks_of(self, lines, count):
+        """Reads until every rank has said which process it is."""
+        pids, text = {}, ""
+        for line in lines:
+            text += line
+            if found := re.search(r"rank (\d+) pid (\d+)", line):
+                pids[int(found[1])] = int(found[2])
+            if len(pids) == count:
+                return pids
+        self.fail(f"not every rank came:\n{text}")
+
+    def expect_named(self, slurm, rank, *arguments, nodes=1):
+        """The others of 4 ranks are told that this one was killed."""
+        with slurm.popen("srun", "-N", str(nodes), f"--ntasks-per-node={4 // nodes}", "--kill-on-bad-exit=0",
+                         "patient", *arguments) as srun:
+            try:
+                pids = self.ranks_of(srun.stdout, 4)
+                begin = time.monotonic()
+                os.kill(pids[rank], signal.SIGKILL)
+                output, _ = srun.communicate(timeout=30)
+                print(f"told after {time.monotonic() - begin:.1f} s ... ", end="", flush=True)
+            except BaseException:
+                os.killpg(srun.pid, signal.SIGKILL)
+                raise
+        self.assertNotEqual(srun.returncode, 0)
+        told = [line for line in output.splitlines() if "told:" in line]
+        self.assertEqual(len(told), 3, output)
+        for line in told:
+            self.assertRegex(line, rf"\brank {rank}\b")
+            self.assertRegex(line, rf"\b{pids[rank]}\b")

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import time
 
 import cluster
@@ -154,18 +153,7 @@ class Training(support.LauncherTest):
         self.expect_hello(output, 2)
 
 
-class Ends(support.LauncherTest):
-    def ranks_of(self, lines, count):
-        """Reads until every rank has said which process it is."""
-        pids, text = {}, ""
-        for line in lines:
-            text += line
-            if found := re.search(r"rank (\d+) pid (\d+)", line):
-                pids[int(found[1])] = int(found[2])
-            if len(pids) == count:
-                return pids
-        self.fail(f"not every rank came:\n{text}")
-
+class Ends(cluster.KillTest):
     def test_scancel_ends_ranks_that_wait(self):
         job, output = slurm.submit(script("srun -n 3 patient wait"), "-n", "3")
         pids = lambda: re.findall(r"rank \d+ pid (\d+)", content(output))
@@ -176,33 +164,14 @@ class Ends(support.LauncherTest):
         print(f"gone {time.monotonic() - begin:.1f} s after scancel ... ", end="", flush=True)
         cluster.wait_until("the job has not ended", lambda: slurm.state(job) == "CANCELLED")
 
-    def kill(self, rank, *options):
-        """What the others of 4 ranks are told when this one is killed."""
-        with slurm.popen("srun", "-n", "4", "--kill-on-bad-exit=0", "patient", *options) as srun:
-            try:
-                pids = self.ranks_of(srun.stdout, 4)
-                begin = time.monotonic()
-                os.kill(pids[rank], signal.SIGKILL)
-                output, _ = srun.communicate(timeout=30)
-                print(f"told after {time.monotonic() - begin:.1f} s ... ", end="", flush=True)
-            except BaseException:
-                os.killpg(srun.pid, signal.SIGKILL)
-                raise
-        self.assertNotEqual(srun.returncode, 0)
-        told = [line for line in output.splitlines() if "told:" in line]
-        self.assertEqual(len(told), 3, output)
-        for line in told:
-            self.assertRegex(line, rf"\brank {rank}\b")
-            self.assertRegex(line, rf"\b{pids[rank]}\b")
-
     def test_a_killed_rank_is_named_to_the_others(self):
-        self.kill(2)
+        self.expect_named(slurm, 2)
 
     def test_so_is_one_that_the_others_wait_for(self):
-        self.kill(3, "wait")
+        self.expect_named(slurm, 3, "wait")
 
     def test_so_is_the_one_that_holds_the_agent(self):
-        self.kill(0)
+        self.expect_named(slurm, 0)
 
     def test_zz_nothing_of_a_job_is_left(self):
         # Runs last.

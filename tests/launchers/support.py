@@ -79,11 +79,12 @@ class LauncherTest(unittest.TestCase):
         self.assertEqual(len({each["job"] for each in found}), 1, output)
         return found
 
-    def expect_hello(self, output, count):
+    def expect_hello(self, output, count, per_host=None):
         """The lines of 00_hello."""
         total = count * (count + 1) // 2
         for rank in range(count):
-            self.assertRegex(output, rf"rank {rank} of {count} \(local {rank}, cpu, \w+\): "
+            local = rank % (per_host or count)
+            self.assertRegex(output, rf"rank {rank} of {count} \(local {local}, cpu, \w+\): "
                                      rf"mine {rank + 1}, the sum of all {total}\b")
 
 
@@ -97,7 +98,8 @@ def main(skip_reason=None):
     if skip_reason:
         print(f"skipped: {skip_reason}")
         sys.exit(77)
-    Programs.folder, Programs.source, Programs.torchrun = options.programs, options.source, options.torchrun
+    Programs.folder, Programs.source = os.path.abspath(options.programs), os.path.abspath(options.source)
+    Programs.torchrun = options.torchrun
 
     def ended(number, _):
         raise SystemExit(128 + number)  # what was started is stopped on the way out
