@@ -11,6 +11,7 @@ using Action = std::function<int()>;  // the exit status
 
 void add_run(CLI::App& app, Action& action);
 void add_key(CLI::App& app, Action& action);
+void add_doctor(CLI::App& app, Action& action);
 
 // `run -n 2 -- PROGRAM`: CLI11 reads "--" in another way, so it goes before CLI11 sees it.
 void drop_separator(std::vector<std::string>& arguments);
