@@ -31,15 +31,11 @@ bool is_of_a_launcher(std::string_view variable) {
   return false;
 }
 
-std::vector<std::string> environment_with(const std::map<std::string, std::string>& more) {
-  std::vector<std::string> all;
-  for (char** each = environ; *each != nullptr; ++each) {
-    const std::string_view variable = *each;
-    if (!is_of_a_launcher(variable) && !more.contains(std::string(variable.substr(0, variable.find('=')))))
-      all.emplace_back(variable);
-  }
-  for (const auto& [name, value] : more) all.push_back(name + "=" + value);
-  return all;
+std::vector<std::string> environment_of_child() {
+  std::vector<std::string> variables;
+  for (char** each = environ; *each != nullptr; ++each)
+    if (!is_of_a_launcher(*each)) variables.emplace_back(*each);
+  return variables;
 }
 
 std::vector<char*> pointers_to(std::vector<std::string>& texts) {
@@ -57,11 +53,11 @@ void read_what_is_there(int fd, std::string& output) {
 
 }  // namespace
 
-ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::milliseconds limit,
-                       const std::map<std::string, std::string>& environment) {
+ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::milliseconds limit) {
   // All that allocates is done before the fork: other threads may hold the allocator.
-  auto arguments = command, variables = environment_with(environment);
+  auto arguments = command, variables = environment_of_child();
   const auto argv = pointers_to(arguments), envp = pointers_to(variables);
+  ::signal(SIGCHLD, SIG_DFL);  // a parent may ignore it, and then nobody can be waited for
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
   const pid_t parent = ::getpid(), pid = ::fork();

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <map>
 #include <string>
 #include <vector>
 
@@ -18,8 +17,7 @@ struct ChildOutcome {
 };
 
 // What launched this process is none of the child's business: RANK and its like are not passed on.
-ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::milliseconds limit,
-                       const std::map<std::string, std::string>& environment = {});
+ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::milliseconds limit);
 
 // Where PATH has this program; empty where it has not.
 std::string find_in_path(const std::string& name);

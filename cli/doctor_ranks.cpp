@@ -1,6 +1,4 @@
 // What `lockstep doctor -n` measures: each transport with ranks of lockstep-probe, started as a user's are.
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,20 +16,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using Json = nlohmann::ordered_json;
-using Environment = std::map<std::string, std::string>;
-
-// Free a moment ago. mpirun passes no socket on, so that it could be held until rank 0 has it.
-int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  const bool bound = ::bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-                     ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  if (fd >= 0) ::close(fd);
-  return bound ? ntohs(address.sin_port) : 29500;
-}
 
 Json figures_in(const std::string& output) {
   const auto begin = output.find("{\"transport\":");
@@ -39,11 +23,16 @@ Json figures_in(const std::string& output) {
   return Json::parse(output.substr(begin, output.find('\n', begin) - begin), nullptr, false);
 }
 
-Row measured(const std::string& name, int ranks, const std::vector<std::string>& command,
-             const Environment& environment = {}) {
-  // The measurement takes about 2 s; starting many ranks on few cores takes longer.
-  const auto limit = std::chrono::seconds(20) + std::chrono::milliseconds(500) * ranks;
-  const auto outcome = run_child(command, limit, environment);
+// Starts ranks of the probe with the words of a launcher; without any it makes them itself, as threads.
+Row measured(const std::string& name, const std::string& transport, int ranks,
+             std::vector<std::string> command, const Installed& installed) {
+  for (const auto& word : {installed.probe.string(), std::string("--measure"), transport,
+                           std::string("--ranks"), std::to_string(ranks)})
+    command.push_back(word);
+  // The measurement takes about 2 s; starting many ranks on few cores takes longer. The probe's own deadlines
+  // come before this one, and say more.
+  const auto limit = std::chrono::seconds(40) + std::chrono::milliseconds(500) * ranks;
+  const auto outcome = run_child(command, limit);
   Row row{"transport " + name, {}};
   row.values = figures_in(outcome.output);
   // An MPI that does not end well after all was measured has still served.
@@ -68,19 +57,14 @@ Row absent(const std::string& name, const std::string& finding) {
   return {"transport " + name, finding, Verdict::bad, "leave it out of --backend, or see its row above", {}};
 }
 
-Row mpi_row(const std::string& flavour, const std::string& mpirun, int ranks, const std::string& probe) {
-  std::vector<std::string> command = {mpirun};
-  if (flavour == "openmpi") {  // refuses more ranks than cores, and root; binding would share one core
-    for (const char* option : {"--oversubscribe", "--bind-to", "none"}) command.emplace_back(option);
-    if (::geteuid() == 0) command.emplace_back("--allow-run-as-root");
+std::vector<std::string> mpi_launcher(const std::string& flavour, const std::string& mpirun, int ranks) {
+  std::vector<std::string> words = {mpirun, "-n", std::to_string(ranks)};
+  if (flavour ==
+      "openmpi") {  // refuses root, and more ranks than cores; two ranks it would bind to one core each
+    for (const char* option : {"--oversubscribe", "--bind-to", "none"}) words.emplace_back(option);
+    if (::geteuid() == 0) words.emplace_back("--allow-run-as-root");
   }
-  for (const std::string& word :
-       {std::string("-n"), std::to_string(ranks), probe, std::string("--measure"), std::string("mpi")})
-    command.push_back(word);
-  return measured(flavour, ranks, command,
-                  {{"MASTER_ADDR", "127.0.0.1"},
-                   {"MASTER_PORT", std::to_string(free_port())},
-                   {"LOCKSTEP_MPI", flavour}});
+  return words;
 }
 
 }  // namespace
@@ -112,25 +96,24 @@ Row memory_copy_row() {
 }
 
 Rows transport_rows(const std::string& transport, int ranks, bool asked_for, const Installed& installed) {
-  const auto count = std::to_string(ranks), probe = installed.probe.string();
-  if (probe.empty()) return {absent(transport, "not measured: there is no lockstep-probe that works")};
-  if (transport == "threads")
-    return {measured(transport, ranks, {probe, "--measure", transport, "--ranks", count})};
+  if (installed.probe.empty())
+    return {absent(transport, "not measured: there is no lockstep-probe that works")};
+  if (transport == "threads") return {measured(transport, transport, ranks, {}, installed)};
+  Rows rows;
   if (transport == "mpi") {
-    Rows rows;
     for (const auto& [flavour, mpirun] : installed.mpirun)
-      rows.push_back(mpi_row(flavour, mpirun, ranks, probe));
+      rows.push_back(measured(flavour, transport, ranks, mpi_launcher(flavour, mpirun, ranks), installed));
     if (rows.empty() && asked_for)
       rows.push_back(absent(transport, "no MPI has both its mpirun and its module here"));
-    return rows;
+  } else if (transport == "nccl" && installed.gpus < ranks) {
+    if (asked_for)
+      rows.push_back(absent(
+          transport, fmt::format("{} ranks need as many GPUs, and {} can be used", ranks, installed.gpus)));
+  } else {
+    rows.push_back(measured(transport, transport, ranks,
+                            {installed.program.string(), "run", "-n", std::to_string(ranks)}, installed));
   }
-  if (transport == "nccl" && installed.gpus < ranks) {
-    if (!asked_for) return {};
-    return {absent(transport,
-                   fmt::format("{} ranks need as many GPUs, and {} can be used", ranks, installed.gpus))};
-  }
-  return {measured(transport, ranks,
-                   {installed.program.string(), "run", "-n", count, probe, "--measure", transport})};
+  return rows;
 }
 
 }  // namespace lockstep::cli

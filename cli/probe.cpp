@@ -2,7 +2,7 @@
 //
 //   lockstep-probe --describe                       LibTorch and the GPUs, one line of JSON
 //   lockstep-probe --measure threads --ranks 4      times of a transport, one line of JSON
-//   lockstep run -n 4 lockstep-probe --measure gloo
+//   lockstep run -n 4 lockstep-probe --measure gloo --ranks 4
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -103,12 +103,12 @@ double seconds_of(const std::function<void()>& once) {
 // Every rank calls it; rank 0's median.
 double median_seconds(lockstep::Group group, const std::function<void()>& once) {
   once();  // connections and buffers are made at first use
-  const double first = std::max(seconds_of(once), 1e-9),
-               share = std::chrono::duration<double>(kShare).count();
-  const int count = group.broadcast_value(static_cast<int>(std::clamp(share / first, 3.0, 5000.0)));
-  std::vector<double> times;
-  for (int i = 0; i < count; ++i) times.push_back(seconds_of(once));
-  const auto middle = times.begin() + count / 2;
+  std::vector<double> times = {seconds_of(once)};
+  const double share = std::chrono::duration<double>(kShare).count();
+  const int more =
+      group.broadcast_value(static_cast<int>(std::min(share / std::max(times[0], 1e-9), 5000.0)));
+  for (int i = 0; i < more; ++i) times.push_back(seconds_of(once));
+  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
   std::nth_element(times.begin(), middle, times.end());
   return *middle;
 }
@@ -143,7 +143,9 @@ Json figures_of(lockstep::World& world, const std::string& transport) {
 }
 
 int measure(const std::string& transport, int num_ranks) {
-  const lockstep::WorldOptions options{.backend = transport, .timeout = 20s, .join_timeout = 20s};
+  // Many ranks on few cores take longer to start.
+  const lockstep::WorldOptions options{
+      .backend = transport, .timeout = 20s, .join_timeout = 20s + 400ms * num_ranks};
   auto body = [&](lockstep::World& world) {
     const auto figures = figures_of(world, transport);
     if (world.is_main()) std::cout << figures.dump() << std::endl;
@@ -167,7 +169,7 @@ int main(int argc, char** argv) {
   auto* describe_option = app.add_flag("--describe", described, "LibTorch and the GPUs, as JSON");
   app.add_option("--measure", transport, "A transport's times, as JSON: threads, gloo, mpi or nccl")
       ->excludes(describe_option);
-  app.add_option("--ranks", num_ranks, "How many ranks, for threads; a launcher says it for the others")
+  app.add_option("--ranks", num_ranks, "How many ranks there are; for threads, how many to start")
       ->check(CLI::Range(1, 4096));
   CLI11_PARSE(app, argc, argv);
   try {
