@@ -120,10 +120,10 @@ class Table {
     std::string text;
     for (const auto& column : kColumns) {
       const auto* key = values.contains(column.key) ? column.key : column.copy_key;
-      const bool time = std::string_view(column.unit) == "us";
-      text += values.contains(key)
-                  ? fmt::format("{:>{}.{}f}", values[key].get<double>(), kColumnWidth, time ? 1 : 2)
-                  : std::string(kColumnWidth, ' ');
+      const double value = values.value(key, 0.0);
+      const int digits = value >= 1000 ? 0 : std::string_view(column.unit) == "us" ? 1 : 2;
+      text += values.contains(key) ? fmt::format("{:>{}.{}f}", value, kColumnWidth, digits)
+                                   : std::string(kColumnWidth, ' ');
     }
     return text.find_first_not_of(' ') == std::string::npos ? "" : text;
   }
@@ -211,11 +211,13 @@ void add_doctor(CLI::App& app, Action& action) {
       "Every row has a verdict: ok, note (it may matter), bad (runs will suffer or fail), and a hint where\n"
       "something can be done. The status is 1 when something is bad, else 0.");
   auto* ranks = doctor->add_option("-n,--nproc", plan->ranks, "Measure each transport with so many ranks")
+                    ->option_text("K")
                     ->check(CLI::Range(1, 4096));
   doctor
       ->add_option("--backend", plan->backends,
                    fmt::format("Only these, with -n: {}; all that are there by default",
                                fmt::join(transport_names(), ",")))
+      ->option_text("LIST")
       ->delimiter(',')
       ->needs(ranks);
   doctor->add_flag("--json", plan->json, "Print JSON instead of a table");

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -113,6 +114,8 @@ double median_seconds(lockstep::Group group, const std::function<void()>& once) 
   return *middle;
 }
 
+double rounded(double value) { return std::round(value * 1e4) / 1e4; }
+
 Json figures_of(lockstep::World& world, const std::string& transport) {
   auto group = world.group();
   const auto device = transport == "nccl" ? world.device() : at::Device(at::kCPU);
@@ -128,16 +131,16 @@ Json figures_of(lockstep::World& world, const std::string& transport) {
     throw lockstep::Error(fmt::format("{} ranks that each gave 1 have the sum {}", world.size(), sum));
 
   Json figures = {{"transport", transport}, {"ranks", world.size()}};
-  figures["barrier_us"] = 1e6 * median_seconds(group, [&] { finish(group.barrier()); });
+  figures["barrier_us"] = rounded(1e6 * median_seconds(group, [&] { finish(group.barrier()); }));
   for (const auto& [key, bytes] : {std::pair("all_reduce_4B_us", 4L), {"all_reduce_4KiB_us", 4 * kKiB}}) {
     auto tensor = tensor_of(bytes);
-    figures[key] = 1e6 * median_seconds(group, [&] { finish(group.all_reduce(tensor)); });
+    figures[key] = rounded(1e6 * median_seconds(group, [&] { finish(group.all_reduce(tensor)); }));
   }
   for (const auto& [key, bytes] :
        {std::pair("all_reduce_1MiB_GBps", kMiB), {"all_reduce_25MiB_GBps", 25 * kMiB}}) {
     auto tensor = tensor_of(bytes);
-    figures[key] =
-        static_cast<double>(bytes) / 1e9 / median_seconds(group, [&] { finish(group.all_reduce(tensor)); });
+    const double seconds = median_seconds(group, [&] { finish(group.all_reduce(tensor)); });
+    figures[key] = rounded(static_cast<double>(bytes) / 1e9 / seconds);
   }
   return figures;
 }
