@@ -33,6 +33,7 @@ int main(int argc, char** argv) {
   lockstep::cli::Action action;
   lockstep::cli::add_run(app, action);
   lockstep::cli::add_key(app, action);
+  lockstep::cli::add_doctor(app, action);
   try {
     std::vector<std::string> arguments(argv + 1, argv + argc);
     check_verb(app, arguments);

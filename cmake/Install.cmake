@@ -20,6 +20,7 @@ install(FILES ${PROJECT_BINARY_DIR}/include/lockstep/version.h DESTINATION ${CMA
 
 install(TARGETS lockstep EXPORT lockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(TARGETS lockstep_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(TARGETS lockstep_probe RUNTIME DESTINATION ${CMAKE_INSTALL_LIBDIR}/lockstep)
 foreach(module lockstep_mpi_openmpi lockstep_mpi_mpich)
   if(TARGET ${module})
     install(TARGETS ${module} LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}/lockstep)
