@@ -652,32 +652,44 @@ ATTACKS = {
 }
 
 
+def attack_in_turns(port, attack, rounds, seconds):
+    """Waits and attacks in turn; returns when the attacks were."""
+    windows = []
+    for _ in range(rounds):
+        time.sleep(seconds)
+        begin = now()
+        # Another process, so that its work is not ours; it costs processor time all the same.
+        attacker = os.fork()
+        if attacker == 0:
+            attack(port, begin + seconds)
+            os._exit(0)
+        os.waitpid(attacker, 0)
+        windows.append((begin, begin + seconds))
+    return windows
+
+
+def calm_and_attacked(job, windows):
+    """Microseconds of the store operations outside and inside of these windows."""
+    calm, attacked = [], []
+    for begin, micros in (pair for event in job.events("ops") for pair in event["ops"]):
+        if any(b <= begin <= e for b, e in windows):
+            attacked.append(micros)
+        elif not any(begin <= b <= begin + micros / 1e6 or e <= begin <= e + 0.2 for b, e in windows):
+            calm.append(micros)
+    return calm, attacked
+
+
 def attack_head(case, kind):
     """The median time of a store operation during the attack over that of the pauses around it."""
     rounds, seconds = (5, 2.0) if case.options.full else (3, 1.0)
     port = free_port()
-    attack = ATTACKS[kind](case.random)
-    with KeyFile(case) as key, two_nodes(case, [case.options.store_probe, 2 * rounds * seconds + 3], port, key) as jobs:
+    program = [case.options.store_probe, 2 * rounds * seconds + 3]
+    with KeyFile(case) as key, two_nodes(case, program, port, key) as jobs:
         jobs[0].await_events("joined", case.ranks, timeout=30)
-        time.sleep(0.3)
-        windows = []
-        for _ in range(rounds):
-            time.sleep(seconds)
-            begin = now()
-            # Another process, so that its work is not ours; it costs processor time all the same.
-            attacker = os.fork()
-            if attacker == 0:
-                attack(port, begin + seconds)
-                os._exit(0)
-            os.waitpid(attacker, 0)
-            windows.append((begin, begin + seconds))
+        windows = attack_in_turns(port, ATTACKS[kind](case.random), rounds, seconds)
         for job in jobs:
             case.check(job.wait(30) == 0, "the job did not survive", job)
-        calm, attacked = [], []
-        for event in jobs[0].events("ops"):
-            inside = any(b <= event["begin"] and event["t"] <= e for b, e in windows)
-            outside = all(event["t"] < b or event["begin"] > e + 0.1 for b, e in windows)
-            (attacked if inside else calm if outside else []).extend(event["us"])
+        calm, attacked = calm_and_attacked(jobs[0], windows)
         if case.check(calm and attacked, "nothing was measured", jobs[0]):
             before, during = statistics.median(calm), statistics.median(attacked)
             case.notes.append(f"a set and a get: {before:.0f} us before, {during:.0f} us during ({len(attacked)} times)")
@@ -688,7 +700,7 @@ def attack_head(case, kind):
 def attack_rows():
     for kind in ATTACKS:
         @fault(f"{kind} at the head's port", "no crash; store operations take at most 1.5 times as long",
-               "median during / before, not seconds", 1.5, ranks=(2, 4) if kind.startswith("1,500") else (2,))
+               "median time during / before", 1.5, ranks=(2, 4) if kind.startswith("1,500") else (2,))
         def body(case, kind=kind):
             attack_head(case, kind)
 

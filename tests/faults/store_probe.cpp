@@ -1,5 +1,5 @@
-// A rank without LibTorch that asks the job's store again and again, and tells how long each time took: a set and a
-// get of the same key. The events are as in victim.cpp.
+// A rank without LibTorch that asks the job's store again and again, and tells how long each time took: a set
+// and a get of the same key. The events are as in victim.cpp.
 #include <fcntl.h>
 #include <time.h>
 #include <unistd.h>
@@ -65,13 +65,13 @@ int main(int argc, char** argv) {
     tell(file, "joined", "");
     const auto key = fmt::format("probe/{}", number("RANK"));
     for (const double end = now() + std::atof(argv[1]); now() < end;) {
-      const double begin = now();
-      std::vector<double> micros;
+      std::vector<std::string> operations;  // when each began, and how many microseconds it took
       for (int i = 0; i < 10; ++i) {
-        micros.push_back(ask_once(*client, key));
+        const double begin = now();
+        operations.push_back(fmt::format("[{:.6f},{:.1f}]", begin, ask_once(*client, key)));
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
       }
-      tell(file, "ops", fmt::format(",\"begin\":{:.9f},\"us\":[{:.1f}]", begin, fmt::join(micros, ",")));
+      tell(file, "ops", fmt::format(",\"ops\":[{}]", fmt::join(operations, ",")));
     }
     client->leave();
     tell(file, "done", "");

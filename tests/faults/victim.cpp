@@ -1,6 +1,6 @@
-// A rank for tests/faults: trains a loop, and comes to the end it was asked for. What happens to it goes to the
-// file $FAULTS_EVENTS, one JSON object per line with the time of CLOCK_MONOTONIC, because what it prints goes
-// through a launcher that may be dead.
+// A rank for tests/faults: trains a loop, and comes to the end it was asked for. What happens to it goes to
+// the file $FAULTS_EVENTS, one JSON object per line with the time of CLOCK_MONOTONIC, because what it prints
+// goes through a launcher that may be dead.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -14,9 +14,9 @@
 #include <thread>
 
 #include <ATen/ATen.h>
-#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <lockstep/lockstep.h>
+#include <CLI/CLI.hpp>
 
 namespace {
 
@@ -149,8 +149,8 @@ void work(const Request& request, bool target) {
 int train(const Request& request, lockstep::World& world) {
   const bool target = world.rank() == request.target;
   const bool faulty = target && !request.fault.empty() && number("LOCKSTEP_RESTART_COUNT") < request.attempts;
-  auto values = at::arange(request.phase == "in_collective" ? 1 << 20 : 1 << 10, at::kFloat) /
-                (world.rank() + 3.0);
+  auto values =
+      at::arange(request.phase == "in_collective" ? 1 << 20 : 1 << 10, at::kFloat) / (world.rank() + 3.0);
   for (int step = 0; step < request.steps; ++step) {
     world.step(step);
     if (step == 1) tell("training", {}, step);
