@@ -1,0 +1,7 @@
+"""What bench_launch gives torchrun: one barrier."""
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
