@@ -64,7 +64,7 @@ ConfigError no_key(const Identity& identity) {
   return ConfigError(fmt::format(
       "the {} ranks are on several hosts (MASTER_ADDR={}), which must prove a key to one another, and there "
       "is none: "
-      "make one with\n  lockstep key > job.key && chmod 600 job.key\nand start every rank with\n  "
+      "make one with\n  lockstep key --output job.key\nand start every rank with\n  "
       "LOCKSTEP_KEY_FILE=job.key",
       identity.size, identity.master_address));
 }
@@ -97,6 +97,13 @@ class TorchrunStore {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
+// Part of the proof: agents of another job, or of an earlier attempt, do not fit even with the same key. What
+// MPICH has is of this host alone.
+std::string job_of_all_hosts(const Identity& identity) {
+  return fmt::format("{} {} {} {}", identity.launcher, identity.master_address, identity.restart_count,
+                     identity.launcher == "MPICH" ? "" : identity.job);
+}
+
 control::AgentOptions agent_options(const Identity& identity, const std::string& name, milliseconds timeout) {
   control::AgentOptions options;
   options.name = name;
@@ -114,12 +121,11 @@ control::AgentOptions agent_options(const Identity& identity, const std::string&
     if (options.head && !identity.local_size) return options;
     throw no_key(identity);
   }
-  control::Link link{
-      .address = identity.master_address,
-      .port = identity.master_port,
-      .last_port = std::max(identity.master_port, identity.last_master_port),
-      .key = *key,
-      .job = fmt::format("{} {} {}", identity.launcher, identity.master_address, identity.restart_count)};
+  control::Link link{.address = identity.master_address,
+                     .port = identity.master_port,
+                     .last_port = std::max(identity.master_port, identity.last_master_port),
+                     .key = *key,
+                     .job = job_of_all_hosts(identity)};
   if (identity.store_is_served && !options.head) {
     const auto address = TorchrunStore(identity, timeout).read();
     const auto colon = address.rfind(':');

@@ -20,9 +20,9 @@ namespace lockstep::control {
 struct Link {
   std::string address = {};  // the head's, as given: name or number
   int port = 0;
-  int last_port = 0;  // the head takes the first free one from port to last_port; callers try them in turn
-  std::string key = {};    // 32 bytes
-  std::string job = {};    // the same text on every host of this job, and of no other: it is part of the proof
+  int last_port = 0;     // the head takes the first free one from port to last_port; callers try them in turn
+  std::string key = {};  // 32 bytes
+  std::string job = {};  // the same text on every host of this job, and of no other: it is part of the proof
 };
 
 struct AgentOptions {
@@ -31,7 +31,7 @@ struct AgentOptions {
   // How many ranks this node starts; 0: it starts none itself, they come (another launcher started them).
   int local_ranks = 0;
   int max_restarts = 0;
-  std::optional<Link> link = {};                        // for several hosts
+  std::optional<Link> link = {};                   // for several hosts
   bool head = true;                                // this node's agent is the head
   int agent_rank = -1;                             // the rank whose process it runs in; -1: `lockstep run`
   std::chrono::milliseconds stop_grace{5000};      // how long a rank may be stopped

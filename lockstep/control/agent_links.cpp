@@ -127,11 +127,11 @@ void Agent::Loop::connect_to_head() {
   std::string trouble = "nobody answers";
   int unproven = 0;
   while (!ending_ && Clock::now() < deadline && unproven < 3) {
-    bool answered = false;
+    int answered = 0;
     for (int port = link.port; port <= link.last_port && !ending_; ++port) {
       try {
         auto fd = connect_tcp(link.address, port, milliseconds(1000));
-        answered = true;
+        ++answered;
         auto secure = std::make_unique<SecureLink>(SecureLink::Side::caller, link.key, link.job);
         const auto limit = Clock::now() + milliseconds(1500);
         char bytes[256];
@@ -175,8 +175,9 @@ void Agent::Loop::connect_to_head() {
         trouble = error.what();
       }
     }
-    if (answered) ++unproven;
-    std::this_thread::sleep_for(milliseconds(answered ? 300 : 50));
+    // On a range of ports another job may be at the first; the head may come at the next.
+    if (answered > link.last_port - link.port) ++unproven;
+    std::this_thread::sleep_for(milliseconds(answered > 0 ? 300 : 50));
   }
   if (ending_) return;
   post([this, trouble, unproven] {

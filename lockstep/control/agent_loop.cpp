@@ -56,6 +56,8 @@ Agent::Loop::Loop(AgentOptions options)
     auto tcp = listen_tcp(link.address, link.port, link.last_port);
     address_ = tcp.text();
     head.address = tcp.address;
+    if (options_.local_ranks > 0 && (tcp.address.starts_with("127.") || tcp.address == "::1"))
+      options_.say(fmt::format("{} is {}, which only this host reaches", link.address, tcp.address));
     door_.emplace(std::move(tcp), link.key, link.job, options_.say);
   }
   Head::Ports ports;
@@ -133,7 +135,8 @@ bool Agent::Loop::all_written() const {
 }
 
 void Agent::Loop::turn(milliseconds limit) {
-  std::vector<pollfd> polled{{wake_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
+  std::vector<pollfd> polled{{wake_.get(), POLLIN, 0},
+                             {Clock::now() < accepts_again_ ? -1 : listener_.get(), POLLIN, 0}};
   polled.push_back({door_ ? door_->fd() : -1, POLLIN, 0});
   auto events = [](const std::string& out) {
     return static_cast<short>(out.empty() ? POLLIN : POLLIN | POLLOUT);
@@ -211,6 +214,8 @@ void Agent::Loop::accept_ranks() {
     connection.fd = std::move(*socket);
     connections_.push_back(std::move(connection));
   }
+  // Whoever waits there is not taken for lack of descriptors: looking again at once would not help.
+  if (errno == EMFILE || errno == ENFILE) accepts_again_ = Clock::now() + kTick;
 }
 
 void Agent::Loop::serve(Connection& connection) {

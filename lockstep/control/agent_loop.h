@@ -129,7 +129,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   int agent_rank_ = -1, next_node_ = 1;
   std::string own_address_;             // towards the head
   std::optional<std::string> refusal_;  // for those who come when it is known already
-  Clock::time_point last_tick_{};
+  Clock::time_point last_tick_{}, accepts_again_{};
 };
 
 }  // namespace lockstep::control

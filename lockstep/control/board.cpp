@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <system_error>
 
 namespace lockstep::control {
@@ -41,16 +42,47 @@ struct Line {
   bool used, retired, message, running;
 };
 
+// The rank writes, the agent reads: a version that is odd while something is being written. Every word is
+// released and acquired, so that whoever sees a new one sees the odd version too.
+class VersionedLine {
+ public:
+  Line get() const {  // by the only writer
+    Line line;
+    std::uint64_t words[kWords];
+    for (std::size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_relaxed);
+    std::memcpy(&line, words, sizeof line);
+    return line;
+  }
+  std::optional<Line> read() const {  // nothing while it is being written
+    const auto before = version_.load(std::memory_order_acquire);
+    Line line;
+    std::uint64_t words[kWords];
+    for (std::size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_acquire);
+    if (before % 2 != 0 || version_.load(std::memory_order_relaxed) != before) return std::nullopt;
+    std::memcpy(&line, words, sizeof line);
+    return line;
+  }
+  void set(const Line& line) {
+    std::uint64_t words[kWords] = {};
+    std::memcpy(words, &line, sizeof line);
+    const auto version = version_.load(std::memory_order_relaxed);
+    version_.store(version + 1, std::memory_order_relaxed);
+    for (std::size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
+    version_.store(version + 2, std::memory_order_release);
+  }
+
+ private:
+  static constexpr std::size_t kWords = (sizeof(Line) + 7) / 8;
+  std::atomic<std::uint64_t> version_;
+  std::atomic<std::uint64_t> words_[kWords];
+};
+
 }  // namespace
 
-// The rank writes, the agent reads: a version that is odd while something is being written.
 struct Board::Page {
   pthread_mutex_t alive;
   std::atomic<std::int64_t> step;
-  struct Versioned {
-    std::atomic<std::uint32_t> version;
-    Line line;
-  } lines[kLines];
+  VersionedLine lines[kLines];
 };
 
 static_assert(sizeof(Board::Page) <= 8192);
@@ -126,12 +158,9 @@ Rows Board::rows(int rank) const {
   rows.step = page.step.load(std::memory_order_relaxed);
   const auto now = now_ms();
   for (const auto& versioned : page.lines) {
-    Line line;
-    const auto before = versioned.version.load(std::memory_order_acquire);
-    std::memcpy(&line, &versioned.line, sizeof line);
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (before % 2 != 0 || versioned.version.load(std::memory_order_relaxed) != before || !line.used)
-      continue;  // being written this moment: the next look will see it
+    const auto found = versioned.read();
+    if (!found || !found->used) continue;  // being written this moment: the next look will see it
+    const Line& line = *found;
     Row row;
     row.key = line.key;
     row.group = text(line.group);
@@ -159,41 +188,35 @@ std::int64_t Pen::step() const { return page_.step.load(std::memory_order_relaxe
 template <typename F>
 void Pen::write(int line, F change) {
   if (line < 0) return;
-  auto& versioned = page_.lines[line];
   std::lock_guard lock(mutex_);
-  const auto version = versioned.version.load(std::memory_order_relaxed);
-  versioned.version.store(version + 1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
-  change(versioned.line);
-  versioned.version.store(version + 2, std::memory_order_release);
+  auto& place = page_.lines[line];
+  Line changed = place.get();
+  change(changed);
+  place.set(changed);
 }
 
 int Pen::add_line(std::int64_t key, std::string_view group, bool messages) {
+  std::lock_guard lock(mutex_);
+  // One whose group is gone is of use to others until its place is needed: the one that is longest unchanged.
   int free = -1;
-  {
-    std::lock_guard lock(mutex_);
-    for (int i = 0; i < kLines && free < 0; ++i)
-      if (!page_.lines[i].line.used) free = i;
-    // One whose group is gone is of use to others until its place is needed: the one that is longest
-    // unchanged.
-    for (int i = 0; i < kLines && (free < 0 || page_.lines[free].line.used); ++i) {
-      const Line& line = page_.lines[i].line;
-      if (line.retired && (free < 0 || line.changed_ms < page_.lines[free].line.changed_ms)) free = i;
-    }
-    if (free < 0) return -1;
-    page_.lines[free].line.used = true;
-    page_.lines[free].line.retired = false;
+  std::int64_t oldest = std::numeric_limits<std::int64_t>::max();
+  for (int i = 0; i < kLines; ++i) {
+    const Line line = page_.lines[i].get();
+    const auto changed = line.used ? line.changed_ms : -1;
+    if ((line.used && !line.retired) || changed >= oldest) continue;
+    free = i;
+    oldest = changed;
   }
-  write(free, [&](Line& line) {
-    line = {};
-    line.used = true;
-    line.key = key;
-    line.message = messages;
-    line.sequence = line.waits_for = -1;
-    line.peer = -1;
-    line.changed_ms = now_ms();
-    copy(line.group, group);
-  });
+  if (free < 0) return -1;
+  Line line{};
+  line.used = true;
+  line.key = key;
+  line.message = messages;
+  line.sequence = line.waits_for = -1;
+  line.peer = -1;
+  line.changed_ms = now_ms();
+  copy(line.group, group);
+  page_.lines[free].set(line);
   return free;
 }
 

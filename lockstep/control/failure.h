@@ -23,8 +23,8 @@ struct Ended {
 struct Failure {
   int rank = -1;  // of the world; -1: not of one rank (a host was lost)
   int pid = 0;
-  std::string cause = {};       // "was killed by signal 9 (SIGKILL)", "threw: ..."
-  std::string where = {};       // "in all_reduce #1841 of group 'world' at train.cpp:42"; empty where not known
+  std::string cause = {};  // "was killed by signal 9 (SIGKILL)", "threw: ..."
+  std::string where = {};  // "in all_reduce #1841 of group 'world' at train.cpp:42"; empty where not known
   std::int64_t step = -1;  // of World::step; -1: not used
   std::int64_t sequence = -1;  // of its last collective
   int status = 1;              // the job's exit status

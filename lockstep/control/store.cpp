@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::size_t kMostKey = 4096, kMostKeys = 1 << 16;
 constexpr std::size_t kMostBytes = std::size_t{256} << 20;  // of all values and keys
+constexpr std::size_t kMostReply = kMostPayload - 4096;     // of the values that one answer holds
 
 void write_list(Writer& out, const std::vector<std::string>& list) {
   out.number(static_cast<std::int64_t>(list.size()));
@@ -91,6 +92,11 @@ void StoreServer::put(const std::string& key, std::string value) {
   auto [place, is_new] = values_.try_emplace(key);
   const auto before = is_new ? 0 : key.size() + place->second.size();
   const auto after = key.size() + value.size();
+  if (value.size() > kMostReply) {
+    if (is_new) values_.erase(place);
+    throw Error(fmt::format("a value of {} bytes is not allowed in the store: at most {} are", value.size(),
+                            kMostReply));
+  }
   if (bytes_ - before + after > kMostBytes) {
     if (is_new) values_.erase(place);
     throw Error(fmt::format("the store is full: it holds {} bytes", bytes_));
@@ -151,14 +157,23 @@ void StoreServer::handle(int who, StoreRequest request, Answer answer) {
           waiting_.emplace(std::move(place), Waiting{who, std::move(request), std::move(answer)});
           return;
         }
-        for (const auto& key : request.keys) reply.values.push_back(values_.at(key));
+        std::size_t bytes = 0;
+        for (const auto& key : request.keys) {
+          const auto& value = values_.at(key);
+          bytes += sizeof(std::uint32_t) + value.size();
+          if (bytes > kMostReply)
+            throw Error(
+                fmt::format("the values of {} keys are more than one answer of the store holds: {} bytes",
+                            request.keys.size(), kMostReply));
+          reply.values.push_back(value);
+        }
         break;
       }
     }
   } catch (const FrameError&) {
     throw;
   } catch (const Error& error) {
-    reply.error = error.what();
+    reply = {.error = error.what()};
   }
   answer(std::move(reply));
   for (const auto& key : request.keys) settle(key);

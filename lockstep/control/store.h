@@ -27,7 +27,7 @@ struct StoreRequest {
   StoreCall call{};
   std::vector<std::string> keys = {};
   std::vector<std::string> values = {};  // of set, compare_set (expected, desired), append, multi_set
-  std::int64_t number = 0;          // of add
+  std::int64_t number = 0;               // of add
 
   std::string encode() const;
   static StoreRequest decode(std::string_view payload);  // throws FrameError

@@ -1,8 +1,8 @@
 // Agents and ranks over real sockets; where a rank must die, it is a process.
 #include <lockstep/control/agent.h>
 
-#include <signal.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/ptrace.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -21,9 +21,9 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using testing::error_of;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
+using testing::error_of;
 using ::testing::HasSubstr;
 
 bool never() { return false; }
@@ -84,11 +84,14 @@ TEST_F(AgentTest, ranks_meet_and_share_a_store) {
       const auto welcome = client->join(card(r, 4), seconds(30), [](const Failure&) {});
       EXPECT_EQ(welcome.local_rank, r);
       const auto deadline = Clock::now() + seconds(30);
-      client->ask({.call = StoreCall::set, .keys = {std::to_string(r)}, .values = {std::to_string(r)}}, deadline, never);
-      const auto all = client->ask({.call = StoreCall::get, .keys = {"0", "1", "2", "3"}, .values = {}}, deadline, never);
+      client->ask({.call = StoreCall::set, .keys = {std::to_string(r)}, .values = {std::to_string(r)}},
+                  deadline, never);
+      const auto all =
+          client->ask({.call = StoreCall::get, .keys = {"0", "1", "2", "3"}, .values = {}}, deadline, never);
       EXPECT_THAT(all.values, ElementsAre("0", "1", "2", "3"));
       sum += static_cast<int>(
-          client->ask({.call = StoreCall::add, .keys = {"sum"}, .values = {}, .number = 1}, deadline, never).number);
+          client->ask({.call = StoreCall::add, .keys = {"sum"}, .values = {}, .number = 1}, deadline, never)
+              .number);
       client->leave();
     });
   for (auto& rank : ranks) rank.join();
@@ -115,7 +118,8 @@ TEST_F(AgentTest, a_rank_that_is_killed_is_named_to_the_others_with_its_signal) 
   EXPECT_THAT(failure.text(), HasSubstr("was killed by signal 9 (SIGKILL)"));
   // Whoever waits in the store is freed, now and later.
   EXPECT_THAT(error_of<Error>([&] {
-                client->ask({.call = StoreCall::get, .keys = {"never"}, .values = {}}, Clock::now() + seconds(60), never);
+                client->ask({.call = StoreCall::get, .keys = {"never"}, .values = {}},
+                            Clock::now() + seconds(60), never);
               }),
               HasSubstr("rank 1"));
   ::waitpid(victim, nullptr, 0);
@@ -167,7 +171,8 @@ TEST_F(AgentTest, what_no_rank_sends_cuts_the_connection_and_nothing_else) {
         encode({.kind = Kind::hello, .payload = Hello{.rank = 5, .size = 2, .pid = 1}.encode()})}) {
     auto socket = connect_local(options().name);
     ASSERT_TRUE(socket);
-    ASSERT_EQ(::send(socket->get(), bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
+    ASSERT_EQ(::send(socket->get(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
     char byte;
     pollfd readable{socket->get(), POLLIN, 0};
     while (::poll(&readable, 1, 30000) > 0 && ::recv(socket->get(), &byte, 1, MSG_DONTWAIT) > 0) {
@@ -202,29 +207,34 @@ TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
   use_sodium();
   auto head_options = options("/head"), other_options = options("/other");
   head_options.num_nodes = other_options.num_nodes = 0;
-  head_options.link = Link{.address = "127.0.0.1", .port = 0, .last_port = 0, .key = std::string(32, 'k'), .job = "j"};
+  head_options.link =
+      Link{.address = "127.0.0.1", .port = 0, .last_port = 0, .key = std::string(32, 'k'), .job = "j"};
   auto head = std::make_unique<Agent>(head_options);
   const auto address = head->address();
   other_options.head = false;
   other_options.agent_rank = 1;
   other_options.link = head_options.link;
-  other_options.link->port = other_options.link->last_port = std::stoi(address.substr(address.rfind(':') + 1));
+  other_options.link->port = other_options.link->last_port =
+      std::stoi(address.substr(address.rfind(':') + 1));
   auto other = std::make_unique<Agent>(other_options);
 
   std::promise<Failure> told;
   auto far = std::async(std::launch::async, [&] {
     auto client = connect(other_options.name);
     client->join(card(1, 2), seconds(30), [](const Failure&) {});
-    client->ask({.call = StoreCall::set, .keys = {"k"}, .values = {"far"}}, Clock::now() + seconds(30), never);
+    client->ask({.call = StoreCall::set, .keys = {"k"}, .values = {"far"}}, Clock::now() + seconds(30),
+                never);
     return client;
   });
   auto client = connect(head_options.name);
-  const auto welcome = client->join(card(0, 2), seconds(30), [&](const Failure& failure) { told.set_value(failure); });
+  const auto welcome =
+      client->join(card(0, 2), seconds(30), [&](const Failure& failure) { told.set_value(failure); });
   EXPECT_THAT(welcome.nodes, ElementsAre(0, 1));
   EXPECT_EQ(welcome.local_size, 1);
   EXPECT_EQ(welcome.address, "127.0.0.1");
   EXPECT_THAT(
-      client->ask({.call = StoreCall::get, .keys = {"k"}, .values = {}}, Clock::now() + seconds(30), never).values,
+      client->ask({.call = StoreCall::get, .keys = {"k"}, .values = {}}, Clock::now() + seconds(30), never)
+          .values,
       ElementsAre("far"));
   auto far_client = far.get();
   other.reset();  // the host is gone
@@ -234,13 +244,15 @@ TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
 TEST_F(AgentTest, a_host_with_another_key_is_told) {
   auto head_options = options("/head"), other_options = options("/other");
   head_options.num_nodes = 0;
-  head_options.link = Link{.address = "127.0.0.1", .port = 0, .last_port = 0, .key = std::string(32, 'k'), .job = "j"};
+  head_options.link =
+      Link{.address = "127.0.0.1", .port = 0, .last_port = 0, .key = std::string(32, 'k'), .job = "j"};
   Agent head(head_options);
   const auto address = head.address();
   other_options.head = false;
   other_options.link = head_options.link;
   other_options.link->key = std::string(32, 'x');
-  other_options.link->port = other_options.link->last_port = std::stoi(address.substr(address.rfind(':') + 1));
+  other_options.link->port = other_options.link->last_port =
+      std::stoi(address.substr(address.rfind(':') + 1));
   Agent other(other_options);
   auto client = connect(other_options.name);
   EXPECT_THAT(error_of<ConfigError>([&] { client->join(card(1, 2), seconds(30), [](const Failure&) {}); }),

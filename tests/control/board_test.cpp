@@ -48,7 +48,8 @@ TEST(Board, lines_of_groups_that_are_gone_are_used_again_when_needed) {
   board->prepare(0);
   Pen pen(board, 0);
   std::vector<int> lines;
-  for (int line = pen.add_line(0, "g", false); line >= 0; line = pen.add_line(0, "g", false)) lines.push_back(line);
+  for (int line = pen.add_line(0, "g", false); line >= 0; line = pen.add_line(0, "g", false))
+    lines.push_back(line);
   ASSERT_GT(lines.size(), 8u);
   EXPECT_EQ(pen.add_line(1, "more", false), -1);
   pen.began(-1, 0, "all_reduce", "", -1);  // no line, no harm
@@ -61,7 +62,8 @@ TEST(Board, long_names_are_cut) {
   auto board = std::make_shared<Board>(1);
   board->prepare(0);
   Pen pen(board, 0);
-  pen.began(pen.add_line(1, std::string(500, 'g'), false), 0, std::string(500, 'o'), std::string(500, 's'), -1);
+  pen.began(pen.add_line(1, std::string(500, 'g'), false), 0, std::string(500, 'o'), std::string(500, 's'),
+            -1);
   const auto rows = board->rows(0);
   EXPECT_LT(rows.rows[0].group.size(), 64u);
   EXPECT_EQ(Rows::decode(rows.encode()).rows[0].site, rows.rows[0].site);

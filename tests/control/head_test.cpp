@@ -1,4 +1,5 @@
-// The head's decisions, without sockets or time: what ranks and agents say goes in, what it answers comes out.
+// The head's decisions, without sockets or time: what ranks and agents say goes in, what it answers comes
+// out.
 #include <lockstep/control/head.h>
 
 #include <signal.h>
@@ -23,9 +24,13 @@ class HeadTest : public ::testing::Test {
   };
 
   Head make(Head::Options options) {
-    return Head(options, {.send = [this](int node, Frame frame) { sent.push_back({node, std::move(frame)}); },
-                          .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
-                          .say = [this](const std::string& line) { said.push_back(line); }});
+    return Head(options,
+                {.send =
+                     [this](int node, Frame frame) {
+                       sent.push_back({node, std::move(frame)});
+                     },
+                 .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
+                 .say = [this](const std::string& line) { said.push_back(line); }});
   }
   // A job of `lockstep run` on one host, with all ranks in it.
   Head running(int ranks, int max_restarts = 0) {
@@ -44,13 +49,15 @@ class HeadTest : public ::testing::Test {
     return group;
   }
   static Hello card(int rank, int size, int attempt = 0) {
-    return {.rank = rank, .size = size, .pid = 100 + rank, .attempt = attempt, .version = "1", .host = "here"};
+    return {
+        .rank = rank, .size = size, .pid = 100 + rank, .attempt = attempt, .version = "1", .host = "here"};
   }
   void come(Head& head, int rank, int size, int attempt = 0) {
     head.receive(0, {.kind = Kind::hello, .rank = rank, .payload = card(rank, size, attempt).encode()});
   }
   // It has begun collective number `sequence`, and waits for it if `waited_ms` is not negative.
-  static void is_at(Head& head, int rank, std::int64_t sequence, std::int64_t waited_ms, std::int64_t step = -1) {
+  static void is_at(Head& head, int rank, std::int64_t sequence, std::int64_t waited_ms,
+                    std::int64_t step = -1) {
     Rows rows{.step = step, .rows = {}};
     rows.rows.push_back({.key = 1,
                          .group = "world",
@@ -159,7 +166,8 @@ TEST_F(HeadTest, a_killed_rank_is_named_with_pid_signal_and_place) {
   is_at(head, 2, 1841, 20, 12);
   ends(head, 2, {.pid = 102, .status = {}, .signal = SIGKILL});
   EXPECT_EQ(verdict(),
-            "rank 2 (pid 102) was killed by signal 9 (SIGKILL), in all_reduce #1841 of group 'world' at train.cpp:42, "
+            "rank 2 (pid 102) was killed by signal 9 (SIGKILL), in all_reduce #1841 of group 'world' at "
+            "train.cpp:42, "
             "step 12");
   ASSERT_THAT(orders_of<Failed>(), SizeIs(1));
   head.receive(0, {.kind = Kind::node_done});
@@ -182,7 +190,8 @@ TEST_F(HeadTest, a_failed_operation_is_the_cause_where_nobody_died) {
   fault(head, 0, Fault::Kind::comm, "all_reduce #5: deadline");
   ends(head, 0, {.pid = 100, .status = 3});
   head.tick(Clock::now() + milliseconds(600));
-  EXPECT_THAT(verdict(), AllOf(HasSubstr("rank 0 (pid 100) exited with status 3"), HasSubstr("all_reduce #5: deadline")));
+  EXPECT_THAT(verdict(), AllOf(HasSubstr("rank 0 (pid 100) exited with status 3"),
+                               HasSubstr("all_reduce #5: deadline")));
 }
 
 TEST_F(HeadTest, an_exceptions_text_is_the_cause_and_its_signal_the_status) {
@@ -235,8 +244,8 @@ TEST_F(HeadTest, who_is_waited_for_is_told_once_a_doubling) {
   for (int ms = 200; ms < 8900; ms += 100) head.tick(start + milliseconds(ms));
   ASSERT_THAT(said, SizeIs(4));  // after 1, 2, 4 and 8 s
   EXPECT_THAT(said[0], AllOf(HasSubstr("has waited 1.1 s in all_reduce #8 of group 'world' at train.cpp:42"),
-                             HasSubstr("not there: rank 2 (pid 102), last after all_reduce #7"), HasSubstr("1.2 s ago"),
-                             HasSubstr("step 3"), Not(HasSubstr("rank 3 ("))));
+                             HasSubstr("not there: rank 2 (pid 102), last after all_reduce #7"),
+                             HasSubstr("1.2 s ago"), HasSubstr("step 3"), Not(HasSubstr("rank 3 ("))));
 }
 
 TEST_F(HeadTest, nothing_is_said_of_a_wait_in_which_all_take_part) {
@@ -289,7 +298,8 @@ TEST_F(HeadTest, a_job_starts_again_and_ends_when_it_comes_to_the_same_end) {
   fails_at(20, 2);
   EXPECT_THAT(orders_of<Start>(), SizeIs(3));
   ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
-  EXPECT_THAT(orders_of<Finish>()[0].why, AllOf(HasSubstr("attempts 1 and 2 came to the same end"), HasSubstr("step 20")));
+  EXPECT_THAT(orders_of<Finish>()[0].why,
+              AllOf(HasSubstr("attempts 1 and 2 came to the same end"), HasSubstr("step 20")));
   EXPECT_EQ(orders_of<Finish>()[0].status, 139);
 }
 
@@ -311,7 +321,8 @@ TEST_F(HeadTest, a_lost_host_is_named_with_its_ranks) {
   EXPECT_EQ(orders_of<Start>()[1].first_rank, 2);
   EXPECT_EQ(orders_of<Start>()[1].world_size, 4);
   head.node_lost(1, "nothing was heard from it");
-  EXPECT_THAT(verdict(), AllOf(HasSubstr("10.0.0.2"), HasSubstr("ranks 2, 3"), HasSubstr("nothing was heard")));
+  EXPECT_THAT(verdict(),
+              AllOf(HasSubstr("10.0.0.2"), HasSubstr("ranks 2, 3"), HasSubstr("nothing was heard")));
 }
 
 TEST_F(HeadTest, hosts_that_contradict_one_another_are_refused) {

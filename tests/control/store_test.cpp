@@ -7,15 +7,16 @@
 namespace lockstep::control {
 namespace {
 
-using testing::error_of;
 using ::testing::ElementsAre;
+using testing::error_of;
 using ::testing::HasSubstr;
 
 class Store : public ::testing::Test {
  protected:
   StoreReply ask(StoreRequest request, int who = 0) {
     std::optional<StoreReply> answer;
-    server.handle(who, StoreRequest::decode(request.encode()), [&](StoreReply reply) { answer = std::move(reply); });
+    server.handle(who, StoreRequest::decode(request.encode()),
+                  [&](StoreReply reply) { answer = std::move(reply); });
     EXPECT_TRUE(answer) << "no answer yet";
     return answer.value_or(StoreReply{});
   }
@@ -68,7 +69,8 @@ TEST_F(Store, a_get_is_answered_when_its_last_key_is_there) {
 
 TEST_F(Store, whoever_has_gone_gets_no_answer) {
   bool answered = false;
-  server.handle(7, {.call = StoreCall::get, .keys = {"a"}, .values = {}}, [&](StoreReply) { answered = true; });
+  server.handle(7, {.call = StoreCall::get, .keys = {"a"}, .values = {}},
+                [&](StoreReply) { answered = true; });
   server.forget(7);
   ask({.call = StoreCall::set, .keys = {"a"}, .values = {"1"}});
   EXPECT_FALSE(answered);
@@ -90,12 +92,26 @@ TEST_F(Store, a_full_store_says_so_and_keeps_what_it_has) {
   EXPECT_EQ(server.size(), static_cast<std::size_t>(kept));
 }
 
+TEST_F(Store, an_answer_is_no_longer_than_a_message) {
+  ask({.call = StoreCall::set, .keys = {"k"}, .values = {std::string(1 << 19, 'x')}});
+  EXPECT_THAT(ask({.call = StoreCall::get, .keys = std::vector<std::string>(1000, "k")}).error,
+              HasSubstr("more than"));
+  for (int i = 0; i < 2; ++i)
+    ask({.call = StoreCall::append, .keys = {"k"}, .values = {std::string(1 << 19, 'x')}});
+  const auto value = ask({.call = StoreCall::get, .keys = {"k"}});
+  EXPECT_EQ(value.error, "");
+  EXPECT_LE(value.encode().size(), kMostPayload);
+  EXPECT_THAT(ask({.call = StoreCall::append, .keys = {"k"}, .values = {std::string(1 << 19, 'x')}}).error,
+              HasSubstr("not allowed"));
+}
+
 TEST_F(Store, requests_that_no_rank_makes_are_refused) {
-  for (const StoreRequest& request : {StoreRequest{.call = StoreCall::set, .keys = {}, .values = {"v"}},
-                                      StoreRequest{.call = StoreCall::set, .keys = {"k"}, .values = {}},
-                                      StoreRequest{.call = StoreCall::compare_set, .keys = {"k"}, .values = {"v"}},
-                                      StoreRequest{.call = StoreCall::count, .keys = {"k"}, .values = {}},
-                                      StoreRequest{.call = StoreCall::add, .keys = {std::string(5000, 'k')}}})
+  for (const StoreRequest& request :
+       {StoreRequest{.call = StoreCall::set, .keys = {}, .values = {"v"}},
+        StoreRequest{.call = StoreCall::set, .keys = {"k"}, .values = {}},
+        StoreRequest{.call = StoreCall::compare_set, .keys = {"k"}, .values = {"v"}},
+        StoreRequest{.call = StoreCall::count, .keys = {"k"}, .values = {}},
+        StoreRequest{.call = StoreCall::add, .keys = {std::string(5000, 'k')}}})
     EXPECT_THROW(StoreRequest::decode(request.encode()), FrameError);
   EXPECT_THROW(StoreRequest::decode(""), FrameError);
   EXPECT_THROW(StoreRequest::decode(StoreRequest{.call = StoreCall::count}.encode() + "x"), FrameError);
@@ -109,7 +125,8 @@ TEST(LocalStore, a_wait_ends_at_the_value_the_deadline_or_a_failure) {
   EXPECT_THAT(error_of<Error>([&] { store.ask(get, Clock::now() + std::chrono::milliseconds(20), fails); }),
               HasSubstr("timeout for: k"));
   std::thread setter([&] {
-    store.ask({.call = StoreCall::set, .keys = {"k"}, .values = {"v"}}, Clock::now() + std::chrono::seconds(10), fails);
+    store.ask({.call = StoreCall::set, .keys = {"k"}, .values = {"v"}},
+              Clock::now() + std::chrono::seconds(10), fails);
   });
   EXPECT_THAT(store.ask(get, Clock::now() + std::chrono::seconds(10), fails).values, ElementsAre("v"));
   setter.join();

@@ -16,8 +16,8 @@ std::string text_of(const std::string& file) {
 }
 
 TEST(Docs, the_demo_prints_what_the_readme_shows) {
-  const auto outcome =
-      run({{LOCKSTEP_PROGRAM, "run", "-n", "4", LOCKSTEP_HELLO}, {{"LOCKSTEP_BACKEND", "cpu:auto"}}});
+  const auto outcome = run(
+      {{LOCKSTEP_PROGRAM, "run", "--quiet", "-n", "4", LOCKSTEP_HELLO}, {{"LOCKSTEP_BACKEND", "cpu:auto"}}});
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   EXPECT_THAT(text_of("README.md"), HasSubstr("$ ./dev demo\n" + outcome.output));
 }
@@ -30,7 +30,8 @@ TEST(Docs, the_readme_has_both_commands_and_ci_calls_one_of_them) {
 TEST(Docs, every_variable_that_is_read_is_in_the_docs) {
   const auto docs = text_of("docs/concepts.md");
   for (const char* name : {"LOCKSTEP_BACKEND", "LOCKSTEP_TIMEOUT", "LOCKSTEP_JOIN_TIMEOUT", "LOCKSTEP_CHECK",
-                           "LOCKSTEP_LOG", "LOCKSTEP_MPI", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "LOCAL_RANK"})
+                           "LOCKSTEP_LOG", "LOCKSTEP_MPI", "LOCKSTEP_KEY_FILE", "LOCKSTEP_STOP_GRACE",
+                           "LOCKSTEP_AGENT", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "LOCAL_RANK"})
     EXPECT_THAT(docs, HasSubstr(name));
 }
 
