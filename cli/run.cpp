@@ -293,8 +293,9 @@ void tidy_run(const CLI::App& app, std::vector<std::string>& arguments) {
     if (name == "--nproc-per-node") name = "--nproc";
     argument.replace(0, name_end, name);
     const CLI::Option* option = run->get_option_no_throw(name);
-    if (option == nullptr) return;                                           // CLI11 says so
-    if (option->get_items_expected_max() > 0 && argument.size() == name.size()) ++i;  // its value stands apart
+    if (option == nullptr) return;  // CLI11 says so
+    if (option->get_items_expected_max() > 0 && argument.size() == name.size())
+      ++i;  // its value stands apart
   }
 }
 

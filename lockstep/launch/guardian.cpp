@@ -345,8 +345,9 @@ class Guardian {
     if (kill_at_ && now >= *kill_at_) {
       for (std::size_t i = 0; i < ranks_.size(); ++i)
         if (ranks_[i].running)
-          say(fmt::format("rank {} (pid {}) has not ended within {} s: it is killed", first_rank_ + static_cast<int>(i),
-                          ranks_[i].pid, static_cast<double>(plan_.grace.count()) / 1000));
+          say(fmt::format("rank {} (pid {}) has not ended within {} s: it is killed",
+                          first_rank_ + static_cast<int>(i), ranks_[i].pid,
+                          static_cast<double>(plan_.grace.count()) / 1000));
       kill_all();
     }
     if (give_up_at_ && now >= *give_up_at_) give_up();

@@ -134,8 +134,9 @@ TEST(Signals, reach_each_rank_once) {
   ASSERT_TRUE(session.wait_for("ready"));
   ::kill(session.pid(), SIGINT);
   EXPECT_EQ(session.wait(), 130);
-  EXPECT_THAT(session.output(), ContainsRegex("^ready\ngot it\nlockstep: rank 0 \\(pid [0-9]+\\) has not ended within 2 s: "
-                                              "it is killed\n$"));
+  EXPECT_THAT(session.output(),
+              ContainsRegex("^ready\ngot it\nlockstep: rank 0 \\(pid [0-9]+\\) has not ended within 2 s: "
+                            "it is killed\n$"));
 }
 
 TEST(Signals, a_second_one_kills_at_once) {

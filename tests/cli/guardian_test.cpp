@@ -86,8 +86,9 @@ TEST(Guardian, a_launcher_killed_at_any_moment_of_the_start_leaves_nothing) {
 
 TEST(Guardian, what_a_shell_had_started_before_is_left_alone) {
   const auto marker = unique_marker();
-  Session session({"bash", "-c", "setsid bash -c 'exec -a other-" + marker + " sleep 1000' & exec \"$0\" \"$@\"",
-                   kProgram, "run", "-q", "-n", "2", "bash", "-c", "echo begun; sleep 1000"});
+  Session session({"bash", "-c",
+                   "setsid bash -c 'exec -a other-" + marker + " sleep 1000' & exec \"$0\" \"$@\"", kProgram,
+                   "run", "-q", "-n", "2", "bash", "-c", "echo begun; sleep 1000"});
   ASSERT_TRUE(begin(session));
   ::kill(child_named(session.pid(), "lockstep-agent"), SIGKILL);
   EXPECT_EQ(session.wait(), 137);
