@@ -28,10 +28,19 @@ class Hosts : public ::testing::Test {
 
   std::vector<std::string> node(int number, int ranks, const std::string& script,
                                 const std::vector<std::string>& options = {}) const {
-    std::vector<std::string> all = {kProgram,      "run",    "-q",          "-n",
-                                    std::to_string(ranks),   "--nnodes",    "2",
-                                    "--node-rank", std::to_string(number),  "--master",
-                                    master_,       "--key-file", key_};
+    std::vector<std::string> all = {kProgram,
+                                    "run",
+                                    "-q",
+                                    "-n",
+                                    std::to_string(ranks),
+                                    "--nnodes",
+                                    "2",
+                                    "--node-rank",
+                                    std::to_string(number),
+                                    "--master",
+                                    master_,
+                                    "--key-file",
+                                    key_};
     all.insert(all.end(), options.begin(), options.end());
     all.insert(all.end(), {"bash", "-c", script});
     return all;
@@ -42,7 +51,8 @@ class Hosts : public ::testing::Test {
 };
 
 TEST_F(Hosts, ranks_are_numbered_across_hosts) {
-  const auto script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT";
+  const auto script =
+      "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT";
   const auto outcomes = run_together({{node(0, 2, script)}, {node(1, 3, script)}});
   const auto port = std::to_string(std::stoi(master_.substr(master_.find(':') + 1)) + 1);
   for (int rank = 0; rank < 5; ++rank) {
@@ -68,7 +78,8 @@ TEST_F(Hosts, a_failure_on_one_ends_both) {
 
 TEST_F(Hosts, a_signal_to_one_ends_both) {
   const auto script = "trap 'echo saved; exit 0' TERM; echo begun; while :; do sleep 0.1; done";
-  Session first(node(0, 1, script, {"--prefix", "always"})), second(node(1, 1, script, {"--prefix", "always"}));
+  Session first(node(0, 1, script, {"--prefix", "always"})),
+      second(node(1, 1, script, {"--prefix", "always"}));
   ASSERT_TRUE(first.wait_for("begun") && second.wait_for("begun")) << first.output() << second.output();
   ::kill(second.pid(), SIGTERM);
   EXPECT_EQ(second.wait(), 143) << second.output();
@@ -78,10 +89,11 @@ TEST_F(Hosts, a_signal_to_one_ends_both) {
 }
 
 TEST_F(Hosts, all_start_again_after_a_failure) {
-  const auto script = "echo attempt $LOCKSTEP_RESTART_COUNT; [ $LOCKSTEP_RESTART_COUNT = 1 ] && exit 0; "
-                      "[ $RANK = 1 ] && exit 5; exec sleep 300";
-  const auto outcomes = run_together({{node(0, 1, script, {"--max-restarts", "1"})},
-                                      {node(1, 1, script, {"--max-restarts", "1"})}});
+  const auto script =
+      "echo attempt $LOCKSTEP_RESTART_COUNT; [ $LOCKSTEP_RESTART_COUNT = 1 ] && exit 0; "
+      "[ $RANK = 1 ] && exit 5; exec sleep 300";
+  const auto outcomes = run_together(
+      {{node(0, 1, script, {"--max-restarts", "1"})}, {node(1, 1, script, {"--max-restarts", "1"})}});
   for (const auto& outcome : outcomes) {
     EXPECT_EQ(outcome.status, 0) << outcome.output;
     EXPECT_THAT(outcome.output, AllOf(HasSubstr("attempt 0\n"), HasSubstr("attempt 1\n")));
