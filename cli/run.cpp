@@ -115,9 +115,8 @@ void resolve_hosts(Request& request) {
   if (!key)
     throw ConfigError(
         "several hosts need a key that all of them have, so that no stranger can join:\n"
-        "  lockstep key > job.key          once; then copy it to every host, readable for you alone (chmod "
-        "600)\n"
-        "  --key-file job.key              on every host");
+        "  lockstep key --output job.key    once; then copy it to every host, for you alone (0600)\n"
+        "  --key-file job.key               on every host");
   plan.key = *key;
   // Jobs that were given the same key by SLURM's users differ in this.
   plan.job = fmt::format("run {} {}.{}", plan.num_nodes, env::text("SLURM_JOB_ID").value_or("-"),

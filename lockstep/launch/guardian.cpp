@@ -86,6 +86,9 @@ control::Ended ended(const siginfo_t& info) {
   return how;
 }
 
+// Also of what a shell ran that is the rank: it passes the signal on as a status.
+bool is_kill(const control::Ended& how) { return how.signal == SIGKILL || how.status == 128 + SIGKILL; }
+
 class Guardian {
  public:
   Guardian(const LaunchPlan& plan, Inherited& inherited)
@@ -110,8 +113,12 @@ class Guardian {
       if (launcher_gone_) return 128 + SIGKILL;
       for (auto& order : agent_.take_orders()) std::visit([this](auto& what) { handle(what); }, order);
       keep_deadlines();
-      if (started_ && running() == 0) end_attempt();
+      if (started_ && running() == 0) {
+        end_leftovers();
+        agent_.node_done();
+      }
     }
+    if (started_) end_leftovers();
     output_.finish();
     // However slow the reader is, unless the person has had enough.
     for (const int before = num_signals_; !output_is_done_ && num_signals_ == before && !launcher_gone_;)
@@ -178,6 +185,11 @@ class Guardian {
     }
   }
 
+  void tell_launcher(Message::Kind kind) {
+    const Message message{kind};
+    ::send(launcher_, &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+
   void read_signals() {
     signalfd_siginfo info{};
     while (::read(signals_.get(), &info, sizeof info) == sizeof info) {
@@ -195,14 +207,13 @@ class Guardian {
     if (signal == SIGUSR1 || signal == SIGUSR2) return send_all(signal);
     if (num_signals_++ == 0) return agent_.stop(signal);
     kill_all();
-    if (running() == 0) status_ = 128 + signal;  // other hosts may not be there to agree
+    if (!started_) status_ = 128 + signal;  // other hosts may not be there to agree
   }
 
   void pause() {
     agent_.paused(true);
     send_all(SIGSTOP);
-    const Message answer{Message::Kind::paused};
-    ::send(launcher_, &answer, sizeof answer, MSG_NOSIGNAL | MSG_DONTWAIT);
+    tell_launcher(Message::Kind::paused);
   }
 
   void resume() {
@@ -247,7 +258,9 @@ class Guardian {
       process.mask = placement_.masks[static_cast<std::size_t>(place.local_rank)];
     auto [out, out_end] = make_pipe();
     auto [err, err_end] = make_pipe();
-    process.in = plan_.stdin_rank == place.rank && stdin_fd_ >= 0 ? stdin_fd_ : null_.get();
+    const bool reads = plan_.stdin_rank == place.rank && stdin_fd_ >= 0;
+    process.in = reads ? stdin_fd_ : null_.get();
+    if (reads) tell_launcher(Message::Kind::input);
     process.out = out_end.get();
     process.err = err_end.get();
     process.report = report;
@@ -324,15 +337,14 @@ class Guardian {
     }
   }
 
-  std::string explain(const control::Ended& how) const { return how.signal == SIGKILL ? memory_.note() : ""; }
+  std::string explain(const control::Ended& how) const { return is_kill(how) ? memory_.note() : ""; }
 
-  void end_attempt() {
+  void end_leftovers() {
     started_ = false;
     for (pid_t pid : end_descendants(kAfterKill, [this] { reap(); }))
       say(fmt::format("process {} could not be ended", pid));
     output_.ranks_are_gone();
     terminate_at_ = kill_at_ = give_up_at_ = std::nullopt;
-    agent_.node_done();
   }
 
   void keep_deadlines() {

@@ -12,7 +12,8 @@ namespace lockstep::detail {
 
 // Between the two, over a socket that keeps messages apart.
 struct Message {
-  enum class Kind { signal, pause, paused, resume } kind{};
+  // From the launcher: signal, pause, resume. To it: paused, and input, when a rank here reads what is typed.
+  enum class Kind { signal, pause, resume, paused, input } kind{};
   int signal = 0;  // that the launcher got
 };
 

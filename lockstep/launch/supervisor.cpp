@@ -34,13 +34,15 @@ class TerminalRelay {
   explicit TerminalRelay(Fd to) : to_(std::move(to)) { ::fcntl(to_.get(), F_SETFL, O_NONBLOCK); }
   TerminalRelay() = default;
 
+  void begin() { wanted_ = true; }
+
   pollfd wait() const {
-    if (!to_) return {-1, 0, 0};
+    if (!to_ || !wanted_) return {-1, 0, 0};
     if (!held_.empty()) return {to_.get(), POLLOUT, 0};
     return {in_foreground() ? STDIN_FILENO : -1, POLLIN, 0};
   }
   // Behind, the terminal is not ours to read; nobody tells when that changes.
-  int patience() const { return to_ && held_.empty() && !in_foreground() ? 500 : -1; }
+  int patience() const { return to_ && wanted_ && held_.empty() && !in_foreground() ? 500 : -1; }
 
   void move() {
     if (held_.empty()) {
@@ -60,9 +62,13 @@ class TerminalRelay {
   }
 
  private:
-  static bool in_foreground() { return ::tcgetpgrp(STDIN_FILENO) == ::getpgrp(); }
+  static bool in_foreground() {
+    const pid_t group = ::tcgetpgrp(STDIN_FILENO);
+    return group < 0 || group == ::getpgrp();  // below 0: a terminal that controls nobody here
+  }
 
   Fd to_;
+  bool wanted_ = false;  // a rank of this host reads it
   std::string held_;
 };
 
@@ -117,9 +123,11 @@ class Launcher {
 
   int run() {
     while (true) {
-      std::array<pollfd, 2> waits = {{{signals_.get(), POLLIN, 0}, relay_.wait()}};
+      std::array<pollfd, 3> waits = {
+          {{signals_.get(), POLLIN, 0}, relay_.wait(), {channel_.get(), POLLIN, 0}}};
       ::poll(waits.data(), waits.size(), relay_.patience());
       if (waits[1].revents != 0) relay_.move();
+      if (waits[2].revents != 0) listen();
       signalfd_siginfo info{};
       while (::read(signals_.get(), &info, sizeof info) == sizeof info) {
         const auto signal = static_cast<int>(info.ssi_signo);
@@ -135,14 +143,27 @@ class Launcher {
   }
 
  private:
+  // What the guardian has to say; nothing where it has ended, which SIGCHLD tells too.
+  std::optional<Message::Kind> listen() {
+    Message message;
+    const auto got = ::recv(channel_.get(), &message, sizeof message, MSG_DONTWAIT);
+    if (got != sizeof message) {
+      if (got == 0 || (errno != EAGAIN && errno != EINTR)) channel_.reset();
+      return std::nullopt;
+    }
+    if (message.kind == Message::Kind::input) relay_.begin();
+    return message.kind;
+  }
+
   void send(Message message) { ::send(channel_.get(), &message, sizeof message, MSG_NOSIGNAL); }
 
   // Ctrl-Z: first the ranks, then this process, as its parent expects; whatever continues it continues them.
   void stop_with_ranks() {
     send({Message::Kind::pause});
-    pollfd answer{channel_.get(), POLLIN, 0};
-    Message message;
-    if (::poll(&answer, 1, 2000) > 0) ::recv(channel_.get(), &message, sizeof message, MSG_DONTWAIT);
+    for (pollfd answer{channel_.get(), POLLIN, 0}; ::poll(&answer, 1, 2000) > 0;) {
+      const auto kind = listen();
+      if (!kind || kind == Message::Kind::paused) break;
+    }
     ::raise(SIGTSTP);
     sigset_t stop;
     ::sigemptyset(&stop);

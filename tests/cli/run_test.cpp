@@ -157,6 +157,35 @@ TEST(Run, ranks_are_bound_where_there_are_cores_for_all) {
               HasSubstr("--bind cores needs"));
 }
 
+TEST(Run, ranks_are_not_bound_where_a_quota_shares_out_time) {
+  if (host::affinity_cores() < 2) GTEST_SKIP() << "there is only one core";
+  const bool unified = fs::exists("/sys/fs/cgroup/cgroup.controllers");
+  const fs::path group = fs::path(unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/cpu") /
+                         ("lockstep-test-" + std::to_string(::getpid()));
+  std::error_code error;
+  if (!fs::create_directory(group, error)) GTEST_SKIP() << "no cgroup can be made in " << group.parent_path();
+  std::ofstream quota(group / (unified ? "cpu.max" : "cpu.cfs_quota_us"));
+  quota << (unified ? "150000 100000" : "150000") << std::flush;
+  if (!quota) {
+    ::rmdir(group.c_str());
+    GTEST_SKIP() << "time cannot be limited in " << group;
+  }
+  const auto outcome = run({{"sh", "-c", "echo $$ > " + (group / "cgroup.procs").string() + "; exec \"$@\"",
+                             "sh", LOCKSTEP_PROGRAM, "run", "-n", "2", "sh", "-c", "echo $LOCKSTEP_THREADS"},
+                            {{"OMP_NUM_THREADS", ""}}});
+  EXPECT_TRUE(becomes_true([&] { return ::rmdir(group.c_str()) == 0; }));
+  EXPECT_THAT(outcome.output,
+              AllOf(HasSubstr("1 thread each, not bound (a quota of 1.5 of "), HasSubstr("[1] 1\n")));
+}
+
+TEST(Run, many_ranks_need_more_files_than_a_shell_allows) {
+  const auto outcome = run({{"bash", "-c",
+                             std::string("ulimit -Sn 48; exec ") + LOCKSTEP_PROGRAM +
+                                 " run -q -n 40 --show 39 --prefix never sh -c 'ulimit -Sn'"}});
+  EXPECT_EQ(outcome.status, 0);
+  EXPECT_EQ(outcome.output, "48\n");
+}
+
 TEST(Run, the_start_line_tells_threads_and_cores) {
   const auto outcome = lockstep_run({"run", "-n", "3", "--threads", "100", "true"});
   EXPECT_THAT(
@@ -261,7 +290,7 @@ TEST(Run, misuse_of_hosts_is_explained) {
   EXPECT_THAT(with({"--master-addr", "node0"}), HasSubstr("belong together"));
   EXPECT_THAT(with({"--master", "a:1", "--master-addr", "a"}), HasSubstr("say the same thing"));
   EXPECT_THAT(with({"--master", "127.0.0.1:29500"}),
-              AllOf(HasSubstr("lockstep key > job.key"), HasSubstr("--key-file job.key")));
+              AllOf(HasSubstr("lockstep key --output job.key"), HasSubstr("--key-file job.key")));
 }
 
 TEST(Run, help_names_every_option) {

@@ -59,6 +59,12 @@ TEST(Terminal, has_colours_only_where_the_stream_goes_there) {
   EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] out\r\n"), HasSubstr("[0]\033[0m err\r\n")));
 }
 
+TEST(Terminal, that_stops_writers_from_behind_does_not_stop_us) {
+  Terminal terminal;
+  terminal->type("stty tostop; " + kProgram + " run -q -n 2 sh -c 'echo text'; echo status=$?\n");
+  EXPECT_TRUE(terminal->wait_for("status=0\r\n")) << terminal->output();
+}
+
 TEST(Terminal, ctrl_c_reaches_each_rank_once) {
   Terminal terminal;
   terminal->type(
