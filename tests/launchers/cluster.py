@@ -2,6 +2,7 @@
 that neither a SLURM of this host nor another test is in the way. On one node, which is this host, or on two that have
 networks and names of their own."""
 
+import atexit
 import ctypes
 import getpass
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -56,6 +58,34 @@ def die_with_us():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def processes_of(folder):
+    """Daemons, their helpers, and what runs of jobs: all of them have the cluster's configuration in their environment."""
+    mine = f"SLURM_CONF={folder}/slurm.conf".encode()
+    found = set()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                if mine in file.read().split(b"\0"):
+                    found.add(int(entry))
+        except OSError:
+            pass  # it has ended, or is another user's
+    return found - {os.getpid()}
+
+
+def guard(folder):
+    """Waits for the end of the test, be it by SIGKILL, and removes what that left."""
+    sys.stdin.read()
+    deadline = time.monotonic() + 10
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class Host:
     """Namespaces for network, name and mounts: what two hosts do not share. They end with their last process."""
 
@@ -95,11 +125,14 @@ class Cluster:
 
     def __init__(self, two_hosts=False):
         self.two_hosts = two_hosts
-        self.daemons, self.hosts = [], []
+        self.daemons, self.hosts, self.guard = [], [], None
 
     def __enter__(self):
+        atexit.register(self.__exit__)  # unittest skips its tear-down when it is interrupted
         self.folder = tempfile.mkdtemp(prefix="lockstep-slurm-")
         os.chmod(self.folder, 0o755)  # munged refuses a socket that others could not reach
+        self.guard = subprocess.Popen([sys.executable, "-B", __file__, self.folder], stdin=subprocess.PIPE,
+                                      start_new_session=True)
         try:
             self._start()
         except BaseException:
@@ -119,12 +152,12 @@ class Cluster:
                 daemon.kill()
                 daemon.wait()
         self.daemons = []
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+        if self.guard:
+            self.guard.communicate()
+            self.guard = None
         for host in self.hosts:
             host.close()
         self.hosts = []
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self):
         path = lambda name: os.path.join(self.folder, name)
@@ -151,7 +184,7 @@ class Cluster:
                        lambda: set(self.run("sinfo", "-N", "-h", "-o", "%T")[1].split()) == {"idle"})
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.logs()}") from None
-        self.own_processes = self.processes()
+        self.own_processes = processes_of(self.folder)
 
     def _make_hosts(self, file):
         with open(file, "w", encoding="utf-8") as out:
@@ -256,18 +289,10 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
                     text += f"---- {name}\n" + "".join(file.readlines()[-30:])
         return text
 
-    def processes(self):
-        """Daemons, their helpers, and what runs of jobs: all of them have its configuration in their environment."""
-        mine = f"SLURM_CONF={self.folder}/slurm.conf".encode()
-        found = []
-        for entry in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                with open(f"/proc/{entry}/environ", "rb") as file:
-                    if mine in file.read().split(b"\0") and int(entry) != os.getpid():
-                        found.append(int(entry))
-            except OSError:
-                pass  # it has ended, or is another user's
-        return found
+    def expect_nothing_left(self):
+        """Of jobs; the daemons are there."""
+        left = lambda: processes_of(self.folder) - self.own_processes
+        wait_until(f"these are left of jobs: {left()}", lambda: not left(), 20)
 
 
 class KillTest(support.LauncherTest):
@@ -301,3 +326,7 @@ class KillTest(support.LauncherTest):
         for line in told:
             self.assertRegex(line, rf"\brank {rank}\b")
             self.assertRegex(line, rf"\b{pids[rank]}\b")
+
+
+if __name__ == "__main__":
+    guard(sys.argv[1])

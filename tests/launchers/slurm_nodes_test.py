@@ -17,6 +17,7 @@ def setUpModule():
 
 
 def tearDownModule():
+    slurm.expect_nothing_left()
     slurm.__exit__()
 
 

@@ -9,17 +9,16 @@ import cluster
 import support
 from support import Programs, content
 
-slurm = None
+slurm = cluster.Cluster()
 
 
 def setUpModule():
-    global slurm
-    slurm = cluster.Cluster()
     slurm.__enter__()
     slurm.environment["PATH"] = Programs.folder + ":" + slurm.environment["PATH"]
 
 
 def tearDownModule():
+    slurm.expect_nothing_left()
     slurm.__exit__()
 
 
@@ -172,11 +171,6 @@ class Ends(cluster.KillTest):
 
     def test_so_is_the_one_that_holds_the_agent(self):
         self.expect_named(slurm, 0)
-
-    def test_zz_nothing_of_a_job_is_left(self):
-        # Runs last.
-        left = lambda: set(slurm.processes()) - set(slurm.own_processes)
-        cluster.wait_until(f"{left()} are left", lambda: not left(), 20)
 
 
 if __name__ == "__main__":
