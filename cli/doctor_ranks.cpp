@@ -110,8 +110,10 @@ Rows transport_rows(const std::string& transport, int ranks, bool asked_for, con
       rows.push_back(absent(
           transport, fmt::format("{} ranks need as many GPUs, and {} can be used", ranks, installed.gpus)));
   } else {
-    rows.push_back(measured(transport, transport, ranks,
-                            {installed.program.string(), "run", "-n", std::to_string(ranks)}, installed));
+    rows.push_back(measured(
+        transport, transport, ranks,
+        {installed.program.string(), "run", "--quiet", "--prefix", "never", "-n", std::to_string(ranks)},
+        installed));
   }
   return rows;
 }
