@@ -353,6 +353,13 @@ class MemoryLimit:
                 folder.rmdir()
         raise PermissionError("no memory cgroup can be made here")
 
+    def kills(self):
+        """How many processes the kernel has killed because of the limit."""
+        for file in ("memory.oom_control", "memory.events"):
+            with contextlib.suppress(OSError):
+                return int(re.search(r"oom_kill (\d+)", (self.folder / file).read_text())[1])
+        return 0
+
     def __exit__(self, *_):
         if self.folder:
             wait_until(lambda: not (self.folder / "cgroup.procs").read_text().strip(), 5)

@@ -52,7 +52,7 @@ class Torchrun:
         self.job.end()
 
 
-def told(job, ranks, rank, since, pid):
+def told(job, ranks, rank, since):
     """When the last survivor raised something, and whether that names the dead rank."""
     others = [other for other in range(ranks) if other != rank]
 
@@ -83,9 +83,8 @@ def kill_row(phase, words, gib=0):
             else:
                 job.await_events("training", ranks, timeout=START)
                 time.sleep(random.uniform(0, 0.2))
-            pid = job.rank_pid(1)
-            os.kill(pid, signal.SIGKILL)
-            return told(job, ranks, 1, now(), pid)
+            os.kill(job.rank_pid(1), signal.SIGKILL)
+            return told(job, ranks, 1, now())
 
 
 kill_row("before_init", "kill -9 of a rank, before init")
@@ -161,6 +160,7 @@ def signal_row(words, number, *victim, again=False):
 
 signal_row("SIGTERM to the launcher, ranks ask stop_requested()", signal.SIGTERM)
 signal_row("SIGINT to the launcher, ranks ask stop_requested()", signal.SIGINT)
+signal_row("SIGTERM to the launcher, ranks do not know of it", signal.SIGTERM)
 signal_row("SIGTERM to the launcher, ranks take no notice", signal.SIGTERM, "--ignore-signals")
 signal_row("a second SIGTERM to the launcher", signal.SIGTERM, "--ignore-signals", again=True)
 
@@ -171,7 +171,7 @@ def own_end(words, kind):
         rank = ranks - 1
         with Torchrun(ranks, "--rank", rank, "--fault", kind) as job:
             since = job.await_events("fault", timeout=START)[0]["t"]
-            return told(job, ranks, rank, since, job.rank_pid(rank))
+            return told(job, ranks, rank, since)
 
 
 own_end("an exception in a rank", "throw")
@@ -186,9 +186,8 @@ def out_of_memory(ranks):
         rank = ranks - 1
         with Torchrun(ranks, "--rank", rank, "--fault", "oom", cgroup=limit.folder) as job:
             job.await_events("fault", timeout=START)
-            pid = job.rank_pid(rank)
-            wait_until(lambda: not harness.is_alive(pid), 20)
-            seconds, remark = told(job, ranks, rank, now(), pid)
+            wait_until(limit.kills, LIMIT, 0.001)
+            seconds, remark = told(job, ranks, rank, now())
             job.wait(LIMIT)
             says = "memory" in job.text("err").lower()
             return seconds, remark if says else (remark + "; not said that memory ran out").strip("; ")
