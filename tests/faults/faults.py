@@ -15,6 +15,7 @@ import os
 import pathlib
 import random
 import re
+import select
 import signal
 import socket
 import statistics
@@ -623,23 +624,19 @@ def two_nodes(case, program, port, key, hosts=None):
 
 def idle(port, stop):
     """1,500 connections that say nothing; those that were cut off are opened again."""
-    held = []
+    held = {}
+    poll = select.poll()
     while now() < stop:
-        for _ in range(50):
-            held.append(connect(port))
-        held = [each for each in held if each][-1500:]
-        time.sleep(0.01)
-    for each in held:
-        each.close()
-
-
-def connect(port):
-    with contextlib.suppress(OSError):
-        one = socket.socket()
-        one.setblocking(False)
-        one.connect_ex(("127.0.0.1", port))
-        return one
-    return None
+        while len(held) < 1500 and now() < stop:
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+            held[one.fileno()] = one
+            poll.register(one, select.POLLIN)
+        time.sleep(0.02)
+        for fd, _ in poll.poll(0):  # nobody says anything to them but good-bye
+            poll.unregister(fd)
+            held.pop(fd).close()
 
 
 def shout(texts):

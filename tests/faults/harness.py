@@ -127,7 +127,7 @@ class Job:
             self.lines[kind].append((now(), line.decode(errors="replace").rstrip("\n")))
 
     def _await(self):
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self.process.wait()
         self.ended = now()
 
     @property
@@ -180,14 +180,13 @@ class Job:
 
     def wait(self, timeout):
         """The exit status, as a shell would have it; None when it still runs."""
-        try:
-            status = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        *readers, waiter = self.threads
+        waiter.join(timeout)
+        if waiter.is_alive():
             return None
-        wait_until(lambda: self.ended, 1)
-        for thread in self.threads[:2]:
-            thread.join(1)
-        return 128 - status if status < 0 else status
+        for reader in readers:
+            reader.join(1)
+        return 128 - self.process.returncode if self.process.returncode < 0 else self.process.returncode
 
     def processes(self):
         return marked(self.mark)
@@ -201,7 +200,7 @@ class Job:
             if not left:
                 break
             time.sleep(0.02)
-        self.process.wait(10)
+        self.threads[-1].join(10)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
