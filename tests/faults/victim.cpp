@@ -202,7 +202,9 @@ int run(const Request& request) {
 int main(int argc, char** argv) {
   const auto request = parse(argc, argv);
   try {
-    return run(request);
+    const int status = run(request);
+    tell("left");
+    return status;
   } catch (const lockstep::CommError& error) {
     tell("CommError", error.what());
     std::cout << "CommError: " << error.what() << std::endl;
