@@ -1,4 +1,4 @@
-"""Starts jobs, hurts them from outside, and looks at what is left. Times are of CLOCK_MONOTONIC, here and in the ranks."""
+"""Starts jobs, hurts them from outside, and looks at what is left. Times are of CLOCK_MONOTONIC, in the ranks too."""
 
 import contextlib
 import ctypes
@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -271,6 +272,12 @@ def enter_own_namespaces(argv):
     os.execvp("unshare", ["unshare", "--net", "--mount", "sh", "-c", script, "sh", *argv])
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 # ---- hosts ------------------------------------------------------------------------------------------------
 
 
@@ -327,7 +334,25 @@ def why_no_hosts():
         with TwoHosts():
             return None
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"network namespaces cannot be made here: {(getattr(error, 'stderr', b'') or b'').decode().strip() or error}"
+        said = (getattr(error, "stderr", None) or b"").decode().strip()
+        return f"network namespaces cannot be made here: {said or error}"
+
+
+class KeyFile:
+    """A new key in a file that only this user can read."""
+
+    def __init__(self, lockstep):
+        self.lockstep = lockstep
+
+    def __enter__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        path = pathlib.Path(self.folder.name) / "job.key"
+        path.touch(0o600)
+        path.write_bytes(subprocess.run([self.lockstep, "key"], capture_output=True, check=True).stdout)
+        return path
+
+    def __exit__(self, *_):
+        self.folder.cleanup()
 
 
 class MemoryLimit:

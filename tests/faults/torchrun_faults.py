@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 
-import faults
 import harness
+import host_faults
 from harness import Job, MemoryLimit, TooLate, TwoHosts, now, wait_until
 
 LIMIT = 30
@@ -40,7 +40,7 @@ class Torchrun:
 
     def __init__(self, ranks, *victim, options=(), program=None, port=None, **more):
         self.ranks = ranks
-        port = port or faults.free_port()
+        port = port or harness.free_port()
         command = [PROGRAM, "--nproc-per-node", ranks, "--master-port", port, *options]
         self.job = Job([*command, *(program or [VICTIM, *victim])], **more)
         self.port = port
@@ -229,7 +229,7 @@ def end_all(jobs):
 def joining_row(words, make):
     @row(words)
     def body(ranks):
-        jobs = make(ranks, faults.free_port())
+        jobs = make(ranks, harness.free_port())
         try:
             return all_told(jobs, None)
         finally:
@@ -245,7 +245,7 @@ joining_row("two processes with one RANK",
 @row("two jobs on one port")
 def two_jobs(ranks):
     half = max(2, ranks // 2)
-    port = faults.free_port()
+    port = harness.free_port()
     first = without_launcher(range(half), half, port)
     second = []
     try:
@@ -276,15 +276,15 @@ def attack_row(kind, ranks):
         run = Torchrun(count, "--store-probe", 9)
         with run as job:
             job.await_events("joined", count, timeout=START)
-            windows = faults.attack_in_turns(run.port, faults.ATTACKS[kind](random.Random(1)), 3, 1.0)
+            windows = host_faults.attack_in_turns(run.port, host_faults.ATTACKS[kind](random.Random(1)), 3, 1.0)
             job.wait(LIMIT + 20)
-            calm, attacked = faults.calm_and_attacked(job, windows)
+            calm, attacked = host_faults.calm_and_attacked(job, windows)
             if not calm or not attacked:
                 return None, "the store did not answer"
             return statistics.median(attacked) / statistics.median(calm), ""
 
 
-for each in faults.ATTACKS:
+for each in host_faults.ATTACKS:
     attack_row(each, (2, 4) if each.startswith("1,500") else (2,))
 
 
