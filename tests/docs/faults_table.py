@@ -22,8 +22,8 @@ show; a test fails where it does not. The table is written from such a run by `.
 
 How it was measured:
 
-- Seconds, from the injection to what the column "until" says, on CLOCK_MONOTONIC, which the harness and the ranks share.
-  Where a fault was injected several times: median / p99 / max. Ratios are marked with x.
+- Seconds, from the injection to what the column "until" says, on CLOCK_MONOTONIC, which the harness and the ranks
+  share. Where a fault was injected several times: median / p99 / max. Ratios are marked with x.
 - Kills come at random times. In all phases together: {kills}.
 - Ranks are LibTorch processes that train on gloo, all on one machine with {processors} processors, so times include
   what it takes to get a processor. "A host" is a network namespace.
@@ -75,8 +75,9 @@ def write(results, page):
     torchrun = json.loads((FAULTS / "torchrun.json").read_text())
     kills = [v for row in data["rows"] if row["fault"].startswith("kill -9 of a rank") for v in row["values"]]
     figures = harness.summary(kills)
-    all_kills = f"{figures['count']} kills, median {figures['median']:.3f}, p99 {figures['p99']:.3f}, max {figures['max']:.3f}"
-    text = HEAD.format(kills=all_kills + " s", processors=data["processors"], torch=torchrun["torch"],
+    median, p99, most = (f"{figures[key]:.3f}" for key in ("median", "p99", "max"))
+    all_kills = f"{figures['count']} kills, median {median}, p99 {p99}, max {most} s"
+    text = HEAD.format(kills=all_kills, processors=data["processors"], torch=torchrun["torch"],
                        limit=torchrun["limit"])
     for row in data["rows"]:
         cells = [row["fault"], row["ranks"], row["must"], row["measures"], measured(row), of_torchrun(row, torchrun)]

@@ -119,3 +119,23 @@ def check_survivors(case, job, rank, *parts, since):
         came = next((e["t"] for e in mine if e["event"] == "joining"), 0)
         last = max(last, error["t"] - max(since, came))
     return last
+
+
+class Ranks:
+    """Ranks that were started without a launcher, in one job or in several."""
+
+    def __init__(self, case):
+        self.case, self.jobs = case, []
+
+    def start(self, rank, size, port, more=None, *victim, events=None):
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(port), **(more or {})}
+        self.jobs.append(Job([self.case.options.victim, *victim], environment, events=events))
+        return self.jobs[-1]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for job in self.jobs:
+            job.end()

@@ -6,28 +6,8 @@ import socket
 import subprocess
 import tempfile
 
-from case import Skip, fault
-from harness import Job, KeyFile, free_port
-
-
-class Ranks:
-    """Ranks that were started without a launcher, in one job or in several."""
-
-    def __init__(self, case):
-        self.case, self.jobs = case, []
-
-    def start(self, rank, size, port, more=None, *victim):
-        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port), **(more or {})}
-        self.jobs.append(Job([self.case.options.victim, *victim], environment))
-        return self.jobs[-1]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for job in self.jobs:
-            job.end()
+from case import Ranks, Skip, fault
+from harness import KeyFile, free_port
 
 
 def check_refusal(case, jobs, kinds, *patterns, since=None, limit=2.0):

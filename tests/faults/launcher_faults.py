@@ -58,6 +58,14 @@ launcher_row("kill -9 of the launcher's other half, lockstep-agent", agent=True)
 # ---- asked to end -----------------------------------------------------------------------------------------
 
 
+def check_saved(case, job, status):
+    got = job.wait(10)
+    case.check(got == status, f"the status is {got}, not {status}", job)
+    saved = job.events("saved")
+    case.check(len(saved) == case.ranks, f"{len(saved)} ranks saved", job)
+    case.check(len({(e["step"], e["text"]) for e in saved}) == 1, f"not the same: {saved}")
+
+
 def signal_rows():
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         @fault(f"{number.name} to the launcher, ranks ask stop_requested()",
@@ -66,11 +74,18 @@ def signal_rows():
             with case.job("--stop") as job:
                 job.await_events("training", case.ranks)
                 since = job.signal(number)
-                case.check(job.wait(10) == status, f"the status is not {status}", job)
-                saved = job.events("saved")
-                case.check(len(saved) == case.ranks, f"{len(saved)} ranks saved", job)
-                case.check(len({(e["step"], e["text"]) for e in saved}) == 1, f"not the same: {saved}")
+                check_saved(case, job, status)
                 case.measure(job.ended - since)
+
+    @fault("SIGTERM to one rank, ranks ask stop_requested()", "all save at the same step; status 143",
+           "the launcher's end", 5.0, torchrun="-")
+    def one_rank(case):
+        with case.job("--stop") as job:
+            job.await_events("training", case.ranks)
+            os.kill(job.rank_pid(case.ranks - 1), signal.SIGTERM)
+            since = now()
+            check_saved(case, job, 143)
+            case.measure(job.ended - since)
 
     @fault("SIGTERM to the launcher, ranks do not know of it", "they end; nobody is blamed; status 143",
            "the launcher's end", 1.0)

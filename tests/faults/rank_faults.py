@@ -8,8 +8,8 @@ import signal
 import time
 
 import harness
-from case import Skip, check_survivors, check_verdict, fault, told_by_launcher
-from harness import MemoryLimit, Traced, now, wait_until
+from case import Ranks, Skip, check_survivors, check_verdict, fault, told_by_launcher
+from harness import MemoryLimit, Traced, free_port, now, wait_until
 
 # ---- kill -9 of a rank ------------------------------------------------------------------------------------
 
@@ -62,6 +62,53 @@ def kill_rows():
 
 
 kill_rows()
+
+
+# ---- without a launcher: the agent is in a rank, the first that came ---------------------------------------
+
+
+@contextlib.contextmanager
+def without_launcher(case, first, *victim):
+    """All ranks train; the events of all are the first job's."""
+    with Ranks(case) as ranks:
+        port = free_port()
+        jobs = {first: ranks.start(first, case.ranks, port, {"LOCKSTEP_STOP_GRACE": "1s"}, *victim)}
+        jobs[first].await_events("joining")
+        time.sleep(0.2)
+        for rank in range(case.ranks):
+            if rank != first:
+                jobs[rank] = ranks.start(rank, case.ranks, port, {"LOCKSTEP_STOP_GRACE": "1s"}, *victim,
+                                         events=jobs[first].events_file)
+        jobs[first].await_events("training", case.ranks, timeout=60)
+        yield jobs
+
+
+def hurt_without_launcher(case, first, rank, number):
+    with without_launcher(case, first) as jobs:
+        time.sleep(case.random.uniform(0, 0.2))
+        pid = jobs[rank].pid
+        os.kill(pid, number)
+        since = now()
+        for other in jobs:
+            if other != rank:
+                case.check(jobs[other].wait(15) == 4, f"rank {other} did not end because of an error", jobs[other])
+        case.measure(check_survivors(case, jobs[first], rank, f"rank {rank} (pid {pid})", since=since))
+        return "".join(job.text("err") for job in jobs.values()), rank, pid
+
+
+@fault("kill -9 of a rank, no launcher", "CommError on every other rank that names the dead rank and its pid",
+       "the last survivor's error", 1.0)
+def kill_without_launcher(case):
+    for first, rank in ((0, 1), (0, 0), (1, 1)):
+        hurt_without_launcher(case, first, rank, signal.SIGKILL)
+
+
+@fault("SIGSTOP of a rank, no launcher", "reported by name; the others end after LOCKSTEP_STOP_GRACE (1 s)",
+       "the last survivor's error", 2.0)
+def stop_without_launcher(case):
+    for first, rank in ((0, 1), (0, 0)):
+        told, _, pid = hurt_without_launcher(case, first, rank, signal.SIGSTOP)
+        case.check(f"rank {rank} (pid {pid}) is stopped" in told, f"nobody says that it is stopped: {told}")
 
 
 # ---- SIGSTOP ----------------------------------------------------------------------------------------------
