@@ -12,6 +12,7 @@ import sys
 FAULTS = pathlib.Path(__file__).resolve().parent.parent / "faults"
 sys.path.insert(0, str(FAULTS))
 import faults  # noqa: E402
+import harness  # noqa: E402
 
 HEAD = """# Faults
 
@@ -21,16 +22,16 @@ show; a test fails where it does not. The table is written from such a run by `.
 
 How it was measured:
 
-- Seconds, from the injection to what the column "until" says, on CLOCK_MONOTONIC, which the harness and the ranks share.
-  Where a fault was injected several times: median / p99 / max. Ratios are marked with x.
+- Seconds, from the injection to what the column "until" says, on CLOCK_MONOTONIC, which the harness and the ranks
+  share. Where a fault was injected several times: median / p99 / max. Ratios are marked with x.
 - Kills come at random times. In all phases together: {kills}.
 - Ranks are LibTorch processes that train on gloo, all on one machine with {processors} processors, so times include
   what it takes to get a processor. "A host" is a network namespace.
 - After each job the harness looks for processes, sockets of the control plane, listening ports and entries of /dev/shm
   that are left; none may be there 2 s later.
 - torchrun: the same injections (`tests/faults/torchrun_faults.py`) on the same machine, PyTorch {torch}, gloo, one run
-  each, so they are orders of magnitude; each wait was ended after {limit} s. Where the survivors' errors count, so does the
-  end of a rank that its launcher ended first.
+  each, so they are orders of magnitude; each wait was ended after {limit} s. Where the survivors' errors count, so does
+  the end of a rank that its launcher ended first.
 
 | fault | ranks | must show | until | measured | torchrun |
 |---|---|---|---|---|---|
@@ -73,10 +74,11 @@ def write(results, page):
     data = json.loads(results.read_text())
     torchrun = json.loads((FAULTS / "torchrun.json").read_text())
     kills = [v for row in data["rows"] if row["fault"].startswith("kill -9 of a rank") for v in row["values"]]
-    figures = faults.harness.summary(kills)
-    text = HEAD.format(
-        kills=f"{figures['count']} kills, median {figures['median']:.3f}, p99 {figures['p99']:.3f}, max {figures['max']:.3f} s",
-        processors=data["processors"], torch=torchrun["torch"], limit=torchrun["limit"])
+    figures = harness.summary(kills)
+    median, p99, most = (f"{figures[key]:.3f}" for key in ("median", "p99", "max"))
+    all_kills = f"{figures['count']} kills, median {median}, p99 {p99}, max {most} s"
+    text = HEAD.format(kills=all_kills, processors=data["processors"], torch=torchrun["torch"],
+                       limit=torchrun["limit"])
     for row in data["rows"]:
         cells = [row["fault"], row["ranks"], row["must"], row["measures"], measured(row), of_torchrun(row, torchrun)]
         text += "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |\n"

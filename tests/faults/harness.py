@@ -1,4 +1,4 @@
-"""Starts jobs, hurts them from outside, and looks at what is left. Times are of CLOCK_MONOTONIC, here and in the ranks."""
+"""Starts jobs, hurts them from outside, and looks at what is left. Times are of CLOCK_MONOTONIC, in the ranks too."""
 
 import contextlib
 import ctypes
@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -127,7 +128,7 @@ class Job:
             self.lines[kind].append((now(), line.decode(errors="replace").rstrip("\n")))
 
     def _await(self):
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self.process.wait()
         self.ended = now()
 
     @property
@@ -180,14 +181,13 @@ class Job:
 
     def wait(self, timeout):
         """The exit status, as a shell would have it; None when it still runs."""
-        try:
-            status = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
+        *readers, waiter = self.threads
+        waiter.join(timeout)
+        if waiter.is_alive():
             return None
-        wait_until(lambda: self.ended, 1)
-        for thread in self.threads[:2]:
-            thread.join(1)
-        return 128 - status if status < 0 else status
+        for reader in readers:
+            reader.join(1)
+        return 128 - self.process.returncode if self.process.returncode < 0 else self.process.returncode
 
     def processes(self):
         return marked(self.mark)
@@ -201,7 +201,7 @@ class Job:
             if not left:
                 break
             time.sleep(0.02)
-        self.process.wait(10)
+        self.threads[-1].join(10)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -272,6 +272,12 @@ def enter_own_namespaces(argv):
     os.execvp("unshare", ["unshare", "--net", "--mount", "sh", "-c", script, "sh", *argv])
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 # ---- hosts ------------------------------------------------------------------------------------------------
 
 
@@ -328,7 +334,25 @@ def why_no_hosts():
         with TwoHosts():
             return None
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"network namespaces cannot be made here: {(getattr(error, 'stderr', b'') or b'').decode().strip() or error}"
+        said = (getattr(error, "stderr", None) or b"").decode().strip()
+        return f"network namespaces cannot be made here: {said or error}"
+
+
+class KeyFile:
+    """A new key in a file that only this user can read."""
+
+    def __init__(self, lockstep):
+        self.lockstep = lockstep
+
+    def __enter__(self):
+        self.folder = tempfile.TemporaryDirectory()
+        path = pathlib.Path(self.folder.name) / "job.key"
+        path.touch(0o600)
+        path.write_bytes(subprocess.run([self.lockstep, "key"], capture_output=True, check=True).stdout)
+        return path
+
+    def __exit__(self, *_):
+        self.folder.cleanup()
 
 
 class MemoryLimit:
@@ -352,6 +376,13 @@ class MemoryLimit:
             except OSError:
                 folder.rmdir()
         raise PermissionError("no memory cgroup can be made here")
+
+    def kills(self):
+        """How many processes the kernel has killed because of the limit."""
+        for file in ("memory.oom_control", "memory.events"):
+            with contextlib.suppress(OSError):
+                return int(re.search(r"oom_kill (\d+)", (self.folder / file).read_text())[1])
+        return 0
 
     def __exit__(self, *_):
         if self.folder:

@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 
-import faults
 import harness
+import host_faults
 from harness import Job, MemoryLimit, TooLate, TwoHosts, now, wait_until
 
 LIMIT = 30
@@ -40,7 +40,7 @@ class Torchrun:
 
     def __init__(self, ranks, *victim, options=(), program=None, port=None, **more):
         self.ranks = ranks
-        port = port or faults.free_port()
+        port = port or harness.free_port()
         command = [PROGRAM, "--nproc-per-node", ranks, "--master-port", port, *options]
         self.job = Job([*command, *(program or [VICTIM, *victim])], **more)
         self.port = port
@@ -52,7 +52,7 @@ class Torchrun:
         self.job.end()
 
 
-def told(job, ranks, rank, since, pid):
+def told(job, ranks, rank, since):
     """When the last survivor raised something, and whether that names the dead rank."""
     others = [other for other in range(ranks) if other != rank]
 
@@ -83,9 +83,8 @@ def kill_row(phase, words, gib=0):
             else:
                 job.await_events("training", ranks, timeout=START)
                 time.sleep(random.uniform(0, 0.2))
-            pid = job.rank_pid(1)
-            os.kill(pid, signal.SIGKILL)
-            return told(job, ranks, 1, now(), pid)
+            os.kill(job.rank_pid(1), signal.SIGKILL)
+            return told(job, ranks, 1, now())
 
 
 kill_row("before_init", "kill -9 of a rank, before init")
@@ -161,6 +160,7 @@ def signal_row(words, number, *victim, again=False):
 
 signal_row("SIGTERM to the launcher, ranks ask stop_requested()", signal.SIGTERM)
 signal_row("SIGINT to the launcher, ranks ask stop_requested()", signal.SIGINT)
+signal_row("SIGTERM to the launcher, ranks do not know of it", signal.SIGTERM)
 signal_row("SIGTERM to the launcher, ranks take no notice", signal.SIGTERM, "--ignore-signals")
 signal_row("a second SIGTERM to the launcher", signal.SIGTERM, "--ignore-signals", again=True)
 
@@ -171,7 +171,7 @@ def own_end(words, kind):
         rank = ranks - 1
         with Torchrun(ranks, "--rank", rank, "--fault", kind) as job:
             since = job.await_events("fault", timeout=START)[0]["t"]
-            return told(job, ranks, rank, since, job.rank_pid(rank))
+            return told(job, ranks, rank, since)
 
 
 own_end("an exception in a rank", "throw")
@@ -186,9 +186,8 @@ def out_of_memory(ranks):
         rank = ranks - 1
         with Torchrun(ranks, "--rank", rank, "--fault", "oom", cgroup=limit.folder) as job:
             job.await_events("fault", timeout=START)
-            pid = job.rank_pid(rank)
-            wait_until(lambda: not harness.is_alive(pid), 20)
-            seconds, remark = told(job, ranks, rank, now(), pid)
+            wait_until(limit.kills, LIMIT, 0.001)
+            seconds, remark = told(job, ranks, rank, now())
             job.wait(LIMIT)
             says = "memory" in job.text("err").lower()
             return seconds, remark if says else (remark + "; not said that memory ran out").strip("; ")
@@ -230,7 +229,7 @@ def end_all(jobs):
 def joining_row(words, make):
     @row(words)
     def body(ranks):
-        jobs = make(ranks, faults.free_port())
+        jobs = make(ranks, harness.free_port())
         try:
             return all_told(jobs, None)
         finally:
@@ -246,7 +245,7 @@ joining_row("two processes with one RANK",
 @row("two jobs on one port")
 def two_jobs(ranks):
     half = max(2, ranks // 2)
-    port = faults.free_port()
+    port = harness.free_port()
     first = without_launcher(range(half), half, port)
     second = []
     try:
@@ -277,15 +276,15 @@ def attack_row(kind, ranks):
         run = Torchrun(count, "--store-probe", 9)
         with run as job:
             job.await_events("joined", count, timeout=START)
-            windows = faults.attack_in_turns(run.port, faults.ATTACKS[kind](random.Random(1)), 3, 1.0)
+            windows = host_faults.attack_in_turns(run.port, host_faults.ATTACKS[kind](random.Random(1)), 3, 1.0)
             job.wait(LIMIT + 20)
-            calm, attacked = faults.calm_and_attacked(job, windows)
+            calm, attacked = host_faults.calm_and_attacked(job, windows)
             if not calm or not attacked:
                 return None, "the store did not answer"
             return statistics.median(attacked) / statistics.median(calm), ""
 
 
-for each in faults.ATTACKS:
+for each in host_faults.ATTACKS:
     attack_row(each, (2, 4) if each.startswith("1,500") else (2,))
 
 

@@ -7,22 +7,13 @@ The conformance suite runs on gloo under `lockstep run --nnodes 2`, started once
 
 import argparse
 import pathlib
-import subprocess
 import sys
-import tempfile
 
 import harness
-from harness import Job, TwoHosts
+from harness import Job, KeyFile, TwoHosts
 
 SKIP = 77
 LIMIT = 240
-
-
-def key_file(lockstep, folder):
-    path = pathlib.Path(folder) / "job.key"
-    path.touch(0o600)
-    path.write_bytes(subprocess.run([lockstep, "key"], capture_output=True, check=True).stdout)
-    return path
 
 
 def start(options, hosts, number, key):
@@ -42,8 +33,7 @@ def main():
     if reason:
         print(reason)
         return SKIP
-    with TwoHosts() as hosts, tempfile.TemporaryDirectory() as folder:
-        key = key_file(options.lockstep, folder)
+    with TwoHosts() as hosts, KeyFile(options.lockstep) as key:
         jobs = [start(options, hosts, number, key) for number in range(2)]
         try:
             statuses = [job.wait(LIMIT) for job in jobs]

@@ -121,9 +121,10 @@ std::string hash(const at::Tensor& tensor) {
   return fmt::format("{:016x}", value);
 }
 
-[[gnu::noinline]] void segfault() {
-  volatile int* nowhere = nullptr;
-  *nowhere = 1;
+void segfault() {
+  auto* page =
+      static_cast<volatile char*>(::mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  *page = 1;
 }
 
 void commit(const Request& request, const std::string& fault) {
@@ -201,7 +202,9 @@ int run(const Request& request) {
 int main(int argc, char** argv) {
   const auto request = parse(argc, argv);
   try {
-    return run(request);
+    const int status = run(request);
+    tell("left");
+    return status;
   } catch (const lockstep::CommError& error) {
     tell("CommError", error.what());
     std::cout << "CommError: " << error.what() << std::endl;

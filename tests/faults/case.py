@@ -1,0 +1,141 @@
+"""One fault with one number of ranks: the table of faults, and what their functions check with."""
+
+import contextlib
+import dataclasses
+import os
+import random
+import re
+
+import harness
+from harness import Job, Surroundings
+
+FAULTS = []
+
+
+@dataclasses.dataclass
+class Fault:
+    name: str
+    must: str  # show
+    measures: str  # from the injection to this
+    limit: float  # seconds; of p99
+    ranks: tuple
+    body: object
+    torchrun: str = ""  # the row's name in torchrun.json, where it is another
+
+
+def fault(name, must, measures, limit=None, ranks=(2, 4), torchrun=""):
+    def register(body):
+        FAULTS.append(Fault(name, must, measures, limit, ranks, body, torchrun or name))
+        return body
+
+    return register
+
+
+class Skip(Exception):
+    pass
+
+
+class Case:
+    """One fault with one number of ranks: what was measured, and what was not as it must be."""
+
+    def __init__(self, options, ranks):
+        self.options, self.ranks = options, ranks
+        self.random = random.Random(f"{options.seed} {ranks}")
+        self.values, self.problems, self.notes = [], [], []
+        self.shown = None  # the job whose output the problems show already
+
+    def check(self, holds, text, job=None):
+        if not holds:
+            shows = job and job is not self.shown
+            self.problems.append(text + (f"\n{indented(job.text())}" if shows else ""))
+            self.shown = job or self.shown
+        return holds
+
+    def within(self, seconds, limit, text, job=None):
+        """A promise about time. On a machine with far too much to do, twice as long is allowed, and told."""
+        if limit < seconds <= 2 * limit and os.getloadavg()[0] > 2 * os.cpu_count():
+            self.notes.append(f"{text}: {seconds:.2f} s allowed at a load of {os.getloadavg()[0]:.1f}")
+            return True
+        return self.check(seconds <= limit, f"{text}: {seconds:.3f} s, more than {limit} s", job)
+
+    def measure(self, seconds):
+        self.values.append(seconds)
+        return seconds
+
+    @contextlib.contextmanager
+    def job(self, *victim, n=None, run=(), program=None, clean=True, **more):
+        """`lockstep run` of the victim; at the end nothing may be left of it, 2 s after its end."""
+        surroundings = Surroundings(harness.have_own_namespaces())
+        command = [self.options.lockstep, "run", "-n", n or self.ranks, "-q", "--prefix", "never", *run]
+        command += program or [self.options.victim, *victim]
+        job = Job(command, **more)
+        try:
+            yield job
+            if clean:
+                self.check(job.wait(20) is not None, "the launcher has not ended", job)
+                left = surroundings.left_over(job, 2)
+                self.check(not left, "left over 2 s later: " + ", ".join(left), job)
+        finally:
+            job.end()
+
+
+def indented(text):
+    lines = text.splitlines()
+    if len(lines) > 40:
+        lines = lines[:30] + ["..."] + lines[-10:]
+    return "\n".join("      | " + line for line in lines)
+
+
+def told_by_launcher(job):
+    """Its lines, less those that tell who waits for whom: a rank may take its time to fail."""
+    return [line for _, line in job.lines["err"] if line.startswith("lockstep:") and " has waited " not in line]
+
+
+def check_verdict(case, job, rank, pid, how):
+    """The launcher shows that failure first, and blames nobody else."""
+    told = told_by_launcher(job)
+    wanted = f"lockstep: rank {rank} (pid {pid}) {how}"
+    case.check(told and told[0].startswith(wanted), f"the launcher's first line is not '{wanted}...'", job)
+    blamed = re.compile(r"^lockstep: rank (\d+) \(pid \d+\) (was killed|exited|threw|has ended|leaves)")
+    others = [line for line in told if (m := blamed.match(line)) and int(m[1]) != rank]
+    case.check(not others, f"the launcher blames others: {others}", job)
+
+
+def check_survivors(case, job, rank, *parts, since):
+    """Each other rank got a CommError with these parts in it. The time until the last one had."""
+    last = 0
+    for other in range(case.ranks):
+        if other == rank:
+            continue
+        mine = job.events(rank=other)
+        error = next((e for e in mine if e["event"] in ("CommError", "ConfigError", "Error")), None)
+        if not case.check(error, f"rank {other} was not told: it is gone after {[e['event'] for e in mine]}", job):
+            continue
+        text = error["text"].splitlines()[0]
+        case.check(error["event"] == "CommError", f"rank {other} got a {error['event']}: {text}")
+        for part in parts:
+            case.check(part in text, f"rank {other}'s error does not say '{part}': {text}")
+        # Whoever came later than that could not be told sooner.
+        came = next((e["t"] for e in mine if e["event"] == "joining"), 0)
+        last = max(last, error["t"] - max(since, came))
+    return last
+
+
+class Ranks:
+    """Ranks that were started without a launcher, in one job or in several."""
+
+    def __init__(self, case):
+        self.case, self.jobs = case, []
+
+    def start(self, rank, size, port, more=None, *victim, events=None):
+        environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(port), **(more or {})}
+        self.jobs.append(Job([self.case.options.victim, *victim], environment, events=events))
+        return self.jobs[-1]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for job in self.jobs:
+            job.end()

@@ -1,0 +1,195 @@
+"""Several hosts: strangers at the head's port, and a host that is lost."""
+
+import contextlib
+import os
+import select
+import socket
+import statistics
+import time
+
+import harness
+from case import Skip, fault
+from harness import Job, KeyFile, TwoHosts, free_port, now
+
+
+def node(case, number, master, key, program, **more):
+    command = [case.options.lockstep, "run", "--nnodes", 2, "--node-rank", number, "--master", master,
+               "--key-file", key, "-n", case.ranks // 2, "-q", "--prefix", "never", "--join-timeout", "20s", *program]
+    return Job(command, **more)
+
+
+@contextlib.contextmanager
+def two_nodes(case, program, port, key, hosts=None):
+    """Two launchers of one job; both write into the first one's events."""
+    jobs = []
+    try:
+        master = f"{hosts.addresses[0] if hosts else '127.0.0.1'}:{port}"
+        for number in range(2):
+            namespace = hosts.names[number] if hosts else None
+            jobs.append(node(case, number, master, key, program, namespace=namespace,
+                             events=jobs[0].events_file if jobs else None))
+        yield jobs
+    finally:
+        for job in jobs:
+            job.end()
+
+
+def idle(port, stop):
+    """1,500 connections that say nothing; those that were cut off are opened again."""
+    held = {}
+    poll = select.poll()
+    while now() < stop:
+        while len(held) < 1500 and now() < stop:
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+            held[one.fileno()] = one
+            poll.register(one, select.POLLIN)
+        time.sleep(0.02)
+        for fd, _ in poll.poll(0):  # nobody says anything to them but good-bye
+            poll.unregister(fd)
+            held.pop(fd).close()
+
+
+def shout(texts):
+    def attack(port, stop):
+        count = 0
+        while now() < stop:
+            text = texts[count % len(texts)]
+            count += 1
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as one:
+                one.settimeout(0.02)
+                one.sendall(text)
+                one.recv(64)
+            time.sleep(0.001)
+
+    return attack
+
+
+HTTP = b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: scanner\r\n\r\n"
+ATTACKS = {
+    "random bytes": lambda r: shout([r.randbytes(n) for n in (1, 16, 64, 4096, 65536)]),
+    "HTTP": lambda r: shout([HTTP, b"POST /x HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n" + b"x" * 5000]),
+    "a huge length": lambda r: shout([b"\xff" * 8 + b"\0" * 56, b"\xff\xff\xff\x7f" + bytes(60), b"\0" * 64]),
+    "1,500 idle connections": lambda r: idle,
+}
+
+
+def attack_in_turns(port, attack, rounds, seconds):
+    """Waits and attacks in turn; returns when the attacks were."""
+    windows = []
+    for _ in range(rounds):
+        time.sleep(seconds)
+        begin = now()
+        # Another process, so that its work is not ours; it costs processor time all the same.
+        attacker = os.fork()
+        if attacker == 0:
+            attack(port, begin + seconds)
+            os._exit(0)
+        os.waitpid(attacker, 0)
+        windows.append((begin, begin + seconds))
+    return windows
+
+
+def calm_and_attacked(job, windows):
+    """Microseconds of the store operations outside and inside of these windows."""
+    calm, attacked = [], []
+    for begin, micros in (pair for event in job.events("ops") for pair in event["ops"]):
+        if any(b <= begin <= e for b, e in windows):
+            attacked.append(micros)
+        elif not any(begin <= b <= begin + micros / 1e6 or e <= begin <= e + 0.2 for b, e in windows):
+            calm.append(micros)
+    return calm, attacked
+
+
+def attack_head(case, kind):
+    """The median time of a store operation during the attack over that of the pauses around it."""
+    rounds, seconds = (5, 2.0) if case.options.full else (3, 1.0)
+    port = free_port()
+    program = [case.options.store_probe, 2 * rounds * seconds + 3]
+    with KeyFile(case.options.lockstep) as key, two_nodes(case, program, port, key) as jobs:
+        jobs[0].await_events("joined", case.ranks, timeout=30)
+        windows = attack_in_turns(port, ATTACKS[kind](case.random), rounds, seconds)
+        for job in jobs:
+            case.check(job.wait(30) == 0, "the job did not survive", job)
+        calm, attacked = calm_and_attacked(jobs[0], windows)
+        if case.check(calm and attacked, "nothing was measured", jobs[0]):
+            before, during = statistics.median(calm), statistics.median(attacked)
+            case.notes.append(f"a set and a get: {before:.0f} us before, {during:.0f} us during ({len(attacked)} times)")
+            case.measure(during / before)
+
+
+def attack_rows():
+    for kind in ATTACKS:
+        @fault(f"{kind} at the head's port", "no crash; store operations take at most 1.5 times as long",
+               "median time during / before", 1.5, ranks=(2, 4) if kind.startswith("1,500") else (2,))
+        def body(case, kind=kind):
+            attack_head(case, kind)
+
+
+attack_rows()
+
+
+@fault("a stranger without the key", "refused before anything is parsed, nothing changed", "the stranger is cut off",
+       1.5, ranks=(2,))
+def stranger(case):
+    port = free_port()
+    with KeyFile(case.options.lockstep) as key, two_nodes(case, [case.options.store_probe, 4], port, key) as jobs:
+        jobs[0].await_events("joined", case.ranks, timeout=30)
+        # The first frame of a host that proves nothing: its length, its kind, zeros.
+        for text in (b"\x40\0\0\0" + bytes(60), bytes(64), b"lockstep", b""):
+            since = now()
+            with socket.create_connection(("127.0.0.1", port), 1) as one:
+                one.settimeout(5)
+                one.sendall(text)
+                answer = b""
+                with contextlib.suppress(ConnectionResetError):
+                    while got := one.recv(4096):
+                        answer += got
+                case.measure(now() - since)
+                case.check(len(answer) <= 64, f"it was told {len(answer)} bytes: {answer[:80]!r}")
+        for job in jobs:
+            case.check(job.wait(30) == 0, "the job did not survive", job)
+
+
+@fault("a host with an old key", "refused, and told why; the job goes on", "the stranger's end", 5.0, ranks=(2,))
+def old_key(case):
+    port = free_port()
+    with KeyFile(case.options.lockstep) as key, KeyFile(case.options.lockstep) as old:
+        with two_nodes(case, [case.options.store_probe, 6], port, key) as jobs:
+            jobs[0].await_events("joined", case.ranks, timeout=30)
+            late = node(case, 1, f"127.0.0.1:{port}", old, [case.options.store_probe, 1])
+            try:
+                status = late.wait(20)
+                case.measure((late.ended or now()) - late.started)
+                case.check(status not in (0, None), f"the stranger's status is {status}", late)
+                case.check("key" in late.text("err"), "the stranger is not told that it is the key", late)
+            finally:
+                late.end()
+            for job in jobs:
+                case.check(job.wait(30) == 0, "the job did not survive", job)
+        counts = {"joined": case.ranks, "done": case.ranks}
+        for name, count in counts.items():
+            case.check(len(jobs[0].events(name)) in (0, count), f"not {count} '{name}'")
+
+
+@fault("a host is lost", "both sides know", "the last rank's error, on either side", 2.0)
+def host_lost(case):
+    reason = harness.why_no_hosts()
+    if reason:
+        raise Skip(reason)
+    with TwoHosts() as hosts, KeyFile(case.options.lockstep) as key:
+        with two_nodes(case, [case.options.victim], 29400, key, hosts) as jobs:
+            jobs[0].await_events("training", case.ranks, timeout=30)
+            time.sleep(0.3)
+            since = hosts.unplug()
+            for job in jobs:
+                status = job.wait(20)
+                case.check(status not in (0, None), f"the status is {status}", job)
+                case.check("is lost" in job.text("err"), "the launcher does not say that a host is lost", job)
+            errors = jobs[0].events("CommError")
+            case.check(len(errors) == case.ranks, f"{len(errors)} ranks got a CommError", jobs[0])
+            for error in errors:
+                case.check("lost" in error["text"], f"not told that a host is lost: {error['text']}")
+            if errors:
+                case.measure(max(e["t"] for e in errors) - since)

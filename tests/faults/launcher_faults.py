@@ -1,0 +1,152 @@
+"""Something happens to the launcher, or it starts the ranks again."""
+
+import os
+import pathlib
+import re
+import signal
+import time
+
+import harness
+from case import fault, told_by_launcher
+from harness import Surroundings, now, wait_until
+
+# ---- the launcher is killed -------------------------------------------------------------------------------
+
+
+def kill_launcher(case, job, pid):
+    job.await_events("training", case.ranks)
+    case.check(len(job.processes()) >= case.ranks + 1, "fewer processes than ranks", job)
+    os.kill(pid, signal.SIGKILL)
+    since = now()
+    left = wait_until(lambda: not job.processes(), 5)
+    case.within(case.measure(now() - since), 1.0, "all gone", job)
+    case.check(left, f"still there: {[command_of_rank(p) for p in job.processes()]}")
+
+
+def command_of_rank(pid):
+    return f"{pid} ({harness.command_of(pid)})"
+
+
+def launcher_row(name, *victim, program=None, agent=False):
+    @fault(name, "all ranks and what they started are gone", "the last process is gone", 1.0,
+           torchrun="" if not agent else "-")
+    def body(case):
+        command = program(case) if program else None
+        with case.job(*victim, program=command, clean=False) as job:
+            surroundings = Surroundings(harness.have_own_namespaces())
+            pid = job.pid
+            if agent:
+                job.await_events("start")
+                pid = next(p for p in job.processes()
+                           if pathlib.Path(f"/proc/{p}/comm").read_text().startswith("lockstep-agent"))
+            kill_launcher(case, job, pid)
+            left = [each for each in surroundings._left(job)]
+            case.check(not left, "left over: " + ", ".join(left))
+
+
+def script_of(case):
+    # With a command after it, so that the shell stays.
+    return ["sh", "-c", '"$@"; echo ended', "sh", str(case.options.victim)]
+
+
+launcher_row("kill -9 of the launcher")
+launcher_row("kill -9 of the launcher, ranks are scripts", program=script_of)
+launcher_row("kill -9 of the launcher, ranks have helpers and a daemon", "--helpers")
+launcher_row("kill -9 of the launcher's other half, lockstep-agent", agent=True)
+
+
+# ---- asked to end -----------------------------------------------------------------------------------------
+
+
+def check_saved(case, job, status):
+    got = job.wait(10)
+    case.check(got == status, f"the status is {got}, not {status}", job)
+    saved = job.events("saved")
+    case.check(len(saved) == case.ranks, f"{len(saved)} ranks saved", job)
+    case.check(len({(e["step"], e["text"]) for e in saved}) == 1, f"not the same: {saved}")
+
+
+def signal_rows():
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        @fault(f"{number.name} to the launcher, ranks ask stop_requested()",
+               f"all save at the same step; status {status}", "the launcher's end", 5.0)
+        def saves(case, number=number, status=status):
+            with case.job("--stop") as job:
+                job.await_events("training", case.ranks)
+                since = job.signal(number)
+                check_saved(case, job, status)
+                case.measure(job.ended - since)
+
+    @fault("SIGTERM to one rank, ranks ask stop_requested()", "all save at the same step; status 143",
+           "the launcher's end", 5.0, torchrun="-")
+    def one_rank(case):
+        with case.job("--stop") as job:
+            job.await_events("training", case.ranks)
+            os.kill(job.rank_pid(case.ranks - 1), signal.SIGTERM)
+            since = now()
+            check_saved(case, job, 143)
+            case.measure(job.ended - since)
+
+    @fault("SIGTERM to the launcher, ranks do not know of it", "they end; nobody is blamed; status 143",
+           "the launcher's end", 1.0)
+    def ends(case):
+        with case.job() as job:
+            job.await_events("training", case.ranks)
+            since = job.signal(signal.SIGTERM)
+            case.check(job.wait(10) == 143, "the status is not 143", job)
+            case.check(not told_by_launcher(job), "somebody is blamed", job)
+            case.measure(job.ended - since)
+
+    @fault("SIGTERM to the launcher, ranks take no notice", "killed after --grace (1 s); status 143",
+           "the launcher's end", 2.0)
+    def ignores(case):
+        with case.job("--ignore-signals", run=["--grace", "1s"]) as job:
+            job.await_events("training", case.ranks)
+            since = job.signal(signal.SIGTERM)
+            case.check(job.wait(10) == 143, "the status is not 143", job)
+            case.check(case.measure(job.ended - since) >= 0.9, "ended before the grace was over", job)
+
+    @fault("a second SIGTERM to the launcher", "ends at once; status 143", "the launcher's end, from the second", 1.0)
+    def twice(case):
+        with case.job("--ignore-signals", run=["--grace", "30s"]) as job:
+            job.await_events("training", case.ranks)
+            job.signal(signal.SIGTERM)
+            time.sleep(0.3)
+            case.check(job.ended is None, "the first one ended it", job)
+            since = job.signal(signal.SIGTERM)
+            case.check(job.wait(10) == 143, "the status is not 143", job)
+            case.measure(job.ended - since)
+
+
+signal_rows()
+
+
+# ---- again ------------------------------------------------------------------------------------------------
+
+
+@fault("a rank that fails once, --max-restarts 2", "all ranks start again, and it ends well",
+       "every rank trains again", 5.0)
+def fails_once(case):
+    rank = case.ranks - 1
+    with case.job("--rank", rank, "--fault", "throw", "--attempts", 1, "--steps", 40, run=["--max-restarts", 2]) as job:
+        since = job.await_events("fault", timeout=30)[0]["t"]
+        status = job.wait(40)
+        case.check(status == 0, f"the status is {status}, not 0", job)
+        again = [e for e in job.events("training") if e["attempt"] == 1]
+        case.check(len(again) == case.ranks, f"{len(again)} ranks trained again", job)
+        if again:
+            case.measure(max(e["t"] for e in again) - since)
+
+
+@fault("a rank that fails twice at one step, --max-restarts 5", "ends with that diagnosis after the second",
+       "the launcher's end, from the second", 5.0)
+def fails_twice(case):
+    rank = case.ranks - 1
+    with case.job("--rank", rank, "--fault", "throw", run=["--max-restarts", 5]) as job:
+        since = job.await_events("fault", 2, timeout=60)[1]["t"]
+        status = job.wait(40)
+        case.check(status not in (0, None), f"the status is {status}", job)
+        case.check({e["attempt"] for e in job.events("fault")} == {0, 1}, "not two attempts", job)
+        case.check(re.search(r"came to the same end.*the victim's own words.*step 20", job.text("err")),
+                   "the diagnosis is missing", job)
+        case.measure(job.ended - since)
