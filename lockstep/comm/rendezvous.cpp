@@ -33,6 +33,8 @@ namespace {
 
 // Those who were refused are told by the agent, which stays that long.
 constexpr milliseconds kRefusalLimit(2000);
+// Those who are told of a failure are told by the agent, which stays that long.
+constexpr milliseconds kFailureLimit(300);
 
 // Of this process, until it ends: another World of it meets the others through the same ones.
 struct Meeting {
@@ -230,10 +232,10 @@ Membership join_job(Identity& identity, milliseconds timeout,
   }
 }
 
-void leave_job(Client& client, milliseconds limit) noexcept {
+void leave_job(Client& client, bool in_order, milliseconds limit) noexcept {
   const int world = meeting().worlds - 1;
   client.leave();
-  stay_for_others(world, client.usable() ? limit : std::min(limit, kRefusalLimit));
+  stay_for_others(world, in_order && client.usable() ? limit : kFailureLimit);
 }
 
 void agree_on_order(const TransportContext& context, milliseconds timeout) {

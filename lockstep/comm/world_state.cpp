@@ -220,7 +220,7 @@ void WorldState::close(bool in_order) noexcept {
     groups.clear();
     if (!client_) return;
     if (!in_order && !failed_) client_->tell(control::Fault{control::Fault::Kind::unwinding, {}});
-    leave_job(*client_, join_timeout_);
+    leave_job(*client_, in_order, join_timeout_);
   } catch (const std::exception& error) {
     log(LogLevel::warn, "leaving the job: {}", error.what());
   }

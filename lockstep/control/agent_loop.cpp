@@ -21,6 +21,7 @@ using std::chrono::milliseconds;
 namespace {
 
 constexpr milliseconds kTick(100);
+constexpr milliseconds kDying(300);   // for a process whose lock is gone to count as ended
 constexpr milliseconds kFlush(1000);  // at the end, for those who still read
 
 void ring(const Fd& event) {
@@ -143,7 +144,9 @@ void Agent::Loop::turn(milliseconds limit) {
   };
   for (auto& each : connections_) polled.push_back({each.fd.get(), events(each.out), 0});
   for (auto& each : nodes_) polled.push_back({each.fd.get(), events(each.out), 0});
+  if (!dying_.empty()) limit = milliseconds(2);
   ::poll(polled.data(), polled.size(), static_cast<int>(limit.count()));
+  look_at_dying();
 
   std::size_t at = 3;
   for (auto& each : connections_)
@@ -183,6 +186,7 @@ bool Agent::Loop::flush(int fd, std::string& out) {
 
 void Agent::Loop::note_desertion() {
   int oldest = head_ ? head_->oldest_world() : kNoWorld;
+  if (head_ && head_->refuses_more()) oldest = 0;
   for (const auto& each : connections_)
     if (each.here || !each.out.empty()) oldest = std::min(oldest, each.world);
   const bool deserted = oldest == kNoWorld && all_written();
@@ -311,7 +315,19 @@ void Agent::Loop::gone(Connection& connection) {
   connection.closed = true;
   const bool here = connection.here;
   connection.here = false;
-  if (here) report_end(connection.rank, how_it_ended(connection.pid));
+  if (!here) return;
+  dying_.push_back({connection.rank, connection.pid});
+  look_at_dying();
+}
+
+// The lock of a thread is given up before the whole process counts as ending.
+void Agent::Loop::look_at_dying() {
+  std::erase_if(dying_, [&](const Dying& each) {
+    const auto process = control::look_at(each.pid);
+    if (process && !process->ending && Clock::now() - each.since < kDying) return false;
+    report_end(each.rank, how_it_ended(each.pid));
+    return true;
+  });
 }
 
 void Agent::Loop::report_end(int rank, Ended how) {
@@ -351,8 +367,13 @@ void Agent::Loop::look_at_stops() {
     return;
   }
   for (auto& connection : connections_)
-    if (connection.here && connection.pid != ::getpid())
-      look_at(connection.rank, connection.pid, ranks_[connection.rank]);
+    if (connection.here && connection.pid != ::getpid()) {
+      // One that writes its core keeps its connection and its lock until that is done.
+      if (auto process = control::look_at(connection.pid); process && process->ending)
+        gone(connection);
+      else
+        look_at(connection.rank, connection.pid, ranks_[connection.rank]);
+    }
   for (auto& [rank, state] : ranks_) {
     const bool connected =
         std::any_of(connections_.begin(), connections_.end(),

@@ -65,6 +65,11 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
     Clock::time_point heard = Clock::now();
     bool closed = false;
   };
+  // Its connection or its lock is gone; how it ended is known in a moment.
+  struct Dying {
+    int rank = 0, pid = 0;
+    Clock::time_point since = Clock::now();
+  };
   struct LocalRank {
     int pid = 0;  // of what `lockstep run` started
     bool ended = false;
@@ -82,6 +87,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void attach(Connection& connection, const Hello& hello);
   void watch(int rank, int pid);
   void gone(Connection& connection);
+  void look_at_dying();
   void report_end(int rank, Ended how);
   void send_rows(int rank);
   void look_at_stops();
@@ -123,6 +129,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   std::shared_ptr<Board> board_;
   int board_size_ = 0;
   std::map<int, LocalRank> ranks_;
+  std::vector<Dying> dying_;
   bool paused_ = false, any_came_ = false;
   bool started_ = false, finished_ = false,
        failed_ = false;  // of the orders, and without a head to give them

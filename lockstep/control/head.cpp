@@ -166,6 +166,7 @@ void Head::hello(int node, const Hello& hello) {
     send(hello.rank, {.kind = Kind::verdict, .rank = hello.rank, .payload = encode(*failure_)});
   };
   Rank& rank = ranks_[hello.rank];
+  ++hellos_;
   if (refused_) {
     ports_.send(node, {.kind = Kind::refused, .rank = -1, .payload = *refused_});
     return;

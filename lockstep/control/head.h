@@ -39,6 +39,8 @@ class Head {
   void tick(Clock::time_point now);
 
   int oldest_world() const;  // of the ranks that are here; kNoWorld: none is
+  // The job was refused, and not all who belong to it have come to hear it.
+  bool refuses_more() const { return refused_ && hellos_ < size_; }
   const std::optional<Failure>& failure() const { return failure_; }
 
  private:
@@ -99,6 +101,7 @@ class Head {
   int size_ = 0;   // of the job; 0: not known yet
   int world_ = 0;  // which World the ranks are joining
   int attempt_ = 0;
+  int hellos_ = 0;
   std::optional<std::string> refused_;
   std::optional<Failure> failure_, last_failure_;
   std::optional<std::pair<Failure, Clock::time_point>> suspicion_;  // it may be another rank's doing

@@ -1,9 +1,10 @@
 #include <lockstep/control/process.h>
 
+#include <fcntl.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
-#include <fstream>
-#include <iterator>
+#include <cstdlib>
 #include <sstream>
 #include <string>
 
@@ -11,9 +12,24 @@
 
 namespace lockstep::control {
 
+namespace {
+
+// With plain calls: a process that ends between open and read is an error that streams throw.
+std::string text_of(int pid, const char* file) {
+  const int fd = ::open(fmt::format("/proc/{}/{}", pid, file).c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return {};
+  std::string text;
+  char bytes[4096];
+  for (ssize_t n = 0; (n = ::read(fd, bytes, sizeof bytes)) > 0;)
+    text.append(bytes, static_cast<std::size_t>(n));
+  ::close(fd);
+  return text;
+}
+
+}  // namespace
+
 std::optional<ProcessState> look_at(int pid) {
-  std::ifstream in(fmt::format("/proc/{}/stat", pid));
-  const std::string text(std::istreambuf_iterator<char>(in), {});
+  const std::string text = text_of(pid, "stat");
   const auto name_end = text.rfind(')');  // the name may hold anything, also brackets
   if (name_end == std::string::npos) return std::nullopt;
   std::istringstream fields(text.substr(name_end + 1));
@@ -26,11 +42,15 @@ std::optional<ProcessState> look_at(int pid) {
     if (number == kFlags) process.ending = (std::stoul(field) & kExiting) != 0;
     if (number == kExitCode) process.code = std::stoi(field);
   }
+  const bool held = process.state == 'T' || process.state == 't';
   if (process.state == 'Z' || process.state == 'X') process.ending = true;
+  // Some thread of it may be ending already, or it writes its core: then the code is there (of one that is
+  // held it is the signal that stopped it).
+  if (!held && process.code != 0) process.ending = true;
   if (process.state == 't') {
-    std::ifstream status(fmt::format("/proc/{}/status", pid));
-    for (std::string line; std::getline(status, line);)
-      if (line.starts_with("TracerPid:")) process.tracer = std::stoi(line.substr(10));
+    const auto status = text_of(pid, "status");
+    if (auto tracer = status.find("TracerPid:"); tracer != std::string::npos)
+      process.tracer = std::atoi(status.c_str() + tracer + 10);
   }
   return process;
 }

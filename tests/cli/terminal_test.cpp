@@ -92,7 +92,7 @@ TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
   EXPECT_TRUE(becomes_true([&] {
     int stopped = 0;
     for (pid_t pid : processes_with(marker)) stopped += state_of(pid) == 'T';
-    return stopped == 3;
+    return stopped >= 3;  // a rank's shell may be about to start something
   }));
   // Longer than the grace of a rank that somebody else has stopped.
   terminal->type("sleep 3; fg\n");

@@ -241,6 +241,22 @@ TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
   EXPECT_THAT(told.get_future().get().text(), AllOf(HasSubstr("is lost"), HasSubstr("rank 1")));
 }
 
+TEST_F(AgentTest, a_head_that_accepts_and_never_answers_is_no_trap) {
+  const auto silent = listen_tcp("127.0.0.1", 0, 0);
+  auto caller = options();
+  caller.head = false;
+  caller.join_timeout = milliseconds(1000);
+  caller.link = Link{.address = "127.0.0.1",
+                     .port = silent.port,
+                     .last_port = silent.port,
+                     .key = std::string(32, 'k'),
+                     .job = "j"};
+  Agent agent(caller);
+  auto client = connect(caller.name);
+  EXPECT_THAT(error_of<Error>([&] { client->join(card(1, 2), seconds(30), [](const Failure&) {}); }),
+              HasSubstr("does not answer"));
+}
+
 TEST_F(AgentTest, a_host_with_another_key_is_told) {
   auto head_options = options("/head"), other_options = options("/other");
   head_options.num_nodes = 0;

@@ -77,7 +77,7 @@ TEST_F(Store, whoever_has_gone_gets_no_answer) {
 }
 
 TEST_F(Store, a_full_store_says_so_and_keeps_what_it_has) {
-  const std::string large(1 << 20, 'x');
+  const std::string large((1 << 20) - 8192, 'x');
   StoreReply reply;
   int kept = 0;
   while (reply.error.empty() && kept < 300) {

@@ -9,7 +9,7 @@ import sys
 import unittest
 
 # Variables by which a launcher tells its ranks who they are; these tests may themselves run under one.
-LAUNCHERS = re.compile(r"^(SLURM|SBATCH|SALLOC|SRUN|OMPI|PMIX|PMI|MPI|HYD|PRTE|TORCHELASTIC|LOCKSTEP)_|"
+LAUNCHERS = re.compile(r"^(SLURM|SBATCH|SALLOC|SRUN|OMPI_COMM|OMPI_MCA_ess|PMIX|PMI|MPI|HYD|PRTE|TORCHELASTIC|LOCKSTEP)_|"
                        r"^(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|^MASTER_(ADDR|PORT)$")
 
 
