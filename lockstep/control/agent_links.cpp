@@ -1,6 +1,7 @@
 // The agent's part between hosts: the door of the head, and the way to it.
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <thread>
@@ -35,18 +36,23 @@ void Agent::Loop::serve(Node& node) {
       if (node.closed) return;
       const auto n = ::recv(node.fd.get(), bytes, sizeof bytes, MSG_DONTWAIT);
       if (n < 0 && (errno == EAGAIN || errno == EINTR)) break;
-      if (n <= 0) return lost(node, n == 0 ? "it has closed the connection" : "the connection has ended");
+      if (n <= 0)
+        return lost(node, true, n == 0 ? "it has closed the connection" : "the connection has ended");
       node.heard = Clock::now();
       node.link->receive({bytes, static_cast<std::size_t>(n)});
     }
   } catch (const FrameError& error) {
-    lost(node, error.what());
+    lost(node, false, error.what());
   }
 }
 
 void Agent::Loop::receive(Node& node, Frame frame) {
   if (!head_) {
     if (frame.kind == Kind::ping) return;
+    if (frame.kind == Kind::attach) {
+      head_holder_ = Attach::decode(frame.payload);
+      return;
+    }
     if (frame.kind == Kind::order) {
       auto order = decode_order(frame.payload);
       return push(std::move(order));
@@ -71,6 +77,8 @@ void Agent::Loop::receive(Node& node, Frame frame) {
     // Numbered before the head starts anything on it.
     node.number = options_.local_ranks > 0 ? hello.node : static_cast<int>(nodes_.size());
     if (options_.local_ranks == 0) hello.node = node.number = next_node_++;
+    send(node, {.kind = Kind::attach,
+                .payload = Attach{.agent_pid = ::getpid(), .agent_rank = agent_rank_}.encode()});
     head_->add_node(hello);
   } catch (const ConfigError& error) {
     node.number = -1;
@@ -85,16 +93,22 @@ void Agent::Loop::send(Node& node, const Frame& frame) {
   node.out += node.link->take_output();
 }
 
-void Agent::Loop::lost(Node& node, const std::string& why) {
+void Agent::Loop::lost(Node& node, bool closed, const std::string& why) {
   if (node.closed) return;
   node.closed = true;
   if (head_) {
-    if (node.number >= 0) head_->node_lost(node.number, why);
+    if (node.number >= 0) head_->node_lost(node.number, closed, why);
     return;
   }
   if (finished_) return;
   Failure failure;
-  failure.cause = fmt::format("the head of the job at {} is lost: {}", node.from, why);
+  if (closed && head_holder_ && head_holder_->agent_rank >= 0) {
+    failure.rank = head_holder_->agent_rank;
+    failure.pid = head_holder_->agent_pid;
+    failure.cause = fmt::format("has ended, and with it the head of the job at {}", node.from);
+  } else {
+    failure.cause = fmt::format("the head of the job at {} is lost: {}", node.from, why);
+  }
   fail_here(std::move(failure));
 }
 
@@ -159,6 +173,8 @@ void Agent::Loop::connect_to_head() {
                       .payload = NodeHello{.node = options_.local_ranks > 0 ? options_.node : -1,
                                            .num_nodes = options_.num_nodes,
                                            .local_ranks = options_.local_ranks,
+                                           .agent_rank = agent_rank_,
+                                           .agent_pid = ::getpid(),
                                            .version = kVersion,
                                            .address = own_address_}
                                      .encode()});

@@ -169,7 +169,7 @@ void Agent::Loop::turn(milliseconds limit) {
   for (auto& each : connections_)
     if (!each.closed && !flush(each.fd.get(), each.out)) gone(each);
   for (auto& each : nodes_)
-    if (!each.closed && !flush(each.fd.get(), each.out)) lost(each, "the connection has ended");
+    if (!each.closed && !flush(each.fd.get(), each.out)) lost(each, true, "the connection has ended");
   std::erase_if(connections_, [](const auto& each) { return each.closed; });
   std::erase_if(nodes_, [](const auto& each) { return each.closed; });
   note_desertion();
@@ -204,7 +204,8 @@ void Agent::Loop::tick() {
   for (Node& node : nodes_) {
     if (node.closed) continue;
     if (node.number >= 0 || !head_) send(node, {.kind = Kind::ping});
-    if (last_tick_ - node.heard > milliseconds(1500)) lost(node, "nothing was heard from it for 1.5 s");
+    if (last_tick_ - node.heard > milliseconds(1500))
+      lost(node, false, "nothing was heard from it for 1.5 s");
   }
 }
 

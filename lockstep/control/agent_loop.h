@@ -96,7 +96,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void serve(Node& node);
   void receive(Node& node, Frame frame);
   void send(Node& node, const Frame& frame);
-  void lost(Node& node, const std::string& why);
+  void lost(Node& node, bool closed, const std::string& why);
   void connect_to_head();
   void head_unreachable(const std::string& why, bool configuration);
 
@@ -134,6 +134,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   bool started_ = false, finished_ = false,
        failed_ = false;  // of the orders, and without a head to give them
   int agent_rank_ = -1, next_node_ = 1;
+  std::optional<Attach> head_holder_;   // in whose process the head is
   std::string own_address_;             // towards the head
   std::optional<std::string> refusal_;  // for those who come when it is known already
   Clock::time_point last_tick_{}, accepts_again_{};

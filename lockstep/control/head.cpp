@@ -54,7 +54,10 @@ int Head::add_node(const NodeHello& hello) {
   } else if (node < 0) {
     node = nodes_.empty() ? 0 : nodes_.rbegin()->first + 1;
   }
-  nodes_[node] = {.local_ranks = hello.local_ranks, .address = hello.address};
+  nodes_[node] = {.local_ranks = hello.local_ranks,
+                  .address = hello.address,
+                  .agent_rank = hello.agent_rank,
+                  .agent_pid = hello.agent_pid};
   if (options_.launches && static_cast<int>(nodes_.size()) == options_.num_nodes) start();
   return node;
 }
@@ -84,7 +87,7 @@ void Head::start() {
   }
 }
 
-void Head::node_lost(int node, const std::string& why) {
+void Head::node_lost(int node, bool closed, const std::string& why) {
   auto found = nodes_.find(node);
   if (found == nodes_.end() || found->second.lost) return;
   found->second.lost = true;
@@ -92,9 +95,16 @@ void Head::node_lost(int node, const std::string& why) {
   for (auto& [number, rank] : ranks_)
     if (rank.node == node && !rank.ended && (options_.launches || rank.here)) lost.push_back(number);
   if (!lost.empty() && !finished_) {
+    const Node& host = found->second;
     Failure failure;
-    failure.cause = fmt::format("the host at {} with rank{} {} is lost: {}", found->second.address,
-                                lost.size() > 1 ? "s" : "", fmt::join(lost, ", "), why);
+    if (closed && host.agent_rank >= 0) {
+      failure = failure_of(host.agent_rank,
+                           fmt::format("has ended, and with it the agent of the host at {} (rank{} {})",
+                                       host.address, lost.size() > 1 ? "s" : "", fmt::join(lost, ", ")));
+    } else {
+      failure.cause = fmt::format("the host at {} with rank{} {} is lost: {}", host.address,
+                                  lost.size() > 1 ? "s" : "", fmt::join(lost, ", "), why);
+    }
     fail(std::move(failure));
   }
   for (int number : lost) ranks_[number].here = false;

@@ -33,7 +33,8 @@ class Head {
 
   // A node: this host's own agent is 0. Throws ConfigError, whose text the node should get.
   int add_node(const NodeHello& hello);
-  void node_lost(int node, const std::string& why);
+  // closed: its agent has ended; else nothing is heard from the host.
+  void node_lost(int node, bool closed, const std::string& why);
   // From a rank of that node, or from its agent. Throws FrameError for what makes no sense.
   void receive(int node, const Frame& frame);
   void tick(Clock::time_point now);
@@ -60,6 +61,7 @@ class Head {
     int local_ranks = 0;
     int first_rank = 0;
     std::string address;
+    int agent_rank = -1, agent_pid = 0;
     bool lost = false, done = false;
   };
   struct Wait {  // somebody waits, and this is for whom

@@ -158,7 +158,15 @@ Rows Rows::decode(std::string_view payload) {
 }
 
 std::string NodeHello::encode() const {
-  return Writer().number(node).number(num_nodes).number(local_ranks).text(version).text(address).take();
+  return Writer()
+      .number(node)
+      .number(num_nodes)
+      .number(local_ranks)
+      .number(agent_rank)
+      .number(agent_pid)
+      .text(version)
+      .text(address)
+      .take();
 }
 
 NodeHello NodeHello::decode(std::string_view payload) {
@@ -167,6 +175,8 @@ NodeHello NodeHello::decode(std::string_view payload) {
   hello.node = in.integer(-1, kMostRanks);
   hello.num_nodes = in.integer(0, kMostRanks);
   hello.local_ranks = in.integer(0, kMostRanks);
+  hello.agent_rank = in.integer(-1, kMostRanks - 1);
+  hello.agent_pid = in.integer(0, kAny);
   hello.version = in.text(kLine);
   hello.address = in.text(kLine);
   in.end();

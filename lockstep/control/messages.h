@@ -98,6 +98,7 @@ struct Rows {
 struct NodeHello {
   int node = -1;  // -1: to be given one
   int num_nodes = 0, local_ranks = 0;
+  int agent_rank = -1, agent_pid = 0;  // the rank whose process the agent runs in
   std::string version = {}, address = {};
 
   std::string encode() const;

@@ -238,7 +238,8 @@ TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
       ElementsAre("far"));
   auto far_client = far.get();
   other.reset();  // the host is gone
-  EXPECT_THAT(told.get_future().get().text(), AllOf(HasSubstr("is lost"), HasSubstr("rank 1")));
+  EXPECT_THAT(told.get_future().get().text(),
+              AllOf(HasSubstr("rank 1 (pid "), HasSubstr("and with it the agent of the host at 127.0.0.1")));
 }
 
 TEST_F(AgentTest, a_head_that_accepts_and_never_answers_is_no_trap) {

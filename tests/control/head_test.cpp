@@ -320,7 +320,7 @@ TEST_F(HeadTest, a_lost_host_is_named_with_its_ranks) {
   ASSERT_THAT(orders_of<Start>(), SizeIs(2));
   EXPECT_EQ(orders_of<Start>()[1].first_rank, 2);
   EXPECT_EQ(orders_of<Start>()[1].world_size, 4);
-  head.node_lost(1, "nothing was heard from it");
+  head.node_lost(1, false, "nothing was heard from it");
   EXPECT_THAT(verdict(),
               AllOf(HasSubstr("10.0.0.2"), HasSubstr("ranks 2, 3"), HasSubstr("nothing was heard")));
 }
