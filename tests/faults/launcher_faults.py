@@ -17,8 +17,8 @@ def kill_launcher(case, job, pid):
     job.await_events("training", case.ranks)
     there = job.processes()
     case.check(len(there) >= case.ranks + 1, "fewer processes than ranks", job)
-    os.kill(pid, signal.SIGKILL)
     since = now()
+    os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(map(harness.is_alive, there)), 5)
     case.measure(now() - since)
 
@@ -78,8 +78,8 @@ def signal_rows():
     def one_rank(case):
         with case.job("--stop") as job:
             job.await_events("training", case.ranks)
-            os.kill(job.rank_pid(case.ranks - 1), signal.SIGTERM)
             since = now()
+            os.kill(job.rank_pid(case.ranks - 1), signal.SIGTERM)
             check_saved(case, job, 143)
             case.measure(job.ended - since)
 
