@@ -175,9 +175,10 @@ class Job:
         return self.await_events("start", 1, rank)[-1]["pid"]
 
     def signal(self, number):
-        """Returns when it was sent."""
+        """Returns when it was sent, or a moment before: we may lose the processor in between."""
+        since = now()
         os.kill(self.pid, number)
-        return now()
+        return since
 
     def wait(self, timeout):
         """The exit status, as a shell would have it; None when it still runs."""
@@ -316,8 +317,9 @@ class TwoHosts:
 
     def unplug(self):
         """Returns when."""
+        since = now()
         self._ip("-n", self.names[0], "link", "set", f"{self.names[0]}0", "down")
-        return now()
+        return since
 
     def __exit__(self, *_):
         for name in self.names:

@@ -27,8 +27,8 @@ def kill_rank(case, phase, run_index, *, gib=0):
             job.await_events("training", case.ranks, timeout=60)
             time.sleep(case.random.uniform(0, 0.2))
         pid = job.rank_pid(rank)
-        os.kill(pid, signal.SIGKILL)
         since = now()
+        os.kill(pid, signal.SIGKILL)
         status = job.wait(15)
         case.check(status == 137, f"the status is {status}, not 137", job)
         how = "was killed by signal 9 (SIGKILL)"
@@ -87,8 +87,8 @@ def hurt_without_launcher(case, first, rank, number):
     with without_launcher(case, first) as jobs:
         time.sleep(case.random.uniform(0, 0.2))
         pid = jobs[rank].pid
-        os.kill(pid, number)
         since = now()
+        os.kill(pid, number)
         for other in jobs:
             if other != rank:
                 case.check(jobs[other].wait(15) == 4, f"rank {other} did not end because of an error", jobs[other])
@@ -122,8 +122,8 @@ def stop_reported(case):
     with case.job("--rank", rank, run=["--stop-grace", f"{STOP_GRACE}s"]) as job:
         job.await_events("training", case.ranks)
         pid = job.rank_pid(rank)
-        os.kill(pid, signal.SIGSTOP)
         since = now()
+        os.kill(pid, signal.SIGSTOP)
         line = job.await_line("err", rf"rank {rank} \(pid {pid}\) is stopped")
         if case.check(line, "the launcher does not say that the rank is stopped", job):
             case.within(case.measure(line[0] - since), 1.0, "reported")
@@ -144,8 +144,8 @@ def stop_and_go_on(case):
                 pid = job.rank_pid(1)
                 os.kill(pid, signal.SIGSTOP)
                 time.sleep(1.2)
-                os.kill(pid, signal.SIGCONT)
                 since = now()
+                os.kill(pid, signal.SIGCONT)
             status = job.wait(30)
             case.check(status == 0, f"the status is {status}, not 0", job)
             hashes.append({e["text"] for e in job.events("done")})

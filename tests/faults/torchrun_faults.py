@@ -99,8 +99,8 @@ def stopped(ranks):
     with Torchrun(ranks) as job:
         job.await_events("training", ranks, timeout=START)
         pid = job.rank_pid(1)
-        os.kill(pid, signal.SIGSTOP)
         since = now()
+        os.kill(pid, signal.SIGSTOP)
         before = len(job.lines["err"])
         if wait_until(lambda: len(job.lines["err"]) > before or job.ended, LIMIT, 0.01):
             return now() - since, ""
@@ -116,8 +116,8 @@ def stop_and_go_on(ranks):
             if disturbed:
                 os.kill(job.rank_pid(1), signal.SIGSTOP)
                 time.sleep(1.2)
+                since = now()
                 os.kill(job.rank_pid(1), signal.SIGCONT)
-            since = now()
             job.wait(LIMIT)
             hashes.append({e["text"] for e in job.events("done")})
     return job.ended - since, "the same bits" if hashes[0] == hashes[1] else "other bits"
@@ -129,8 +129,8 @@ def launcher_row(words, *victim, script=False):
         program = ["--no-python", "sh", "-c", '"$@"; echo ended', "sh", sys.executable, VICTIM] if script else None
         with Torchrun(ranks, *victim, program=program) as job:
             job.await_events("training", ranks, timeout=START)
-            os.kill(job.pid, signal.SIGKILL)
             since = now()
+            os.kill(job.pid, signal.SIGKILL)
             gone = wait_until(lambda: not job.processes(), LIMIT, 0.02)
             return (now() - since, "") if gone else (None, f"{len(job.processes())} processes still there")
 

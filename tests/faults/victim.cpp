@@ -175,6 +175,27 @@ int train(const Request& request, lockstep::World& world) {
   return 0;
 }
 
+// Tells of an error where the caller gets it: what follows on the way to main() takes its own time.
+template <typename Body>
+auto telling(Body body) {
+  auto show = [](const char* kind, const std::exception& error) {
+    tell(kind, error.what());
+    std::cout << kind << ": " << error.what() << std::endl;
+  };
+  try {
+    return body();
+  } catch (const lockstep::CommError& error) {
+    show("CommError", error);
+    throw;
+  } catch (const lockstep::ConfigError& error) {
+    show("ConfigError", error);
+    throw;
+  } catch (const lockstep::Error& error) {
+    show("Error", error);
+    throw;
+  }
+}
+
 int run(const Request& request) {
   const int rank = number("RANK"), size = number("WORLD_SIZE");
   const bool target = rank == request.target;
@@ -192,9 +213,9 @@ int run(const Request& request) {
   if (request.phase == "in_init" && !target && (rank == size - 1 || rank == size - 2))
     std::this_thread::sleep_for(milliseconds(150));
   tell("joining");
-  auto world = lockstep::World::from_environment({.backend = "gloo"});
+  auto world = telling([] { return lockstep::World::from_environment({.backend = "gloo"}); });
   tell("joined");
-  return train(request, world);
+  return telling([&] { return train(request, world); });
 }
 
 }  // namespace
@@ -205,18 +226,12 @@ int main(int argc, char** argv) {
     const int status = run(request);
     tell("left");
     return status;
-  } catch (const lockstep::CommError& error) {
-    tell("CommError", error.what());
-    std::cout << "CommError: " << error.what() << std::endl;
+  } catch (const lockstep::CommError&) {
     if (request.uncaught) throw;
     return 4;
-  } catch (const lockstep::ConfigError& error) {
-    tell("ConfigError", error.what());
-    std::cout << "ConfigError: " << error.what() << std::endl;
+  } catch (const lockstep::ConfigError&) {
     return 3;
-  } catch (const lockstep::Error& error) {
-    tell("Error", error.what());
-    std::cout << "Error: " << error.what() << std::endl;
+  } catch (const lockstep::Error&) {
     return 5;
   }
 }
