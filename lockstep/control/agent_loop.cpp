@@ -52,6 +52,7 @@ Agent::Loop::Loop(AgentOptions options)
   head.num_nodes = options_.num_nodes;
   head.launches = options_.local_ranks > 0;
   head.max_restarts = options_.max_restarts;
+  head.join_timeout = options_.join_timeout;
   if (options_.link) {
     const Link& link = *options_.link;
     auto tcp = listen_tcp(link.address, link.port, link.last_port);
@@ -243,6 +244,9 @@ void Agent::Loop::receive(Connection& connection, Frame frame) {
   if (frame.kind == Kind::hello) {
     auto hello = Hello::decode(frame.payload);
     hello.pid = connection.pid;
+    for (const auto& other : connections_)
+      if (&other != &connection && other.here && other.welcomed && other.rank == hello.rank)
+        return refuse_late(connection, other, hello);
     connection.rank = hello.rank;
     connection.world = hello.world;
     frame.payload = hello.encode();
@@ -270,6 +274,16 @@ void Agent::Loop::receive(Connection& connection, Frame frame) {
     default: throw FrameError(fmt::format("a rank sent a message of kind {}", static_cast<int>(frame.kind)));
   }
   up(std::move(frame));
+}
+
+// The job has begun with another process of that rank.
+void Agent::Loop::refuse_late(Connection& connection, const Connection& first, const Hello& hello) {
+  write(connection, {.kind = Kind::refused,
+                     .rank = hello.rank,
+                     .payload = fmt::format(
+                         "two processes have RANK={}: process {} and, later, process {}; each needs its "
+                         "own, from 0 to {}",
+                         hello.rank, first.pid, connection.pid, hello.size - 1)});
 }
 
 void Agent::Loop::attach(Connection& connection, const Hello& hello) {
@@ -427,7 +441,10 @@ void Agent::Loop::write(Connection& connection, const Frame& frame) {
 
 void Agent::Loop::deliver(const Frame& frame) {
   for (auto& connection : connections_)
-    if (connection.rank >= 0 && (frame.rank < 0 || frame.rank == connection.rank)) write(connection, frame);
+    if (connection.rank >= 0 && (frame.rank < 0 || frame.rank == connection.rank)) {
+      if (frame.kind == Kind::welcome) connection.welcomed = true;
+      write(connection, frame);
+    }
 }
 
 void Agent::Loop::up(Frame frame) {

@@ -49,7 +49,8 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
     std::string out;
     int pid = 0;
     int rank = -1, world = 0;
-    bool here = false;      // has come and has not left
+    bool here = false;  // has come and has not left
+    bool welcomed = false;
     bool attached = false;  // it has the board
     bool reported = false;  // the head knows that it has ended
     bool closed = false;
@@ -85,6 +86,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void serve(Connection& connection);
   void receive(Connection& connection, Frame frame);
   void attach(Connection& connection, const Hello& hello);
+  void refuse_late(Connection& connection, const Connection& first, const Hello& hello);
   void watch(int rank, int pid);
   void gone(Connection& connection);
   void look_at_dying();

@@ -185,10 +185,15 @@ void Head::hello(int node, const Hello& hello) {
   if (hello.size != size_)
     return refuse(fmt::format("ranks disagree on WORLD_SIZE: it is {} on rank {} and {} for those before it",
                               hello.size, hello.rank, size_));
-  if (rank.here)
-    return refuse(fmt::format(
+  if (rank.here) {
+    const auto text = fmt::format(
         "two processes have RANK={}: process {} on {} and process {} on {}; each needs its own, from 0 to {}",
-        hello.rank, rank.card->pid, rank.card->host, hello.pid, hello.host, size_ - 1));
+        hello.rank, rank.card->pid, rank.card->host, hello.pid, hello.host, size_ - 1);
+    // A job that has begun is not disturbed by one that comes late; an agent sees to it on its own host.
+    if (!rank.welcomed) return refuse(text);
+    if (rank.node != node) ports_.send(node, {.kind = Kind::refused, .rank = hello.rank, .payload = text});
+    return;
+  }
   if (options_.launches && hello.attempt != attempt_) {
     ports_.send(node,
                 {.kind = Kind::refused,
@@ -349,8 +354,9 @@ void Head::fail(Failure failure) {
 }
 
 void Head::stop(int signal) {
-  if (stop_signal_) return;
+  if (stop_signal_ || finished_) return;
   stop_signal_ = signal;
+  if (options_.launches && size_ == 0) return finish({.status = 128 + signal});  // nothing has been started
   if (options_.launches)
     for (const auto& [number, node] : nodes_)
       if (!node.lost) ports_.order(number, Stop{signal});
@@ -402,6 +408,10 @@ void Head::all_done() {
                           : fmt::format("all {} restarts are used up", options_.max_restarts);
     }
   }
+  this->finish(std::move(finish));
+}
+
+void Head::finish(Finish finish) {
   finished_ = true;
   for (const auto& [number, node] : nodes_)
     if (!node.lost) ports_.order(number, finish);
@@ -415,6 +425,15 @@ int Head::oldest_world() const {
 }
 
 void Head::tick(Clock::time_point now) {
+  if (options_.launches && size_ == 0 && !finished_ && now - born_ >= options_.join_timeout) {
+    std::vector<int> missing;
+    for (int number = 0; number < options_.num_nodes; ++number)
+      if (!nodes_.contains(number)) missing.push_back(number);
+    finish({.status = 1,
+            .why = fmt::format(
+                "of {} hosts (--nnodes) these did not come in {:.1f} s: {}", options_.num_nodes,
+                std::chrono::duration<double>(options_.join_timeout).count(), fmt::join(missing, ", "))});
+  }
   if (suspicion_ && now - suspicion_->second >= kSuspicion) fail(suspicion_->first);
   if (!failure_) look_at_waits(now);
 }

@@ -27,7 +27,8 @@ class Head {
     int num_nodes = 1;     // 0: they come as they come
     bool launches = true;  // `lockstep run` starts the ranks: Start, Failed, Stop and Finish are asked for
     int max_restarts = 0;
-    std::string address = "127.0.0.1";  // of the head, for the ranks
+    std::string address = "127.0.0.1";               // of the head, for the ranks
+    std::chrono::milliseconds join_timeout{300000};  // for all nodes to come
   };
   Head(Options options, Ports ports);
 
@@ -82,6 +83,7 @@ class Head {
   void decide_stop();
   void node_done(int node);
   void all_done();
+  void finish(Finish finish);
   void start();
   void fail(Failure failure);
   Failure failure_of(int rank, std::string cause) const;
@@ -94,6 +96,7 @@ class Head {
   void send(int rank, Frame frame);
 
   const Options options_;
+  const Clock::time_point born_ = Clock::now();
   const Ports ports_;
   std::map<int, Node> nodes_;
   std::map<int, Rank> ranks_;

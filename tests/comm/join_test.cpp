@@ -114,10 +114,14 @@ TEST(Join, a_port_in_use_is_named) {
 
 TEST(Join, two_jobs_of_one_master_are_told_apart) {
   const int port = free_port();
+  int refused = 0;
   for (const auto& outcome : run_together({probe(port, 0, 2), probe(port, 0, 2), probe(port, 1, 2)})) {
+    if (outcome.status == 0) continue;  // one that comes when the others have begun does not disturb them
+    ++refused;
     EXPECT_EQ(outcome.status, 3) << outcome.output;
     EXPECT_THAT(outcome.output, HasSubstr("two processes have RANK=0"));
   }
+  EXPECT_THAT(refused, ::testing::AnyOf(1, 3));
 }
 
 TEST(Join, an_mpi_of_another_size_is_refused) {

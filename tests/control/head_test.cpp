@@ -10,6 +10,7 @@ namespace lockstep::control {
 namespace {
 
 using std::chrono::milliseconds;
+using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -150,6 +151,38 @@ TEST_F(HeadTest, contradictions_are_refused_on_every_rank) {
     EXPECT_THAT(of_kind(Kind::refused)[0].payload, HasSubstr(each.text));
     EXPECT_THAT(of_kind(Kind::welcome), IsEmpty());
   }
+}
+
+TEST_F(HeadTest, a_job_that_has_begun_is_not_disturbed_by_one_that_comes_late) {
+  Head head = make({.num_nodes = 0, .launches = false});
+  head.add_node({.address = "10.0.0.1"});
+  head.add_node({.address = "10.0.0.2"});
+  come(head, 0, 2);
+  come(head, 1, 2);
+  sent.clear();
+  head.receive(1, {.kind = Kind::hello, .rank = 0, .payload = card(0, 2).encode()});
+  ASSERT_THAT(sent, SizeIs(1));
+  EXPECT_EQ(sent[0].node, 1) << "to the late one alone";
+  EXPECT_THAT(sent[0].frame.payload, HasSubstr("two processes have RANK=0"));
+}
+
+TEST_F(HeadTest, hosts_that_do_not_come_are_named) {
+  Head head =
+      make({.num_nodes = 3, .launches = true, .max_restarts = 0, .address = "a", .join_timeout = seconds(2)});
+  head.add_node({.node = 1, .num_nodes = 3, .local_ranks = 1});
+  head.tick(Clock::now());
+  EXPECT_THAT(orders, IsEmpty());
+  head.tick(Clock::now() + seconds(3));
+  ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
+  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("these did not come in 2.0 s: 0, 2"));
+}
+
+TEST_F(HeadTest, a_job_that_is_stopped_before_it_starts_ends) {
+  Head head = make({.num_nodes = 2, .launches = true});
+  head.add_node({.node = 0, .num_nodes = 2, .local_ranks = 1});
+  head.receive(0, {.kind = Kind::stop, .payload = Writer().number(SIGINT).take()});
+  ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
+  EXPECT_EQ(orders_of<Finish>()[0].status, 130);
 }
 
 TEST_F(HeadTest, those_who_are_missing_are_named_to_all) {
