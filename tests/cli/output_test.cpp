@@ -194,7 +194,7 @@ TEST(Output, that_a_stranger_holds_open_is_not_waited_for) {
   ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
   const auto marker = unique_marker();
   Session stranger({"bash", "-c",
-                    "read pid < " + fifo.string() + "; exec 5> /proc/$pid/fd/1; touch " + fifo.string() +
+                    "read pid < " + fifo.string() + "; exec 5> /proc/$pid/fd/2; touch " + fifo.string() +
                         ".held; exec -a " + marker + " sleep 300"});
   const auto outcome = shell({"-n", "2"}, "[ $RANK = 0 ] && { echo $$ > " + fifo.string() + "; until [ -e " +
                                               fifo.string() + ".held ]; do sleep 0.1; done; }; echo end");
