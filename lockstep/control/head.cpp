@@ -3,6 +3,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <utility>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -176,7 +177,7 @@ void Head::hello(int node, const Hello& hello) {
     send(hello.rank, {.kind = Kind::verdict, .rank = hello.rank, .payload = encode(*failure_)});
   };
   Rank& rank = ranks_[hello.rank];
-  ++hellos_;
+  came_.insert(hello.rank);
   if (refused_) {
     ports_.send(node, {.kind = Kind::refused, .rank = -1, .payload = *refused_});
     return;
@@ -294,7 +295,7 @@ void Head::rank_ended(int number, const Ended& ended) {
   // A script may fail though the program that it started did not.
   if (rank.ended && !(rank.ended->clean() && !ended.clean())) return;
   rank.ended = ended;
-  rank.here = false;
+  const bool was_here = std::exchange(rank.here, false);
   store_.forget(number);
   decide_stop();
   if (failure_) return;
@@ -302,7 +303,10 @@ void Head::rank_ended(int number, const Ended& ended) {
   if (ended.clean()) {
     const bool awaited = !rank.card && std::any_of(ranks_.begin(), ranks_.end(),
                                                    [](const auto& each) { return each.second.here; });
-    if (awaited) fail(failure_of(number, ended.text() + " before it joined"));
+    const bool amid = was_here && std::any_of(rank.rows.rows.begin(), rank.rows.rows.end(),
+                                              [](const Row& row) { return row.running; });
+    if (awaited) return fail(failure_of(number, ended.text() + " before it joined"));
+    if (amid) return fail(failure_of(number, ended.text() + " without leaving the job"));
     return;  // whoever waits for it is told by look_at_waits
   }
   auto failure = failure_of(number, ended.text());

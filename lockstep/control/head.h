@@ -42,7 +42,7 @@ class Head {
 
   int oldest_world() const;  // of the ranks that are here; kNoWorld: none is
   // The job was refused, and not all who belong to it have come to hear it.
-  bool refuses_more() const { return refused_ && hellos_ < size_; }
+  bool refuses_more() const { return refused_ && static_cast<int>(came_.size()) < size_; }
   const std::optional<Failure>& failure() const { return failure_; }
 
  private:
@@ -106,7 +106,7 @@ class Head {
   int size_ = 0;   // of the job; 0: not known yet
   int world_ = 0;  // which World the ranks are joining
   int attempt_ = 0;
-  int hellos_ = 0;
+  std::set<int> came_;  // ranks that have said hello, also those that were refused
   std::optional<std::string> refused_;
   std::optional<Failure> failure_, last_failure_;
   std::optional<std::pair<Failure, Clock::time_point>> suspicion_;  // it may be another rank's doing

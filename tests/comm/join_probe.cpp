@@ -20,10 +20,10 @@ double seconds_since(Clock::time_point start) {
 // Rank 1 ends without a word while a large broadcast from rank 0 is under way.
 int end_inside(lockstep::World& world) {
   auto tensor = at::ones({256 << 20}, at::kByte);
-  auto work = world.group().broadcast(tensor);
-  if (world.rank() == 1) ::_exit(0);
   const auto start = Clock::now();
   try {
+    auto work = world.group().broadcast(tensor);  // rank 1 may be gone by now
+    if (world.rank() == 1) ::_exit(0);
     work.wait();
   } catch (const lockstep::CommError& error) {
     std::cout << "told after " << seconds_since(start) << " s: " << error.what() << std::endl;

@@ -267,6 +267,14 @@ TEST_F(HeadTest, a_rank_that_leaves_is_no_failure_until_somebody_waits_for_it) {
                                HasSubstr("all_reduce #5 of group 'world' at train.cpp:42")));
 }
 
+TEST_F(HeadTest, a_rank_that_exits_inside_an_operation_has_failed) {
+  Head head = running(2);
+  is_at(head, 1, 4, 10);
+  ends(head, 1, {.pid = 101, .status = 0});
+  EXPECT_THAT(verdict(),
+              HasSubstr("rank 1 (pid 101) exited with status 0 without leaving the job, in all_reduce #4"));
+}
+
 TEST_F(HeadTest, who_is_waited_for_is_told_once_a_doubling) {
   Head head = running(4);
   for (int r : {0, 1, 3}) is_at(head, r, 8, 900);
