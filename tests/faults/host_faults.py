@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import select
 import socket
 import statistics
@@ -84,9 +85,14 @@ def attack_in_turns(port, attack, rounds, seconds):
         # Another process, so that its work is not ours; it costs processor time all the same.
         attacker = os.fork()
         if attacker == 0:
-            attack(port, begin + seconds)
-            os._exit(0)
-        os.waitpid(attacker, 0)
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, [resource.getrlimit(resource.RLIMIT_NOFILE)[1]] * 2)
+                attack(port, begin + seconds)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        if os.waitpid(attacker, 0)[1] != 0:
+            raise RuntimeError("the attack itself failed")
         windows.append((begin, begin + seconds))
     return windows
 
