@@ -198,10 +198,6 @@ Membership join_job(Identity& identity, milliseconds timeout,
   Meeting& meet = meeting();
   std::lock_guard lock(meet.mutex);
   const auto name = agent_name(identity);
-  if (!meet.client || !meet.client->usable() || meet.name != name) {
-    meet.name = name;
-    meet.client = Client::make(connect_to_agent(meet, identity, timeout));
-  }
   if (identity.threads && *identity.threads != at::get_num_threads()) at::set_num_threads(*identity.threads);
   char host[256] = {};
   ::gethostname(host, sizeof host - 1);
@@ -215,19 +211,37 @@ Membership join_job(Identity& identity, milliseconds timeout,
                              .threads = at::get_num_threads(),
                              .version = kVersion,
                              .host = host};
+  auto join = [&] {
+    for (;;) {
+      if (!meet.client || !meet.client->usable() || meet.name != name) {
+        meet.name = name;
+        meet.client = Client::make(connect_to_agent(meet, identity, timeout));
+      }
+      try {
+        return meet.client->join(hello, timeout, on_failure);
+      } catch (const control::AgentGone&) {
+        if (Clock::now() - start >= timeout || !identity.agent.empty()) throw;
+      }
+    }
+  };
+  auto part = [&] {
+    if (!meet.client) return;  // nobody was met
+    meet.client->leave();
+    stay_for_others(hello.world, kRefusalLimit);
+  };
   try {
-    const auto welcome = meet.client->join(hello, timeout, std::move(on_failure));
+    const auto welcome = join();
     identity.local_rank = welcome.local_rank;
     identity.local_size = welcome.local_size;
     tell_about_threads(identity, welcome);
     return {meet.client, fmt::format("world {}/", hello.world), welcome.address, welcome.nodes};
   } catch (const ConfigError&) {
-    meet.client->leave();
-    stay_for_others(hello.world, kRefusalLimit);
+    part();
     throw;
+  } catch (const control::AgentGone& error) {
+    throw_join_error(identity, "join", "world", start, error.what());
   } catch (const control::JoinError& error) {
-    meet.client->leave();
-    stay_for_others(hello.world, kRefusalLimit);
+    part();
     throw_join_error(identity, "join", "world", start, error.what());
   }
 }

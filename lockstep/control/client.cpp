@@ -77,6 +77,7 @@ Welcome Client::join(const Hello& hello, milliseconds timeout,
       throw JoinError("the agent of this host did not answer");
   }
   if (refused_) throw ConfigError(*refused_);
+  if (failure_ && !attach_) throw AgentGone(failure_->text());
   if (failure_) throw_failure();
   on_failure_ = std::move(on_failure);
   return *welcome_;

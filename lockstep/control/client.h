@@ -24,6 +24,12 @@ class JoinError : public Error {
   using Error::Error;
 };
 
+// The agent went away before it said a word: it was about to end. Another one may be there.
+class AgentGone : public Error {
+ public:
+  using Error::Error;
+};
+
 class Client final : public Channel {
  public:
   // Takes a connection to the agent. The thread that listens runs until the process ends: it holds the lock
@@ -31,7 +37,7 @@ class Client final : public Channel {
   static std::shared_ptr<Client> make(Fd agent);
 
   // Comes, and waits for all. on_failure is called from the listening thread, at most once, when the job has
-  // failed. ConfigError when ranks contradict one another, JoinError when some do not come.
+  // failed. ConfigError when ranks contradict one another, JoinError when some do not come, AgentGone.
   Welcome join(const Hello& hello, std::chrono::milliseconds timeout,
                std::function<void(const Failure&)> on_failure);
   void leave() noexcept;

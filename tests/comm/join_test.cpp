@@ -112,18 +112,6 @@ TEST(Join, a_port_in_use_is_named) {
   ::close(listener);
 }
 
-TEST(Join, two_jobs_of_one_master_are_told_apart) {
-  const int port = free_port();
-  int refused = 0;
-  for (const auto& outcome : run_together({probe(port, 0, 2), probe(port, 0, 2), probe(port, 1, 2)})) {
-    if (outcome.status == 0) continue;  // one that comes when the others have begun does not disturb them
-    ++refused;
-    EXPECT_EQ(outcome.status, 3) << outcome.output;
-    EXPECT_THAT(outcome.output, HasSubstr("two processes have RANK=0"));
-  }
-  EXPECT_THAT(refused, ::testing::AnyOf(1, 3));
-}
-
 TEST(Join, an_mpi_of_another_size_is_refused) {
   const std::string flavours = LOCKSTEP_MPI_FLAVOURS;
   if (flavours.empty()) GTEST_SKIP() << "no MPI was found when this was built";
@@ -151,7 +139,9 @@ TEST(Join, a_peer_that_ends_in_the_middle_is_noticed_and_named) {
   const auto outcomes =
       run_together({probe(port, 0, 2, {}, {"gloo", "vanish"}), probe(port, 1, 2, {}, {"gloo", "vanish"})});
   EXPECT_EQ(outcomes[0].status, 0) << outcomes[0].output;
-  EXPECT_THAT(outcomes[0].output, AllOf(HasSubstr("rank 1 (pid "), HasSubstr("exited with status 0")));
+  EXPECT_THAT(
+      outcomes[0].output,  // Where rank 1 held the agent and is gone, nobody can say how.
+      AllOf(HasSubstr("rank 1 (pid "), AnyOf(HasSubstr("exited with status 0"), HasSubstr("has ended"))));
 }
 
 TEST(Join, a_stopped_server_of_the_store_keeps_nobody) {
