@@ -77,6 +77,18 @@ def check_all_kills(results, case_limit=1.0):
     return figures["p99"] < case_limit or os.getloadavg()[0] > 2 * os.cpu_count()
 
 
+def store(results, options):
+    """What was not run this time is kept."""
+    key = {(each.name, ranks): (number, ranks) for number, each in enumerate(FAULTS) for ranks in each.ranks}
+    rows = {}
+    if options.results.exists():
+        rows = {(row["fault"], row["ranks"]): row for row in json.loads(options.results.read_text())["rows"]}
+    rows |= {(row["fault"], row["ranks"]): row for row in results}
+    ordered = [rows[each] for each in sorted(rows.keys() & key.keys(), key=key.get)]
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options.results.write_text(json.dumps({"processors": os.cpu_count(), "rows": ordered}, indent=1))
+
+
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("--lockstep", "--victim", "--store-probe", "--library", "--results"):
@@ -107,9 +119,7 @@ def main():
     good = check_all_kills(results)
     failed = [r for r in results if r["problems"]]
     if options.results:
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        options.results.write_text(json.dumps({"processors": os.cpu_count(), "full": options.full, "rows": results},
-                                              indent=1))
+        store(results, options)
     print(f"{len(results) - len(failed)} of {len(results)} rows as they must be")
     for result in failed:
         print(f"failed: {result['fault']} ({result['ranks']} ranks)")
