@@ -1,6 +1,7 @@
 #include <lockstep/comm/stop.h>
 
 #include <signal.h>
+#include <time.h>
 
 #include <atomic>
 #include <exception>
@@ -13,6 +14,7 @@ namespace lockstep::detail {
 namespace {
 
 std::atomic<int> came = 0;
+std::atomic<std::int64_t> came_at = 0;
 std::atomic<control::Client*> told = nullptr;  // kept alive for good: a handler may run at any time
 std::terminate_handler terminate_before = nullptr;
 
@@ -25,10 +27,23 @@ void keep(const std::shared_ptr<control::Client>& client) {
   told = client.get();
 }
 
+std::int64_t now_ms() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
+}
+
+// The launcher passes the signal that one rank got on to all, also to that one: what comes within a second is
+// the same request. A later one is meant.
 void on_signal(int signal) {
-  came = signal;
-  if (auto* client = told.load()) client->request_stop(signal);
-  ::signal(signal, SIG_DFL);
+  if (came == 0) {
+    came_at = now_ms();
+    came = signal;
+    if (auto* client = told.load()) client->request_stop(signal);
+  } else if (now_ms() - came_at > 1000) {
+    ::signal(signal, SIG_DFL);
+    ::raise(signal);
+  }
 }
 
 void on_terminate() {
