@@ -122,21 +122,26 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
       throw;
     }
   }
-  if (failed_) throw Error(verdict_text());
   auto name = options.name.empty() ? "world" + text : options.name;
+  auto fail = [&](std::string cause) {
+    CommError::Details details;
+    details.operation = "making a group";
+    details.group = name;
+    details.rank = context.rank;
+    details.size = context.size();
+    details.cause = std::move(cause);
+    throw CommError(std::move(details));
+  };
+  if (failed_) fail(verdict_text());
   Transports transports;
   try {
     transports = make_transports(backends_, context, threads_.get());
   } catch (const ConfigError&) {
     throw;
   } catch (const std::exception& error) {
-    CommError::Details details;
-    details.operation = "making a group";
-    details.group = name;
-    details.rank = context.rank;
-    details.size = context.size();
-    details.cause = failed_ ? verdict_text() : plain_text(error);
-    throw CommError(std::move(details));
+    // The control plane knows more of a peer that is gone than the engine that could not reach it.
+    if (dynamic_cast<const Error*>(&error) == nullptr) await_failure(milliseconds(500));
+    fail(failed_ ? verdict_text() : plain_text(error));
   }
   auto group =
       std::make_shared<GroupState>(shared_from_this(), std::move(name), prefix_ + context.group,
