@@ -258,25 +258,27 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
   auto& store = *context.store;
   const auto mine = fmt::format("[{}]", fmt::join(context.ranks, ", "));
   const int self = context.ranks[static_cast<std::size_t>(context.rank)];
-  put(store, key(self), mine);
-  for (int rank : context.ranks) {
-    if (rank == self) continue;
-    try {
+  int awaited = self;
+  try {
+    put(store, key(self), mine);
+    for (int rank : context.ranks) {
+      if (rank == self) continue;
+      awaited = rank;
       store.wait({key(rank)}, timeout);
-    } catch (const ConfigError&) {
-      throw;
-    } catch (const std::exception& error) {
-      Identity identity;
-      identity.rank = self;
-      identity.size = context.world_size;
-      throw_join_error(identity, "making a group", mine, start,
-                       fmt::format("we waited for rank {}: {}", rank, plain_text(error)));
+      const auto theirs = take(store, key(rank));
+      if (theirs != mine)
+        throw ConfigError(
+            fmt::format("ranks make one group in different orders: rank {} gives {}, rank {} gives {}", self,
+                        mine, rank, theirs));
     }
-    const auto theirs = take(store, key(rank));
-    if (theirs != mine)
-      throw ConfigError(
-          fmt::format("ranks make one group in different orders: rank {} gives {}, rank {} gives {}", self,
-                      mine, rank, theirs));
+  } catch (const ConfigError&) {
+    throw;
+  } catch (const std::exception& error) {
+    Identity identity;
+    identity.rank = self;
+    identity.size = context.world_size;
+    throw_join_error(identity, "making a group", mine, start,
+                     fmt::format("we waited for rank {}: {}", awaited, plain_text(error)));
   }
 }
 
