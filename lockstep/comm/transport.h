@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -60,6 +61,7 @@ struct TransportContext {
   std::chrono::milliseconds timeout{};
   std::string address;  // of this host, as its peers reach it; empty: loopback
   int device_index = 0;
+  std::function<bool()> failed;  // the job has: who waits for peers while a transport is made, stops
 
   int size() const { return static_cast<int>(ranks.size()); }
 };

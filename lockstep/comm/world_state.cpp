@@ -105,6 +105,10 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   context.timeout = options.timeout ? checked_timeout(*options.timeout) : timeout_;
   context.address = address_;
   context.device_index = identity_.local_rank.value_or(0);
+  context.failed = [self = weak_from_this()] {
+    auto state = self.lock();
+    return !state || state->failed_;
+  };
   const auto members = fmt::format("{}", fmt::join(sorted, ","));
   {
     // Members agree on this name because each has made the same number of groups of the same ranks.

@@ -339,8 +339,11 @@ void Agent::Loop::gone(Connection& connection) {
 void Agent::Loop::look_at_dying() {
   std::erase_if(dying_, [&](const Dying& each) {
     const auto process = control::look_at(each.pid);
-    if (process && !process->ending && Clock::now() - each.since < kDying) return false;
-    report_end(each.rank, how_it_ended(each.pid));
+    // One that is gone was waited for by its parent: where that is `lockstep run`, it says in a moment how it
+    // ended.
+    const bool known = process ? process->ending : options_.local_ranks == 0;
+    if (!known && Clock::now() - each.since < kDying) return false;
+    report_end(each.rank, how_it_ended(each.pid, process));
     return true;
   });
 }
@@ -362,6 +365,7 @@ void Agent::Loop::rank_started(int rank, int pid) {
 
 void Agent::Loop::rank_ended(int rank, Ended how) {
   ranks_[rank].ended = true;
+  std::erase_if(dying_, [&](const Dying& each) { return each.rank == rank; });
   report_end(rank, std::move(how));
 }
 

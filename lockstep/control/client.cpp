@@ -297,7 +297,7 @@ void Client::agent_is_gone() {
     gone_ = true;
     here = here_;
     if (here && attach_) {
-      auto ended = how_it_ended(attach_->agent_pid);
+      auto ended = how_it_ended(attach_->agent_pid, look_at(attach_->agent_pid));
       ended.note.clear();
       failure = failure_of_agent(ended.text() + ", and with it the control plane of this host");
     } else if (here) {

@@ -55,10 +55,9 @@ std::optional<ProcessState> look_at(int pid) {
   return process;
 }
 
-Ended how_it_ended(int pid) {
+Ended how_it_ended(int pid, const std::optional<ProcessState>& process) {
   Ended ended;
   ended.pid = pid;
-  const auto process = look_at(pid);
   if (!process) return ended;
   if (!process->ending) {
     ended.note = "its connection to the control plane was closed while the process still runs";

@@ -16,7 +16,7 @@ struct ProcessState {
 
 std::optional<ProcessState> look_at(int pid);  // nothing: there is no such process
 
-// How it ended or is ending; only the pid where that is not to be known.
-Ended how_it_ended(int pid);
+// How it ended or is ending, from one look; only the pid where that is not to be known.
+Ended how_it_ended(int pid, const std::optional<ProcessState>& process);
 
 }  // namespace lockstep::control

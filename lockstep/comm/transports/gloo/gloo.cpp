@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <future>
 #include <map>
 #include <mutex>
 #include <sstream>
+#include <thread>
 
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
@@ -44,7 +46,7 @@ class GlooTransport final : public Transport {
     const int listener = add_device(context, *options);
     options->threads = 2;
     options->group_name = context.group;
-    backend_ = c10::make_intrusive<Gloo>(context.store, context.rank, context.size(), options);
+    backend_ = connect(context, options);
     find_connections(context, listener);
   }
 
@@ -84,6 +86,23 @@ class GlooTransport final : public Transport {
     int rank = 0;
     std::optional<std::chrono::steady_clock::time_point> closed = {};
   };
+
+  // On a thread of its own: Gloo waits for each peer to connect, for as long as an operation may take, and
+  // cannot be woken. When the job fails meanwhile that thread is left behind.
+  static c10::intrusive_ptr<Gloo> connect(const TransportContext& context,
+                                          const c10::intrusive_ptr<Gloo::Options>& options) {
+    auto task = std::make_shared<std::packaged_task<c10::intrusive_ptr<Gloo>()>>(
+        [store = context.store, rank = context.rank, size = context.size(), options] {
+          return c10::make_intrusive<Gloo>(store, rank, size, options);
+        });
+    auto connected = task->get_future();
+    std::thread([task] { (*task)(); }).detach();
+    while (connected.wait_for(std::chrono::milliseconds(20)) != std::future_status::ready)
+      if (context.failed && context.failed() &&
+          connected.wait_for(std::chrono::milliseconds(200)) != std::future_status::ready)
+        throw Error("it was interrupted");
+    return connected.get();
+  }
 
   // Each group has a device of its own, and so a listener. Which is it? The one that is new: devices are made
   // one at a time, and no peer is needed for it.
