@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 // Those who were refused are told by the agent, which stays that long.
-constexpr milliseconds kRefusalLimit(2000);
+constexpr milliseconds kRefusalLimit(1500);
 // Those who are told of a failure are told by the agent, which stays that long.
 constexpr milliseconds kFailureLimit(300);
 
