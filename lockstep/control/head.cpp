@@ -288,10 +288,13 @@ void Head::rank_ended(int number, const Ended& ended) {
   if (failure_) return;
   if (stop_signal_ && (ended.clean() || ended.signal == stop_signal_)) return;
   if (ended.clean()) {
-    const bool awaited = !rank.card && std::any_of(ranks_.begin(), ranks_.end(),
-                                                   [](const auto& each) { return each.second.here; });
-    const bool amid = was_here && std::any_of(rank.rows.rows.begin(), rank.rows.rows.end(),
-                                              [](const Row& row) { return row.running; });
+    // Where nobody else is left, it harms nobody.
+    const bool others =
+        std::any_of(ranks_.begin(), ranks_.end(), [](const auto& each) { return each.second.here; });
+    const bool awaited = others && !rank.card;
+    const bool amid =
+        others && was_here &&
+        std::any_of(rank.rows.rows.begin(), rank.rows.rows.end(), [](const Row& row) { return row.running; });
     if (awaited) return fail(failure_of(number, ended.text() + " before it joined"));
     if (amid) return fail(failure_of(number, ended.text() + " without leaving the job"));
     return;  // whoever waits for it is told by look_at_waits
