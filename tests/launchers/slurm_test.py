@@ -97,7 +97,9 @@ class Identity(support.LauncherTest):
             with self.subTest(launcher):
                 self.expect_ranks(slurm.batch(script(f"{mpirun} -n 2 identity_probe"), "-n", "2"), launcher, 2)
                 inner = f"{mpirun} {alone} -n 2 sh -c 'identity_probe; true'"
-                self.expect_ranks(slurm.call("srun", "-n", "1", "sh", "-c", inner), launcher, 2)
+                # MPICH's mpiexec sometimes fails at its own end, when its ranks have long ended well ("HYDU_sock_write:
+                # Bad file descriptor"): what they said counts.
+                self.expect_ranks(slurm.call("srun", "-n", "1", "sh", "-c", inner + "; true"), launcher, 2)
                 # And the other way round: what mpirun left is around the step.
                 outer = [*mpirun.split(), "-n", "1", "srun", "-n", "2", "identity_probe"]
                 self.expect_ranks(slurm.call(*outer), "SLURM", 2)
