@@ -12,10 +12,8 @@
 
 namespace lockstep::control {
 
-namespace {
-
 // With plain calls: a process that ends between open and read is an error that streams throw.
-std::string text_of(int pid, const char* file) {
+std::string proc_text(int pid, const char* file) {
   const int fd = ::open(fmt::format("/proc/{}/{}", pid, file).c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return {};
   std::string text;
@@ -26,19 +24,21 @@ std::string text_of(int pid, const char* file) {
   return text;
 }
 
-}  // namespace
-
 std::optional<ProcessState> look_at(int pid) {
-  const std::string text = text_of(pid, "stat");
-  const auto name_end = text.rfind(')');  // the name may hold anything, also brackets
-  if (name_end == std::string::npos) return std::nullopt;
+  const std::string text = proc_text(pid, "stat");
+  const auto name_begin = text.find('('), name_end = text.rfind(')');  // the name may hold brackets too
+  if (name_begin == std::string::npos || name_end == std::string::npos) return std::nullopt;
   std::istringstream fields(text.substr(name_end + 1));
   ProcessState process;
+  process.name = text.substr(name_begin + 1, name_end - name_begin - 1);
   fields >> process.state;
-  constexpr int kFlags = 9, kExitCode = 52;  // counted as proc(5) does; the state is the third
+  constexpr int kParent = 4, kFlags = 9, kStart = 22,
+                kExitCode = 52;  // counted as proc(5) does; the state is the third
   constexpr unsigned long kExiting = 0x4;
   std::string field;
-  for (int number = 4; number <= kExitCode && fields >> field; ++number) {
+  for (int number = kParent; number <= kExitCode && fields >> field; ++number) {
+    if (number == kParent) process.parent = std::stoi(field);
+    if (number == kStart) process.start = std::stoull(field);
     if (number == kFlags) process.ending = (std::stoul(field) & kExiting) != 0;
     if (number == kExitCode) process.code = std::stoi(field);
   }
@@ -48,7 +48,7 @@ std::optional<ProcessState> look_at(int pid) {
   // held it is the signal that stopped it).
   if (!held && process.code != 0) process.ending = true;
   if (process.state == 't') {
-    const auto status = text_of(pid, "status");
+    const auto status = proc_text(pid, "status");
     if (auto tracer = status.find("TracerPid:"); tracer != std::string::npos)
       process.tracer = std::atoi(status.c_str() + tracer + 10);
   }

@@ -1,7 +1,9 @@
 // What /proc says of a process: whether it runs, is stopped, or how it is ending.
 #pragma once
 
+#include <cstdint>
 #include <optional>
+#include <string>
 
 #include <lockstep/control/failure.h>
 
@@ -12,7 +14,13 @@ struct ProcessState {
   bool ending = false;  // it will not run its program any further
   int code = 0;         // as wait() would tell; right only when ending
   int tracer = 0;       // pid of the debugger that holds it
+  int parent = 0;
+  std::uint64_t start = 0;  // in the kernel's ticks since boot: with the pid, of one process alone
+  std::string name = {};    // at most 15 characters; the kernel keeps no more
 };
+
+// What stands in /proc/PID/FILE; empty: there is no such process, or it ends this moment.
+std::string proc_text(int pid, const char* file);
 
 std::optional<ProcessState> look_at(int pid);  // nothing: there is no such process
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <thread>
 
-#include <fmt/format.h>
+#include <lockstep/control/process.h>
 
 namespace lockstep::detail {
 namespace {
@@ -40,16 +40,6 @@ bool kernel_lists_children() {
 
 }  // namespace
 
-std::optional<ProcessState> process_state(pid_t pid) {
-  std::string line;
-  std::getline(std::ifstream(fmt::format("/proc/{}/stat", pid)), line);
-  const auto name_end = line.rfind(')');  // the name before it may hold anything
-  if (name_end == std::string::npos || line.size() < name_end + 5) return std::nullopt;
-  ProcessState state{line[name_end + 2], 0};
-  std::from_chars(line.data() + name_end + 4, line.data() + line.size(), state.parent);
-  return state;
-}
-
 std::vector<pid_t> children(pid_t pid) {
   std::vector<pid_t> found;
   if (kernel_lists_children()) {
@@ -60,7 +50,7 @@ std::vector<pid_t> children(pid_t pid) {
     }
   } else {
     for (pid_t each : numbers_in("/proc")) {
-      const auto state = process_state(each);
+      const auto state = control::look_at(each);
       if (state && state->parent == pid) found.push_back(each);
     }
   }
@@ -74,7 +64,7 @@ std::vector<pid_t> descendants(const std::vector<pid_t>& spare) {
       if (std::find(spare.begin(), spare.end(), child) == spare.end()) found.push_back(child);
   found.erase(found.begin());
   std::erase_if(found, [](pid_t pid) {
-    const auto state = process_state(pid);
+    const auto state = control::look_at(pid);
     return !state || state->state == 'Z' || state->state == 'X';
   });
   return found;

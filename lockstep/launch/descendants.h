@@ -8,16 +8,9 @@
 
 #include <chrono>
 #include <functional>
-#include <optional>
 #include <vector>
 
 namespace lockstep::detail {
-
-struct ProcessState {
-  char state = 0;  // as /proc has it: R, S, D, T (stopped), t (held by a debugger), Z
-  pid_t parent = 0;
-};
-std::optional<ProcessState> process_state(pid_t pid);  // nothing where there is none
 
 std::vector<pid_t> children(pid_t pid);
 

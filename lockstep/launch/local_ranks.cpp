@@ -13,6 +13,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/control/process.h>
 #include <lockstep/launch/descendants.h>
 #include <lockstep/launch/network.h>
 
@@ -54,7 +55,7 @@ control::Ended how_it_ended(const siginfo_t& info) {
 void send_to(const LocalRanks::Rank& rank, int signal) { ::kill(-rank.pid, signal); }
 
 bool is_stopped(const LocalRanks::Rank& rank) {
-  const auto state = process_state(rank.pid);
+  const auto state = control::look_at(rank.pid);
   return state && state->state == 'T';
 }
 

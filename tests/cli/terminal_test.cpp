@@ -2,7 +2,7 @@
 // as it is in life.
 #include <signal.h>
 
-#include <fstream>
+#include <lockstep/control/process.h>
 
 #include "cli/session.h"
 #include "support/errors.h"
@@ -31,10 +31,8 @@ class Terminal {
 };
 
 char state_of(pid_t pid) {
-  std::string line;
-  std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/stat"), line);
-  const auto end = line.rfind(')');
-  return end == std::string::npos ? '-' : line[end + 2];
+  const auto process = control::look_at(pid);
+  return process ? process->state : '-';
 }
 
 TEST(Terminal, shows_each_rank_in_a_colour) {

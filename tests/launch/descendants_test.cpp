@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include <lockstep/control/process.h>
+
 #include "support/errors.h"
 
 namespace lockstep::testing {
@@ -46,10 +48,10 @@ TEST(Descendants, are_found_at_every_depth) {
   EXPECT_EQ(std::count(all.begin(), all.end(), child), 1);
   EXPECT_TRUE(detail::descendants({child}).empty());
   EXPECT_EQ(detail::children(::getpid()), std::vector<pid_t>{child});
-  EXPECT_EQ(detail::process_state(child)->parent, ::getpid());
+  EXPECT_EQ(control::look_at(child)->parent, ::getpid());
   EXPECT_TRUE(detail::end_descendants(std::chrono::seconds(30), reap).empty());
   EXPECT_TRUE(detail::descendants().empty());
-  EXPECT_EQ(detail::process_state(child), std::nullopt);
+  EXPECT_FALSE(control::look_at(child).has_value());
 }
 
 TEST(Descendants, that_are_spared_live_on) {
@@ -65,11 +67,11 @@ TEST(Descendants, have_a_state) {
   const pid_t child = sleeping_child();
   ::kill(child, SIGSTOP);
   ::waitpid(child, nullptr, WUNTRACED);
-  EXPECT_EQ(detail::process_state(child)->state, 'T');
+  EXPECT_EQ(control::look_at(child)->state, 'T');
   ::kill(child, SIGKILL);
   siginfo_t info{};
   ::waitid(P_PID, static_cast<id_t>(child), &info, WEXITED | WNOWAIT);
-  EXPECT_EQ(detail::process_state(child)->state, 'Z');
+  EXPECT_EQ(control::look_at(child)->state, 'Z');
   EXPECT_TRUE(detail::descendants().empty());
   ::waitpid(child, nullptr, 0);
 }
