@@ -74,12 +74,10 @@ void Agent::Loop::receive(Node& node, Frame frame) {
     if (hello.version != kVersion)
       throw ConfigError(fmt::format("hosts run different versions of lockstep: {} on the head, {} on {}",
                                     kVersion, hello.version, node.from));
-    // Numbered before the head starts anything on it.
-    node.number = options_.local_ranks > 0 ? hello.node : static_cast<int>(nodes_.size());
-    if (options_.local_ranks == 0) hello.node = node.number = next_node_++;
+    node.number = hello.node;  // before the head starts anything on it
     send(node, {.kind = Kind::attach,
                 .payload = Attach{.agent_pid = ::getpid(), .agent_rank = agent_rank_}.encode()});
-    head_->add_node(hello);
+    node.number = head_->add_node(hello);
   } catch (const ConfigError& error) {
     node.number = -1;
     send(node, {.kind = Kind::refused, .rank = -2, .payload = error.what()});

@@ -11,7 +11,6 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/log.h>
-#include <lockstep/control/process.h>
 #include <lockstep/version.h>
 
 namespace lockstep::control {
@@ -218,6 +217,7 @@ void Agent::Loop::accept_ranks() {
     Connection connection;
     connection.pid = peer_of(socket->get()).pid;
     connection.fd = std::move(*socket);
+    connection.serial = ++last_serial_;
     connections_.push_back(std::move(connection));
   }
   // Whoever waits there is not taken for lack of descriptors: looking again at once would not help.
@@ -244,20 +244,19 @@ void Agent::Loop::receive(Connection& connection, Frame frame) {
   if (frame.kind == Kind::hello) {
     auto hello = Hello::decode(frame.payload);
     hello.pid = connection.pid;
-    for (const auto& other : connections_)
-      if (&other != &connection && other.here && other.welcomed && other.rank == hello.rank)
-        return refuse_late(connection, other, hello);
     connection.rank = hello.rank;
     connection.world = hello.world;
     frame.payload = hello.encode();
     frame.rank = hello.rank;
+    frame.id = connection.serial;
     if (!connection.attached) attach(connection, hello);
     if (refusal_) return write(connection, {.kind = Kind::refused, .rank = hello.rank, .payload = *refusal_});
-    up(std::move(frame));
+    connection.refused = false;
     connection.here = any_came_ = true;
-    return;
+    return up(std::move(frame));
   }
   if (connection.rank < 0) throw FrameError("it spoke before it said who it is");
+  if (connection.refused) return;
   frame.rank = connection.rank;
   switch (frame.kind) {
     case Kind::attached: return watch(connection.rank, connection.pid);
@@ -274,16 +273,6 @@ void Agent::Loop::receive(Connection& connection, Frame frame) {
     default: throw FrameError(fmt::format("a rank sent a message of kind {}", static_cast<int>(frame.kind)));
   }
   up(std::move(frame));
-}
-
-// The job has begun with another process of that rank.
-void Agent::Loop::refuse_late(Connection& connection, const Connection& first, const Hello& hello) {
-  write(connection, {.kind = Kind::refused,
-                     .rank = hello.rank,
-                     .payload = fmt::format(
-                         "two processes have RANK={}: process {} and, later, process {}; each needs its "
-                         "own, from 0 to {}",
-                         hello.rank, first.pid, connection.pid, hello.size - 1)});
 }
 
 void Agent::Loop::attach(Connection& connection, const Hello& hello) {
@@ -330,7 +319,11 @@ void Agent::Loop::gone(Connection& connection) {
   connection.closed = true;
   const bool here = connection.here;
   connection.here = false;
-  if (!here) return;
+  // Of a rank that is here in another process too, this one is about to be refused.
+  const bool second = std::any_of(connections_.begin(), connections_.end(), [&](const auto& each) {
+    return each.here && each.rank == connection.rank;
+  });
+  if (!here || second) return;
   dying_.push_back({connection.rank, connection.pid});
   look_at_dying();
 }
@@ -391,18 +384,18 @@ void Agent::Loop::look_at_stops() {
       if (auto process = control::look_at(connection.pid); process && process->ending)
         gone(connection);
       else
-        look_at(connection.rank, connection.pid, ranks_[connection.rank]);
+        look_at(connection.rank, connection.pid, process, ranks_[connection.rank]);
     }
   for (auto& [rank, state] : ranks_) {
     const bool connected =
         std::any_of(connections_.begin(), connections_.end(),
                     [&, r = rank](const auto& each) { return each.here && each.rank == r; });
-    if (!connected && !state.ended && state.pid > 0) look_at(rank, state.pid, state);
+    if (!connected && !state.ended && state.pid > 0)
+      look_at(rank, state.pid, control::look_at(state.pid), state);
   }
 }
 
-void Agent::Loop::look_at(int rank, int pid, LocalRank& state) {
-  const auto process = control::look_at(pid);
+void Agent::Loop::look_at(int rank, int pid, const std::optional<ProcessState>& process, LocalRank& state) {
   const auto now = Clock::now();
   const bool traced = process && process->state == 't', stopped = process && process->state == 'T';
   if (!traced && !stopped) {
@@ -444,11 +437,14 @@ void Agent::Loop::write(Connection& connection, const Frame& frame) {
 }
 
 void Agent::Loop::deliver(const Frame& frame) {
-  for (auto& connection : connections_)
-    if (connection.rank >= 0 && (frame.rank < 0 || frame.rank == connection.rank)) {
-      if (frame.kind == Kind::welcome) connection.welcomed = true;
-      write(connection, frame);
-    }
+  const bool one_is_refused = frame.kind == Kind::refused && frame.id != 0;
+  for (auto& connection : connections_) {
+    const bool meant =
+        one_is_refused ? frame.id == connection.serial : frame.rank < 0 || frame.rank == connection.rank;
+    if (!meant || connection.rank < 0 || connection.refused) continue;
+    write(connection, frame);
+    if (one_is_refused) connection.refused = true, connection.here = false;
+  }
 }
 
 void Agent::Loop::up(Frame frame) {

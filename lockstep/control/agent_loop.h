@@ -16,6 +16,7 @@
 #include <lockstep/control/board.h>
 #include <lockstep/control/door.h>
 #include <lockstep/control/head.h>
+#include <lockstep/control/process.h>
 #include <lockstep/control/secure_link.h>
 #include <lockstep/control/socket.h>
 
@@ -49,10 +50,10 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
     std::string out;
     int pid = 0;
     int rank = -1, world = 0;
-    bool here = false;  // has come and has not left
-    bool welcomed = false;
-    bool attached = false;  // it has the board
-    bool reported = false;  // the head knows that it has ended
+    std::uint32_t serial = 0;  // of no other connection
+    bool here = false;         // has come and has not left
+    bool refused = false;      // alone, without harm to the job: what it says is not heard
+    bool attached = false;     // it has the board
     bool closed = false;
   };
   // Another host's agent.
@@ -86,14 +87,13 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void serve(Connection& connection);
   void receive(Connection& connection, Frame frame);
   void attach(Connection& connection, const Hello& hello);
-  void refuse_late(Connection& connection, const Connection& first, const Hello& hello);
   void watch(int rank, int pid);
   void gone(Connection& connection);
   void look_at_dying();
   void report_end(int rank, Ended how);
   void send_rows(int rank);
   void look_at_stops();
-  void look_at(int rank, int pid, LocalRank& state);
+  void look_at(int rank, int pid, const std::optional<ProcessState>& process, LocalRank& state);
 
   void serve(Node& node);
   void receive(Node& node, Frame frame);
@@ -135,7 +135,8 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   bool paused_ = false, any_came_ = false;
   bool started_ = false, finished_ = false,
        failed_ = false;  // of the orders, and without a head to give them
-  int agent_rank_ = -1, next_node_ = 1;
+  int agent_rank_ = -1;
+  std::uint32_t last_serial_ = 0;
   std::optional<Attach> head_holder_;   // in whose process the head is
   std::string own_address_;             // towards the head
   std::optional<std::string> refusal_;  // for those who come when it is known already

@@ -39,7 +39,7 @@ int Head::add_node(const NodeHello& hello) {
       throw ConfigError(
           fmt::format("two hosts have --node-rank {}: {} and {}; each needs its own, from 0 to {}", node,
                       nodes_[node].address, hello.address, options_.num_nodes - 1));
-  } else if (node < 0) {
+  } else {
     node = nodes_.empty() ? 0 : nodes_.rbegin()->first + 1;
   }
   nodes_[node] = {.local_ranks = hello.local_ranks,
@@ -64,7 +64,6 @@ void Head::start() {
   failure_.reset();
   suspicion_.reset();
   refused_.reset();
-  world_ = 0;
   stop_at_.reset();
   for (const auto& [number, node] : nodes_) {
     for (int r = node.first_rank; r < node.first_rank + node.local_ranks; ++r) ranks_[r].node = number;
@@ -100,16 +99,16 @@ void Head::node_lost(int node, bool closed, const std::string& why) {
 }
 
 void Head::receive(int node, const Frame& frame) {
-  auto rank = [&]() -> int {
+  auto rank = [&] {
     if (frame.rank < 0 || frame.rank >= kMostRanks) throw FrameError("a message names no rank");
-    auto known = ranks_.find(frame.rank);
-    if (known != ranks_.end() && known->second.node >= 0 && known->second.node != node && !refused_)
-      throw FrameError(
-          fmt::format("node {} speaks for rank {} of node {}", node, frame.rank, known->second.node));
     return frame.rank;
   };
+  // A second process of a rank may have spoken before it heard that it is refused.
+  if (auto known = ranks_.find(frame.rank); frame.kind != Kind::hello && known != ranks_.end() &&
+                                            known->second.node >= 0 && known->second.node != node)
+    return;
   switch (frame.kind) {
-    case Kind::hello: return hello(node, Hello::decode(frame.payload));
+    case Kind::hello: return hello(node, frame.id, Hello::decode(frame.payload));
     case Kind::rank_ended: return rank_ended(rank(), decode_ended(frame.payload));
     case Kind::leave: return leave(rank());
     case Kind::fault: return fault(rank(), Fault::decode(frame.payload));
@@ -159,16 +158,13 @@ void Head::receive(int node, const Frame& frame) {
   }
 }
 
-void Head::hello(int node, const Hello& hello) {
-  auto greet_with_verdict = [&] {
-    send(hello.rank, {.kind = Kind::verdict, .rank = hello.rank, .payload = encode(*failure_)});
+void Head::hello(int node, std::uint32_t from, const Hello& hello) {
+  auto refuse_it = [&](std::string text) {
+    ports_.send(node, {.kind = Kind::refused, .rank = hello.rank, .id = from, .payload = std::move(text)});
   };
   Rank& rank = ranks_[hello.rank];
   came_.insert(hello.rank);
-  if (refused_) {
-    ports_.send(node, {.kind = Kind::refused, .rank = -1, .payload = *refused_});
-    return;
-  }
+  if (refused_) return refuse_it(*refused_);
   if (size_ == 0) size_ = hello.size;
   if (hello.size != size_)
     return refuse(fmt::format("ranks disagree on WORLD_SIZE: it is {} on rank {} and {} for those before it",
@@ -177,19 +173,12 @@ void Head::hello(int node, const Hello& hello) {
     const auto text = fmt::format(
         "two processes have RANK={}: process {} on {} and process {} on {}; each needs its own, from 0 to {}",
         hello.rank, rank.card->pid, rank.card->host, hello.pid, hello.host, size_ - 1);
-    // A job that has begun is not disturbed by one that comes late; an agent sees to it on its own host.
-    if (!rank.welcomed) return refuse(text);
-    if (rank.node != node) ports_.send(node, {.kind = Kind::refused, .rank = hello.rank, .payload = text});
-    return;
+    // A job that has begun is not disturbed by one that comes late.
+    return rank.welcomed ? refuse_it(text) : refuse(text);
   }
-  if (options_.launches && hello.attempt != attempt_) {
-    ports_.send(node,
-                {.kind = Kind::refused,
-                 .rank = hello.rank,
-                 .payload = fmt::format("this process is of attempt {} of the job, which is at attempt {}",
-                                        hello.attempt, attempt_)});
-    return;
-  }
+  if (options_.launches && hello.attempt != attempt_)
+    return refuse_it(fmt::format("this process is of attempt {} of the job, which is at attempt {}",
+                                 hello.attempt, attempt_));
   for (const auto& [number, other] : ranks_)
     if (other.card && other.card->version != hello.version)
       return refuse(fmt::format("ranks run different versions of lockstep: {} on rank {} and {} on rank {}",
@@ -201,7 +190,8 @@ void Head::hello(int node, const Hello& hello) {
   rank.reached.clear();
   rank.ended.reset();
   rank.comm_fault.reset();
-  if (failure_) return greet_with_verdict();
+  if (failure_)
+    return send(hello.rank, {.kind = Kind::verdict, .rank = hello.rank, .payload = encode(*failure_)});
   if (stop_signal_) send(hello.rank, {.kind = Kind::stop_prepare, .rank = hello.rank});
   for (const auto& [number, other] : ranks_)
     if (other.ended && !other.card)
@@ -329,18 +319,14 @@ void Head::fail(Failure failure) {
   failure_ = std::move(failure);
   suspicion_.reset();
   broadcast({.kind = Kind::verdict, .rank = -1, .payload = encode(*failure_)});
-  if (options_.launches)
-    for (const auto& [number, node] : nodes_)
-      if (!node.lost) ports_.order(number, Failed{*failure_});
+  if (options_.launches) order_all(Failed{*failure_});
 }
 
 void Head::stop(int signal) {
   if (stop_signal_ || finished_) return;
   stop_signal_ = signal;
   if (options_.launches && size_ == 0) return finish({.status = 128 + signal});  // nothing has been started
-  if (options_.launches)
-    for (const auto& [number, node] : nodes_)
-      if (!node.lost) ports_.order(number, Stop{signal});
+  if (options_.launches) order_all(Stop{signal});
   broadcast({.kind = Kind::stop_prepare, .rank = -1});
 }
 
@@ -394,8 +380,7 @@ void Head::all_done() {
 
 void Head::finish(Finish finish) {
   finished_ = true;
-  for (const auto& [number, node] : nodes_)
-    if (!node.lost) ports_.order(number, finish);
+  order_all(finish);
 }
 
 int Head::oldest_world() const {
@@ -422,6 +407,11 @@ void Head::tick(Clock::time_point now) {
 void Head::broadcast(const Frame& frame) {
   for (const auto& [number, node] : nodes_)
     if (!node.lost) ports_.send(number, frame);
+}
+
+void Head::order_all(const Order& order) {
+  for (const auto& [number, node] : nodes_)
+    if (!node.lost) ports_.order(number, order);
 }
 
 void Head::send(int rank, Frame frame) {

@@ -43,7 +43,6 @@ class Head {
   int oldest_world() const;  // of the ranks that are here; kNoWorld: none is
   // The job was refused, and not all who belong to it have come to hear it.
   bool refuses_more() const { return refused_ && static_cast<int>(came_.size()) < size_; }
-  const std::optional<Failure>& failure() const { return failure_; }
 
  private:
   struct Rank {
@@ -73,7 +72,7 @@ class Head {
     bool root = false;  // those who are missing do not wait themselves
   };
 
-  void hello(int node, const Hello& hello);
+  void hello(int node, std::uint32_t from, const Hello& hello);
   void all_came();
   void refuse(const std::string& text);
   void rank_ended(int rank, const Ended& ended);
@@ -93,6 +92,7 @@ class Head {
   std::vector<Wait> waits(Clock::time_point now) const;
   void look_at_waits(Clock::time_point now);
   void broadcast(const Frame& frame);
+  void order_all(const Order& order);
   void send(int rank, Frame frame);
 
   const Options options_;
@@ -103,8 +103,7 @@ class Head {
   std::map<std::int64_t, GroupMade> groups_;
   StoreServer store_;
 
-  int size_ = 0;   // of the job; 0: not known yet
-  int world_ = 0;  // which World the ranks are joining
+  int size_ = 0;  // of the job; 0: not known yet
   int attempt_ = 0;
   std::set<int> came_;  // ranks that have said hello, also those that were refused
   std::optional<std::string> refused_;

@@ -58,6 +58,22 @@ class AgentTest : public ::testing::Test {
     then(*client);
     ::_exit(0);
   }
+  // The head with a rank of its own, and another host's agent.
+  std::pair<std::unique_ptr<Agent>, std::unique_ptr<Agent>> two_hosts() {
+    use_sodium();
+    auto head_options = options("/head"), other_options = options("/other");
+    head_options.num_nodes = other_options.num_nodes = 0;
+    head_options.link =
+        Link{.address = "127.0.0.1", .port = 0, .last_port = 0, .key = std::string(32, 'k'), .job = "j"};
+    auto head = std::make_unique<Agent>(head_options);
+    const auto address = head->address();
+    other_options.head = false;
+    other_options.agent_rank = 1;
+    other_options.link = head_options.link;
+    other_options.link->port = other_options.link->last_port =
+        std::stoi(address.substr(address.rfind(':') + 1));
+    return {std::move(head), std::make_unique<Agent>(other_options)};
+  }
   std::string all_said() {
     std::lock_guard lock(mutex);
     return said;
@@ -204,20 +220,8 @@ TEST_F(AgentTest, ranks_stop_at_the_same_call) {
 }
 
 TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
-  use_sodium();
-  auto head_options = options("/head"), other_options = options("/other");
-  head_options.num_nodes = other_options.num_nodes = 0;
-  head_options.link =
-      Link{.address = "127.0.0.1", .port = 0, .last_port = 0, .key = std::string(32, 'k'), .job = "j"};
-  auto head = std::make_unique<Agent>(head_options);
-  const auto address = head->address();
-  other_options.head = false;
-  other_options.agent_rank = 1;
-  other_options.link = head_options.link;
-  other_options.link->port = other_options.link->last_port =
-      std::stoi(address.substr(address.rfind(':') + 1));
-  auto other = std::make_unique<Agent>(other_options);
-
+  auto [head, other] = two_hosts();
+  const auto head_options = options("/head"), other_options = options("/other");
   std::promise<Failure> told;
   auto far = std::async(std::launch::async, [&] {
     auto client = connect(other_options.name);
@@ -240,6 +244,48 @@ TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
   other.reset();  // the host is gone
   EXPECT_THAT(told.get_future().get().text(),
               AllOf(HasSubstr("rank 1 (pid "), HasSubstr("and with it the agent of the host at 127.0.0.1")));
+}
+
+// On the host of the first one and on the other: it is told, and the job goes on when it leaves and when it
+// ends.
+TEST_F(AgentTest, a_second_process_of_a_rank_is_refused_and_disturbs_nobody) {
+  auto [head, other] = two_hosts();
+  const auto here = options("/head").name, there = options("/other").name;
+  auto blamed = [](const Failure& failure) { ADD_FAILURE() << failure.text(); };
+  auto far = std::async(std::launch::async, [&] {
+    auto client = connect(there);
+    client->join(card(1, 2), seconds(30), blamed);
+    return client;
+  });
+  auto near = connect(here);
+  near->join(card(0, 2), seconds(30), blamed);
+  auto far_client = far.get();
+  for (const auto& name : {here, there})
+    for (const bool leaves : {true, false}) {
+      const pid_t second = ::fork();
+      if (second == 0) {
+        auto client = connect(name);
+        try {
+          client->join(card(0, 2), seconds(30), [](const Failure&) {});
+        } catch (const ConfigError& error) {
+          if (leaves) client->leave();
+          ::_exit(std::string(error.what()).find("two processes have RANK=0") != std::string::npos ? 7 : 8);
+        }
+        ::_exit(9);
+      }
+      int status = 0;
+      ::waitpid(second, &status, 0);
+      EXPECT_EQ(WEXITSTATUS(status), 7);
+    }
+  std::this_thread::sleep_for(milliseconds(500));  // a verdict would have come
+  for (const auto& client : {near, far_client}) {
+    const auto deadline = Clock::now() + seconds(30);
+    client->ask({.call = StoreCall::set, .keys = {"k"}, .values = {"v"}}, deadline, never);
+    EXPECT_FALSE(client->failure());
+  }
+  EXPECT_EQ(all_said(), "");
+  near->leave();
+  far_client->leave();
 }
 
 TEST_F(AgentTest, a_head_that_accepts_and_never_answers_is_no_trap) {
