@@ -65,8 +65,8 @@ class World {
   void step(std::int64_t step);
   // Whether somebody wants the job to stop (SIGTERM or SIGINT, to the launcher or to any rank): turns true on
   // every rank at the same call, so that all can save and leave together. Every rank calls it equally often,
-  // once per step, say. From the first call on these signals no longer end this process, unless they come
-  // twice.
+  // once per step, say. From the first call on such a signal no longer ends this process, unless it
+  // comes again a second later.
   bool stop_requested();
 
   // Tells this process that the job has failed: every wait ends at once with a CommError that carries

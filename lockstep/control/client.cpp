@@ -201,13 +201,8 @@ void Client::listen() {
     }
   }
   agent_is_gone();
-  // The thread stays: it holds the lock, and the next World of this process may find another agent.
-  bool holding = false;
-  {
-    std::lock_guard lock(mutex_);
-    holding = holding_;
-  }
-  if (holding) board_->let_go(rank_);
+  // By the thread that holds it: the next World of this process may find another agent.
+  if (holding_) board_->let_go(rank_);
 }
 
 void Client::receive(Frame frame, Fd descriptor) {
