@@ -186,4 +186,11 @@ void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, 
   }
 }
 
+void reduce_tree_to_all(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
+                        std::span<void* const> outputs, std::size_t count) {
+  const auto bytes = count * item_size(dtype);
+  reduce_tree(dtype, op, inputs, outputs[0], count);
+  for (std::size_t i = 1; i < outputs.size(); ++i) std::memcpy(outputs[i], outputs[0], bytes);
+}
+
 }  // namespace lockstep::detail

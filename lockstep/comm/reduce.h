@@ -21,4 +21,8 @@ std::size_t item_size(Dtype dtype);
 void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, void* output,
                  std::size_t count);
 
+// The same to several outputs, each of which may be one of the inputs.
+void reduce_tree_to_all(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
+                        std::span<void* const> outputs, std::size_t count);
+
 }  // namespace lockstep::detail

@@ -1,0 +1,458 @@
+#include <lockstep/comm/transports/shm/engine.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/comm/reduce.h>
+
+namespace lockstep::shm {
+
+using lockstep::Operation;
+
+namespace {
+
+constexpr std::size_t kLine = 64;
+// In place, a chunk is at least this large: less is not worth the taking.
+constexpr std::size_t kLeastClaim = 16384;
+
+std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
+
+// Each pair of ranks has a size of its own, which both of them know and nobody else.
+bool pairwise(Operation o) {
+  return o == Operation::gather || o == Operation::scatter || o == Operation::all_to_all;
+}
+// A rank's data is cut into a piece for each rank.
+bool in_pieces(Operation o) {
+  return o == Operation::scatter || o == Operation::reduce_scatter || o == Operation::all_to_all;
+}
+
+class Digest {
+ public:
+  Digest& add(std::uint64_t value) {
+    hash_ = (hash_ ^ value) * 0x9E3779B97F4A7C15u;
+    hash_ ^= hash_ >> 32;
+    return *this;
+  }
+  Digest& add(const std::vector<std::int64_t>& values) {
+    add(values.size());
+    for (auto value : values) add(static_cast<std::uint64_t>(value));
+    return *this;
+  }
+  Digest& add(const std::string& text) {
+    add(text.size());
+    for (unsigned char c : text) add(c);
+    return *this;
+  }
+  std::uint64_t value() const { return hash_; }
+
+ private:
+  std::uint64_t hash_ = 0x2545F4914F6CDD1Du;
+};
+
+}  // namespace
+
+// Where a rank's data is.
+struct Source {
+  enum class Kind { nothing, slot, direct, staged };
+  Kind kind = Kind::nothing;
+  std::vector<std::size_t> pieces = {};  // bytes of each
+  std::size_t bytes = 0;
+  const char* base = nullptr;  // of the slot or the memory
+  char* stage = nullptr;       // of its staging, the first of two
+  std::size_t stage_size = 0;
+};
+
+struct Engine::Round {
+  explicit Round(Part& its_part) : part(its_part) {}
+
+  Part& part;
+  std::vector<const char*> own = {};    // this rank's pieces
+  std::vector<std::size_t> sizes = {};  // of them, in bytes
+  std::size_t bytes = 0;
+  bool adjacent = true;
+  std::uint64_t first_step = 0;
+  std::size_t window = 0;  // of each piece, staged at a time
+  std::vector<Source> sources = {};
+
+  const Call& call() const { return part.call; }
+  std::size_t length(std::int64_t elements) const {
+    return static_cast<std::size_t>(elements) * part.item_size;
+  }
+};
+
+Engine::Engine(Region region, int rank, Tuning tuning, Memory& memory)
+    : meeting_(region, rank, tuning.spin), tuning_(tuning), memory_(memory) {}
+
+Engine::~Engine() {
+  if (stage_ != nullptr) memory_.free(stage_);
+  for (char* old : old_stages_) memory_.free(old);
+}
+
+char* Engine::stage(std::size_t bytes) {
+  if (stage_size_ < bytes) {
+    auto* larger = memory_.allocate(2 * bytes);
+    // A peer may still read from it, until all have come to the next step.
+    if (stage_ != nullptr) old_stages_.push_back(stage_);
+    stage_ = larger;
+    stage_size_ = bytes;
+    stage_place_ = memory_.find(stage_, 2 * stage_size_);
+  }
+  return stage_ + stage_size_ * ((meeting_.step() + 1) % 2);
+}
+
+void Engine::come() {
+  // Nobody is in the step before the last any more: its chunks are all taken.
+  if (meeting_.rank() == 0) {
+    Claims& next = meeting_.region().claims(meeting_.step() + 1);
+    next.taken.store(0, std::memory_order_relaxed);
+    next.finished.store(0, std::memory_order_relaxed);
+  }
+  meeting_.arrive();
+}
+
+void Engine::meet(Clock::time_point deadline) {
+  meeting_.await_all(deadline);
+  for (char* old : std::exchange(old_stages_, {})) memory_.free(old);
+}
+
+void Engine::begin(Part& part) {
+  const Call& call = part.call;
+  const int rank = meeting_.rank(), ranks = meeting_.ranks();
+  current_ = std::make_unique<Round>(part);
+  Round& op = *current_;
+  op.first_step = meeting_.step() + 1;
+  op.window = tuning_.chunk;
+
+  auto add = [&](const void* data, std::int64_t elements) {
+    const auto* bytes = static_cast<const char*>(data);
+    if (!op.own.empty() && bytes != op.own.back() + op.sizes.back()) op.adjacent = false;
+    op.own.push_back(bytes);
+    op.sizes.push_back(op.length(elements));
+    op.bytes += op.sizes.back();
+  };
+  switch (call.operation) {
+    case Operation::broadcast:
+      if (rank != call.root) break;
+      [[fallthrough]];
+    case Operation::all_reduce:
+    case Operation::reduce: add(part.outputs.at(0), call.count); break;
+    case Operation::all_gather:
+    case Operation::gather: add(part.inputs.at(0), call.count); break;
+    case Operation::scatter:
+      if (rank != call.root) break;
+      [[fallthrough]];
+    case Operation::reduce_scatter:
+    case Operation::all_to_all:
+      for (int r = 0; r < ranks; ++r) add(part.inputs.at(at(r)), call.to.at(at(r)));
+      break;
+    default: break;
+  }
+  if (in_pieces(call.operation)) op.window = std::max(round_up(op.window / at(ranks), kLine), kLine);
+  // Where every rank knows the longest piece, no more is staged than that.
+  if (!pairwise(call.operation)) {
+    auto longest = call.count;
+    for (const auto* table : {&call.to, &call.from})
+      if (!table->empty()) longest = *std::max_element(table->begin(), table->end());
+    op.window = std::min(op.window, round_up(op.length(longest), kLine));
+  }
+
+  const auto& region = meeting_.region();
+  Header& header = region.header(rank, op.first_step);
+  Digest digest;
+  digest.add(operations_++).add(static_cast<std::uint64_t>(call.operation)).add(tuning_.chunk);
+  digest.add(static_cast<std::uint64_t>(call.dtype)).add(static_cast<std::uint64_t>(call.root)).add(call.tag);
+  if (detail::reduces(call.operation)) digest.add(static_cast<std::uint64_t>(call.reduction));
+  if (call.operation == Operation::all_gather || call.operation == Operation::reduce_scatter)
+    digest.add(call.to).add(call.from);
+  else if (!pairwise(call.operation))
+    digest.add(static_cast<std::uint64_t>(call.count));
+  header = {};
+  header.digest = digest.value();
+  if (pairwise(call.operation)) {
+    auto table = region.sizes(rank, op.first_step);
+    std::fill(table.begin(), table.end(), 0);
+    auto to = table.first(at(ranks)), from = table.last(at(ranks));
+    std::copy(call.to.begin(), call.to.end(), to.begin());
+    std::copy(call.from.begin(), call.from.end(), from.begin());
+    if (call.operation == Operation::gather) to[at(call.root)] = call.count;
+    if (call.operation == Operation::scatter) from[at(call.root)] = call.count;
+  }
+  if (op.bytes > kInline && op.adjacent) {
+    const auto place = memory_.find(op.own[0], op.bytes);
+    header.segment = place.segment;
+    header.offset = place.offset;
+  }
+  if (op.bytes <= kInline) {
+    char* slot = region.data(rank, op.first_step);
+    for (std::size_t i = 0; i < op.own.size(); slot += op.sizes[i++])
+      std::memcpy(slot, op.own[i], op.sizes[i]);
+  } else if (header.segment == 0) {
+    fill_stage(op, 0);
+  }
+  tell_stage(header);
+  come();
+}
+
+void Engine::tell_stage(Header& header) const {
+  header.stage_segment = stage_place_.segment;
+  header.stage_offset = stage_place_.offset;
+  header.stage_size = stage_size_;
+}
+
+void Engine::find_stage(int rank, const Header& header, Source& source) {
+  if (header.stage_segment == 0 || rank == meeting_.rank()) return;
+  source.stage = memory_.map(rank, {header.stage_segment, header.stage_offset}, 2 * header.stage_size);
+  source.stage_size = header.stage_size;
+}
+
+void Engine::finish(Part& part, Clock::time_point deadline) {
+  Round& op = *current_;
+  LOCKSTEP_ASSERT(&op.part == &part, "another operation has begun meanwhile");
+  meet(deadline);
+  check(op, deadline);
+  find_sources(op);
+  exchange(op, deadline);
+  current_.reset();
+}
+
+void Engine::check(const Round& op, Clock::time_point deadline) {
+  const auto& region = meeting_.region();
+  const int ranks = meeting_.ranks();
+  bool same = true;
+  for (int r = 1; r < ranks; ++r)
+    same = same && region.header(r, op.first_step).digest == region.header(0, op.first_step).digest;
+  if (same && pairwise(op.call().operation))
+    for (int giver = 0; giver < ranks; ++giver)
+      for (int taker = 0; taker < ranks; ++taker)
+        same = same && region.sizes(giver, op.first_step)[at(taker)] ==
+                           region.sizes(taker, op.first_step)[at(ranks + giver)];
+  if (same) return;
+
+  // All have seen it: now they tell one another everything.
+  const auto packed = detail::pack(op.call());
+  auto place = region.packed(meeting_.rank(), meeting_.step() + 1);
+  std::copy(packed.begin(), packed.end(), place.begin());
+  come();
+  meet(deadline);
+  std::vector<Call> calls;
+  std::vector<const Call*> pointers;
+  for (int r = 0; r < ranks; ++r) calls.push_back(detail::unpack(region.packed(r, meeting_.step()), ranks));
+  for (const Call& call : calls) pointers.push_back(&call);
+  throw Mismatch(detail::find_mismatch(pointers).value_or(
+      "the ranks' calls differ in what cannot be shown: their number, or the transport's settings"));
+}
+
+// After all have come, and before this rank comes again.
+void Engine::find_sources(Round& op) {
+  const auto& region = meeting_.region();
+  const Call& call = op.call();
+  const int ranks = meeting_.ranks();
+  op.sources.resize(at(ranks));
+  for (int r = 0; r < ranks; ++r) {
+    Source& source = op.sources[at(r)];
+    switch (call.operation) {
+      case Operation::broadcast:
+        if (r != call.root) continue;
+        [[fallthrough]];
+      case Operation::all_reduce:
+      case Operation::reduce: source.pieces = {op.length(call.count)}; break;
+      case Operation::all_gather: source.pieces = {op.length(call.from.at(at(r)))}; break;
+      case Operation::gather:
+        source.pieces = {op.length(region.sizes(r, op.first_step)[at(call.root)])};
+        break;
+      case Operation::reduce_scatter:
+        for (auto elements : call.to) source.pieces.push_back(op.length(elements));
+        break;
+      case Operation::scatter:
+        if (r != call.root) continue;
+        [[fallthrough]];
+      case Operation::all_to_all:
+        for (auto elements : region.sizes(r, op.first_step).first(at(ranks)))
+          source.pieces.push_back(op.length(elements));
+        break;
+      default: continue;
+    }
+    for (auto bytes : source.pieces) source.bytes += bytes;
+    if (source.bytes == 0) continue;
+    const Header& header = region.header(r, op.first_step);
+    const bool own = r == meeting_.rank();
+    if (source.bytes <= kInline) {
+      source.kind = Source::Kind::slot;
+      source.base = region.data(r, op.first_step);
+    } else if (header.segment != 0) {
+      source.kind = Source::Kind::direct;
+      source.base = own ? op.own[0] : memory_.map(r, {header.segment, header.offset}, source.bytes);
+    } else {
+      source.kind = Source::Kind::staged;
+    }
+    if (source.kind == Source::Kind::staged) find_stage(r, header, source);
+  }
+}
+
+// This rank's data from `from` on, of each piece, for the step that it comes to next.
+void Engine::fill_stage(const Round& op, std::size_t from) {
+  char* stage = this->stage(op.window * op.own.size());
+  for (std::size_t i = 0; i < op.own.size(); ++i)
+    if (from < op.sizes[i])
+      std::memcpy(stage + i * op.window, op.own[i] + from, std::min(op.window, op.sizes[i] - from));
+}
+
+const char* Engine::piece(const Round& op, int rank, int number, std::size_t from) const {
+  const Source& source = op.sources[at(rank)];
+  if (rank == meeting_.rank()) return op.own[at(number)] + from;
+  if (source.kind == Source::Kind::staged)
+    return source.stage + source.stage_size * (meeting_.step() % 2) + op.window * at(number);
+  const char* base = source.base;
+  for (int i = 0; i < number; ++i) base += source.pieces[at(i)];
+  return base + from;
+}
+
+void Engine::exchange(Round& op, Clock::time_point deadline) {
+  const bool all_reduce = op.call().operation == Operation::all_reduce && op.bytes > kInline;
+  auto any = [&](Source::Kind kind) {
+    return std::any_of(op.sources.begin(), op.sources.end(),
+                       [&](const auto& each) { return each.kind == kind; });
+  };
+  if (all_reduce && !any(Source::Kind::staged)) return reduce_in_place(op, deadline);
+  if (all_reduce && any(Source::Kind::direct)) stage_all(op, deadline);
+  const bool direct = any(Source::Kind::direct), staged = any(Source::Kind::staged);
+  const bool by_shares = all_reduce && meeting_.ranks() > tuning_.pull_up_to;
+
+  std::size_t longest = 0;
+  for (const Source& source : op.sources)
+    if (source.kind == Source::Kind::staged)
+      longest = std::max(longest, *std::max_element(source.pieces.begin(), source.pieces.end()));
+  for (std::size_t from = 0;;) {
+    if (by_shares)
+      reduce_by_shares(op, from, deadline);
+    else
+      take(op, from, staged ? from + op.window : SIZE_MAX);
+    from += op.window;
+    if (from >= longest) break;
+    if (op.bytes != 0 && op.sources[at(meeting_.rank())].kind == Source::Kind::staged) fill_stage(op, from);
+    come();
+    meet(deadline);
+  }
+  if (!direct) return;
+  // Nobody reads from here any more.
+  come();
+  meet(deadline);
+}
+
+// Each writes its result where its data is, so that it cannot be read in place by those who are not as far:
+// all start again by way of staging.
+void Engine::stage_all(Round& op, Clock::time_point deadline) {
+  fill_stage(op, 0);
+  tell_stage(meeting_.region().header(meeting_.rank(), meeting_.step() + 1));
+  come();
+  meet(deadline);
+  for (int r = 0; r < meeting_.ranks(); ++r) {
+    Source& source = op.sources[at(r)];
+    source.kind = Source::Kind::staged;
+    find_stage(r, meeting_.region().header(r, meeting_.step()), source);
+  }
+}
+
+// What this rank needs of the others' pieces, from `from` to `to` of each.
+void Engine::take(const Round& op, std::size_t from, std::size_t to) {
+  const Call& call = op.call();
+  const int rank = meeting_.rank(), ranks = meeting_.ranks();
+  auto copy = [&](int giver, int number, void* output) {
+    const Source& source = op.sources[at(giver)];
+    if (source.kind == Source::Kind::nothing) return;
+    const auto size = source.pieces[at(number)];
+    // What is not staged is there as a whole from the start, and in a slot not for long.
+    const bool staged = source.kind == Source::Kind::staged && giver != rank;
+    const auto begin = staged ? from : 0, end = staged ? std::min(to, size) : size;
+    if ((!staged && from != 0) || begin >= end) return;
+    const char* input = piece(op, giver, number, begin);
+    char* target = static_cast<char*>(output) + begin;
+    if (input != target) std::memmove(target, input, end - begin);
+  };
+  auto reduce = [&](int number, void* output) {
+    const auto size = op.sources[at(rank)].pieces[at(number)];
+    if (from >= size) return;
+    std::vector<const void*> inputs;
+    for (int r = 0; r < ranks; ++r) inputs.push_back(piece(op, r, number, from));
+    detail::reduce_tree(call.dtype, call.reduction, inputs, static_cast<char*>(output) + from,
+                        (std::min(to, size) - from) / op.part.item_size);
+  };
+  // Each starts with another rank, so that not all read from one at a time.
+  auto each_giver = [&](auto receive) {
+    for (int i = 0; i < ranks; ++i) receive((rank + i) % ranks);
+  };
+  switch (call.operation) {
+    case Operation::broadcast:
+      if (rank != call.root) copy(call.root, 0, op.part.outputs[0]);
+      break;
+    case Operation::gather:
+      if (rank != call.root) break;
+      [[fallthrough]];
+    case Operation::all_gather: each_giver([&](int r) { copy(r, 0, op.part.outputs[at(r)]); }); break;
+    case Operation::scatter: copy(call.root, rank, op.part.outputs[0]); break;
+    case Operation::all_to_all: each_giver([&](int r) { copy(r, rank, op.part.outputs[at(r)]); }); break;
+    case Operation::reduce:
+      if (rank != call.root) break;
+      [[fallthrough]];
+    case Operation::all_reduce: reduce(0, op.part.outputs[0]); break;
+    case Operation::reduce_scatter: reduce(rank, op.part.outputs[0]); break;
+    default: break;
+  }
+}
+
+// Chunks are taken by whoever is awake, until all are done.
+template <typename Work>
+void Engine::share_out(std::uint64_t chunks, Clock::time_point deadline, Work work) {
+  Claims& claims = meeting_.region().claims(meeting_.step());
+  for (;;) {
+    LOCKSTEP_SHM_PAUSE();
+    const auto chunk = claims.taken.fetch_add(1, std::memory_order_relaxed);
+    if (chunk >= chunks) break;
+    work(static_cast<std::size_t>(chunk));
+    LOCKSTEP_SHM_PAUSE();
+    if (claims.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) meeting_.tell();
+  }
+  meeting_.await([&] { return claims.finished.load(std::memory_order_acquire) >= chunks; }, deadline);
+}
+
+void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
+  const auto ranks = at(meeting_.ranks());
+  const auto share = round_up((op.bytes + ranks - 1) / ranks, kLeastClaim);
+  const auto chunk = std::min(share, round_up(tuning_.claim, kLine));
+  std::vector<char*> buffers;
+  for (int r = 0; r < meeting_.ranks(); ++r)
+    buffers.push_back(r == meeting_.rank() ? static_cast<char*>(op.part.outputs[0])
+                                           : const_cast<char*>(op.sources[at(r)].base));
+  std::vector<const void*> inputs(ranks);
+  std::vector<void*> outputs(ranks);
+  share_out((op.bytes + chunk - 1) / chunk, deadline, [&](std::size_t i) {
+    for (std::size_t r = 0; r < ranks; ++r) inputs[r] = outputs[r] = buffers[r] + i * chunk;
+    detail::reduce_tree_to_all(op.call().dtype, op.call().reduction, inputs, outputs,
+                               std::min(chunk, op.bytes - i * chunk) / op.part.item_size);
+  });
+}
+
+void Engine::reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline) {
+  const auto ranks = at(meeting_.ranks());
+  const auto bytes = std::min(op.window, op.bytes - from);
+  const auto share = round_up((bytes + ranks - 1) / ranks, kLine);
+  std::vector<char*> stages;
+  for (int r = 0; r < meeting_.ranks(); ++r)
+    stages.push_back(r == meeting_.rank() ? stage_ + stage_size_ * (meeting_.step() % 2)
+                                          : const_cast<char*>(piece(op, r, 0, from)));
+  auto length = [&](std::size_t s) { return s * share < bytes ? std::min(share, bytes - s * share) : 0; };
+  std::vector<const void*> inputs(ranks);
+  share_out((bytes + share - 1) / share, deadline, [&](std::size_t s) {
+    for (std::size_t r = 0; r < ranks; ++r) inputs[r] = stages[r] + s * share;
+    detail::reduce_tree(op.call().dtype, op.call().reduction, inputs, stages[s] + s * share,
+                        length(s) / op.part.item_size);
+  });
+  auto* output = static_cast<char*>(op.part.outputs[0]) + from;
+  for (std::size_t s = 0; s < ranks; ++s)
+    if (length(s) != 0) std::memcpy(output + s * share, stages[s] + s * share, length(s));
+}
+
+}  // namespace lockstep::shm

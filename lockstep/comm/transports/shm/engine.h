@@ -1,0 +1,91 @@
+// The collectives of one group in shared memory, one at a time. No LibTorch, no threads of its own.
+//
+// Every collective is this: each rank says where its data is, all come together, and each takes what it needs
+// from the others. Data is in the slot itself (small), where it lies (in shared memory: no copy), or passes
+// through staging, chunk by chunk. Calls are compared before anything is taken.
+//
+// Bytes moved by all p ranks in an all-reduce of n bytes: in place 2pn, the least there is (each chunk is
+// read from all p buffers and its sum written to all p); staged (p + 4) pn, or 7pn from four ranks on.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/part.h>
+#include <lockstep/comm/transports/shm/arena.h>
+#include <lockstep/comm/transports/shm/meeting.h>
+
+namespace lockstep::shm {
+
+using detail::Part;
+
+// How memory is reached: of this rank by its peers, and of peers by this rank.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  virtual Place find(const void* pointer, std::size_t bytes) = 0;
+  virtual char* map(int rank, Place place, std::size_t bytes) = 0;
+  virtual char* allocate(std::size_t bytes) = 0;  // that peers can map
+  virtual void free(char* memory) noexcept = 0;
+};
+
+// The ranks' calls differ: the same text on every rank, and nothing has been written.
+class Mismatch : public std::runtime_error {
+ public:
+  using runtime_error::runtime_error;
+};
+
+struct Source;  // where a rank's data is
+
+class Engine {
+ public:
+  struct Tuning {
+    std::chrono::nanoseconds spin{0};
+    std::size_t chunk = std::size_t{256} << 10;  // staged at a time, by each rank
+    std::size_t claim = std::size_t{256} << 10;  // taken at a time, in place
+    int pull_up_to = 3;  // ranks: each sums everything for itself; with more, each sums a share for all
+  };
+  Engine(Region region, int rank, Tuning tuning, Memory& memory);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // One thread at a time, begin and finish in turn. begin does not wait: peers may go on with what it says.
+  void begin(Part& part);
+  void finish(Part& part, Clock::time_point deadline);
+
+  Meeting& meeting() { return meeting_; }
+
+ private:
+  struct Round;
+  void come();
+  void meet(Clock::time_point deadline);
+  void check(const Round& op, Clock::time_point deadline);
+  void find_sources(Round& op);
+  void exchange(Round& op, Clock::time_point deadline);
+  void take(const Round& op, std::size_t from, std::size_t to);
+  const char* piece(const Round& op, int rank, int number, std::size_t from) const;
+  void reduce_in_place(Round& op, Clock::time_point deadline);
+  void reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline);
+  template <typename Work>
+  void share_out(std::uint64_t chunks, Clock::time_point deadline, Work work);
+  char* stage(std::size_t bytes);
+  void fill_stage(const Round& op, std::size_t from);
+  void stage_all(Round& op, Clock::time_point deadline);
+  void tell_stage(Header& header) const;
+  void find_stage(int rank, const Header& header, Source& source);
+
+  Meeting meeting_;
+  const Tuning tuning_;
+  Memory& memory_;
+  char* stage_ = nullptr;  // two of them, used in turn
+  std::size_t stage_size_ = 0;
+  Place stage_place_;
+  std::vector<char*> old_stages_;
+  std::uint64_t operations_ = 0;
+  std::unique_ptr<Round> current_;
+};
+
+}  // namespace lockstep::shm

@@ -1,0 +1,114 @@
+// Where the ranks of a group wait for one another: each says how many steps it has come to, on a line of its
+// own; nobody changes what another writes, so coming is one store. Who waits spins a little where there is a
+// processor for every rank, and else sleeps at once; the last to come wakes them all with one call.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include <lockstep/comm/transports/shm/futex.h>
+#include <lockstep/comm/transports/shm/region.h>
+
+namespace lockstep::shm {
+
+using Clock = std::chrono::steady_clock;
+
+// Why a wait ended without what it waited for. The group is of no use afterwards.
+class Interrupted : public std::runtime_error {
+ public:
+  using runtime_error::runtime_error;
+};
+class TimedOut : public std::runtime_error {
+ public:
+  using runtime_error::runtime_error;
+};
+class PeerLost : public std::runtime_error {
+ public:
+  PeerLost(int lost, const std::string& text) : runtime_error(text), rank(lost) {}
+  const int rank;  // of the group
+};
+
+class Meeting {
+ public:
+  // spin: how long a wait may keep its processor.
+  Meeting(Region region, int rank, std::chrono::nanoseconds spin)
+      : region_(region), rank_(rank), spin_(spin) {}
+
+  const Region& region() const { return region_; }
+  int rank() const { return rank_; }
+  int ranks() const { return region_.ranks(); }
+  // The one that this rank has come to last. What is written for the next goes to slots of step() + 1.
+  std::uint64_t step() const { return step_; }
+
+  // By one thread at a time.
+  void arrive();
+  void await_all(Clock::time_point deadline) {
+    await([this] { return all_at(step_); }, deadline);
+  }
+  // Until done(), which is cheap to ask and turns true by what another rank does before it calls tell().
+  template <typename Done>
+  void await(Done done, Clock::time_point deadline);
+  void tell();  // something that others may wait for has happened
+
+  // Any thread: every wait ends with Interrupted, now and later.
+  void interrupt(const std::string& cause);
+  // This rank comes no more. Whoever waits for it gets PeerLost.
+  void leave();
+  std::string absent() const;  // "rank 1 has not come": who keeps the others waiting
+
+ private:
+  bool all_at(std::uint64_t step) const {
+    for (int r = 0; r < ranks(); ++r)
+      if (region_.line(r).arrived.load(std::memory_order_acquire) < step) return false;
+    return true;
+  }
+  void wake();
+  void look_around(Clock::time_point deadline);
+
+  const Region region_;
+  const int rank_;
+  const std::chrono::nanoseconds spin_;
+  std::uint64_t step_ = 0;
+  std::atomic<bool> interrupted_ = false;
+  mutable std::mutex mutex_;
+  std::string cause_;
+};
+
+template <typename Done>
+void Meeting::await(Done done, Clock::time_point deadline) {
+  LOCKSTEP_SHM_PAUSE();
+  if (done()) return;
+  if (spin_.count() > 0) {
+    const auto until = Clock::now() + spin_;
+    do {
+      for (int i = 0; i < 64; ++i) {
+        relax();
+        if (done()) return;
+      }
+    } while (Clock::now() < until && !interrupted_.load(std::memory_order_relaxed));
+  }
+  // Peers that have died are looked for as often.
+  constexpr std::chrono::milliseconds kSlice(20);
+  Shared& shared = region_.shared();
+  for (;;) {
+    const auto epoch = shared.epoch.load(std::memory_order_acquire);
+    shared.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    LOCKSTEP_SHM_PAUSE();
+    // Either we see here what the last one did, or it sees that we sleep.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (done()) {
+      shared.sleepers.fetch_sub(1, std::memory_order_relaxed);
+      return;
+    }
+    if (!interrupted_.load(std::memory_order_acquire)) futex_wait(shared.epoch, epoch, kSlice);
+    shared.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (done()) return;
+    look_around(deadline);
+  }
+}
+
+}  // namespace lockstep::shm

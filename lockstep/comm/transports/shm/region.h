@@ -1,0 +1,88 @@
+// The memory in which the ranks of a group meet, as it is laid out: a line and two slots for each rank, which
+// that rank alone writes, and a few words that all share. Slots are used in turn, by the parity of the step:
+// nobody can be two steps ahead of another, so what a rank writes for a step is not read by anybody who is
+// still in the one before the last.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include <lockstep/comm/call.h>
+
+namespace lockstep::shm {
+
+// A message up to this size travels in the slot itself.
+constexpr std::size_t kInline = 8192;
+
+// What a rank says when it comes to a collective.
+struct Header {
+  std::uint64_t digest;           // of what all calls must share
+  std::uint64_t segment, offset;  // of its data; 0: not in shared memory
+  std::uint64_t stage_segment, stage_offset, stage_size;
+};
+
+// Of one rank.
+struct alignas(128) Line {
+  std::atomic<std::uint64_t> arrived;  // steps that it has come to
+  std::atomic<std::uint32_t> left;     // it will come to no more
+  pthread_mutex_t alive;               // robust, and held as long as the process lives
+};
+
+// Of all.
+struct alignas(128) Shared {
+  std::atomic<std::uint32_t> epoch;     // changes when those who sleep should look again
+  std::atomic<std::uint32_t> sleepers;  // who sleep, or are about to
+};
+// Chunks of an operation that whoever is awake takes.
+struct alignas(128) Claims {
+  std::atomic<std::uint64_t> taken;
+  alignas(64) std::atomic<std::uint64_t> finished;
+};
+
+class Region {
+ public:
+  static std::size_t size_for(int ranks);
+  Region(char* memory, int ranks) : memory_(memory), ranks_(ranks) {}
+
+  void prepare();  // by the one that made the memory, before anybody else sees it
+
+  int ranks() const { return ranks_; }
+  Shared& shared() const { return *reinterpret_cast<Shared*>(memory_); }
+  Claims& claims(std::uint64_t step) const {
+    return *reinterpret_cast<Claims*>(memory_ + sizeof(Shared) + sizeof(Claims) * (step % 2));
+  }
+  Line& line(int rank) const {
+    return *reinterpret_cast<Line*>(memory_ + sizeof(Shared) + 2 * sizeof(Claims) +
+                                    sizeof(Line) * static_cast<std::size_t>(rank));
+  }
+  Header& header(int rank, std::uint64_t step) const { return *reinterpret_cast<Header*>(slot(rank, step)); }
+  // Elements to each rank, then from each: of operations in which each pair has a size of its own.
+  std::span<std::int64_t> sizes(int rank, std::uint64_t step) const {
+    return {reinterpret_cast<std::int64_t*>(slot(rank, step) + sizeof(Header)),
+            2 * static_cast<std::size_t>(ranks_)};
+  }
+  // The whole call, once ranks have seen that theirs differ.
+  std::span<std::uint8_t> packed(int rank, std::uint64_t step) const {
+    return {reinterpret_cast<std::uint8_t*>(data(rank, step)), detail::packed_size(ranks_)};
+  }
+  char* data(int rank, std::uint64_t step) const {
+    return slot(rank, step) + slot_size(ranks_) - data_size(ranks_);
+  }
+
+ private:
+  static std::size_t data_size(int ranks);
+  static std::size_t slot_size(int ranks);
+  char* slot(int rank, std::uint64_t step) const {
+    return memory_ + sizeof(Shared) + 2 * sizeof(Claims) + sizeof(Line) * static_cast<std::size_t>(ranks_) +
+           slot_size(ranks_) * (2 * static_cast<std::size_t>(rank) + step % 2);
+  }
+
+  char* memory_;
+  int ranks_;
+};
+
+}  // namespace lockstep::shm

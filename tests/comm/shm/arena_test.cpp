@@ -1,0 +1,88 @@
+#include <lockstep/comm/transports/shm/arena.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "support/errors.h"
+
+namespace lockstep::shm {
+namespace {
+
+TEST(Arena, knows_where_its_memory_is_and_nobody_elses) {
+  Arena arena;
+  char* memory = static_cast<char*>(arena.allocate(1000));
+  const auto place = arena.find(memory, 1000), inside = arena.find(memory + 100, 10);
+  ASSERT_NE(place.segment, 0);
+  EXPECT_EQ(inside.segment, place.segment);
+  EXPECT_EQ(inside.offset, place.offset + 100);
+  EXPECT_EQ(arena.segment(place.segment)->data() + place.offset, memory);
+  int elsewhere = 0;
+  EXPECT_EQ(arena.find(&elsewhere, sizeof elsewhere).segment, 0);
+  EXPECT_EQ(arena.find(memory, std::size_t{1} << 30).segment, 0) << "it ends within";
+  arena.free(memory);
+}
+
+TEST(Arena, aligns) {
+  Arena arena;
+  for (std::size_t bytes : {0u, 1u, 63u, 65u, 5000u, 1u << 20}) {
+    auto address = reinterpret_cast<std::uintptr_t>(arena.allocate(bytes));
+    EXPECT_EQ(address % (bytes >= 4096 ? 4096 : 64), 0) << bytes;
+  }
+}
+
+TEST(Arena, uses_again_what_was_freed) {
+  Arena arena;
+  for (int i = 0; i < 100; ++i) {
+    void* large = arena.allocate(20 << 20);
+    void* small = arena.allocate(64);
+    arena.free(large);
+    arena.free(small);
+  }
+  EXPECT_LE(arena.figures().segments, 2);
+  EXPECT_EQ(arena.figures().used, 0);
+}
+
+TEST(Arena, gives_back_what_is_far_more_than_it_uses) {
+  Arena arena;
+  std::vector<void*> blocks;
+  for (int i = 0; i < 10; ++i) blocks.push_back(arena.allocate(50 << 20));
+  std::vector<std::uint64_t> segments;
+  for (void* block : blocks) segments.push_back(arena.find(block, 1).segment);
+  EXPECT_GE(arena.figures().held, std::size_t{500} << 20);
+  for (void* block : blocks) arena.free(block);
+  EXPECT_LE(arena.figures().held, std::size_t{260} << 20);
+  EXPECT_GE(std::count_if(segments.begin(), segments.end(), [&](auto id) { return !arena.segment(id); }), 5);
+}
+
+// From several threads, with what each has written still there when it frees it.
+TEST(Arena, gives_nothing_to_two) {
+  Arena arena;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&, t] {
+      std::minstd_rand random(static_cast<unsigned>(t + 1));
+      std::vector<std::pair<char*, std::size_t>> mine;
+      for (int i = 0; i < 3000; ++i) {
+        if (mine.size() < 20 && random() % 2 == 0) {
+          const std::size_t bytes = random() % (random() % 8 == 0 ? 300000 : 3000) + 1;
+          mine.emplace_back(static_cast<char*>(arena.allocate(bytes)), bytes);
+          std::memset(mine.back().first, t + 1, bytes);
+        } else if (!mine.empty()) {
+          std::swap(mine[random() % mine.size()], mine.back());
+          const auto [memory, bytes] = mine.back();
+          for (std::size_t k = 0; k < bytes; ++k) ASSERT_EQ(memory[k], t + 1);
+          arena.free(memory);
+          mine.pop_back();
+        }
+      }
+      for (auto [memory, bytes] : mine) arena.free(memory);
+    });
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(arena.figures().used, 0);
+}
+
+}  // namespace
+}  // namespace lockstep::shm
