@@ -23,11 +23,7 @@ void check_name(const std::string& whole, const std::string& name, bool threads)
     throw ConfigError(fmt::format(
         "backend '{}' is not allowed where ranks are threads of one process: auto or threads is", whole));
   }
-  if (name == "shm")
-    throw ConfigError(
-        "backend 'shm', shared memory between the ranks of a host, is not in this version yet: auto, gloo "
-        "and mpi are");
-  if (name != "gloo" && name != "nccl" && name != "mpi")
+  if (name != "shm" && name != "gloo" && name != "nccl" && name != "mpi")
     throw ConfigError(fmt::format("backend '{}' is not known: {} is", whole, kAllowed));
 }
 
@@ -50,7 +46,7 @@ Backends parse(const std::string& text, bool threads) {
     check_name(text, name, threads);
     if (name != kAuto && cuda != (name == "nccl"))
       throw ConfigError(
-          fmt::format("backend '{}' is not allowed: nccl serves cuda, gloo and mpi serve cpu", text));
+          fmt::format("backend '{}' is not allowed: nccl serves cuda, shm, gloo and mpi serve cpu", text));
     backends[cuda ? at::kCUDA : at::kCPU] = name;
     start = end + 1;
   }
@@ -65,7 +61,10 @@ Backends choose_backends(const std::string& text, const Identity& identity, bool
   auto backends = parse(text, threads);
   const bool alone = identity.size == 1;
   if (auto cpu = backends.find(at::kCPU); cpu != backends.end() && cpu->second == kAuto)
-    cpu->second = threads ? "threads" : alone ? "local" : "gloo";
+    cpu->second = threads                                ? "threads"
+                  : alone                                ? "local"
+                  : identity.local_size == identity.size ? "shm"
+                                                         : "gloo";
   if (auto cuda = backends.find(at::kCUDA); cuda != backends.end() && cuda->second == kAuto) {
     const auto devices = threads || !nccl_available() ? 0 : static_cast<int>(torch::cuda::device_count());
     if (devices > 0 && devices < identity.local_size.value_or(1))
@@ -94,6 +93,7 @@ Transports make_transports(const Backends& backends, const TransportContext& con
     own.store = c10::make_intrusive<c10d::PrefixStore>(name, context.store);
     transports[device] = name == "local"     ? make_local_transport(own)
                          : name == "threads" ? make_threads_transport(own, *threads)
+                         : name == "shm"     ? make_shm_transport(own)
                          : name == "gloo"    ? make_gloo_transport(own)
                          : name == "mpi"     ? make_mpi_transport(own)
                                              : make_nccl_transport(own);

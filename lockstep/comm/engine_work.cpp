@@ -55,4 +55,10 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
   }
 }
 
+std::vector<at::Tensor> EngineWork::tensors() const {
+  auto all = inputs_;
+  all.insert(all.end(), outputs_.begin(), outputs_.end());
+  return all;
+}
+
 }  // namespace lockstep::detail

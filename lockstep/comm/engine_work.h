@@ -16,6 +16,7 @@ class EngineWork : public c10d::Work {
   // The first call decides; wakes the waiters. Any thread. source: of a receive.
   void settle(std::exception_ptr error, int source = -1) noexcept;
 
+  std::vector<at::Tensor> tensors() const;  // all of them
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

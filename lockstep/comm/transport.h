@@ -61,12 +61,14 @@ struct TransportContext {
   std::chrono::milliseconds timeout{};
   std::string address;  // of this host, as its peers reach it; empty: loopback
   int device_index = 0;
+  int local_ranks = 0;           // processes of the job on this host; 0: not known
   std::function<bool()> failed;  // the job has: who waits for peers while a transport is made, stops
 
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
 // Each throws ConfigError where the engine is not there, saying what would bring it.
+std::unique_ptr<Transport> make_shm_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_gloo_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_mpi_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_nccl_transport(const TransportContext& context);

@@ -104,6 +104,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   context.world_size = identity_.size;
   context.timeout = options.timeout ? checked_timeout(*options.timeout) : timeout_;
   context.address = address_;
+  context.local_ranks = identity_.local_size.value_or(0);
   context.device_index = identity_.local_rank.value_or(0);
   context.failed = [self = weak_from_this()] {
     auto state = self.lock();

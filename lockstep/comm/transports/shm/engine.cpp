@@ -91,6 +91,12 @@ Engine::~Engine() {
   for (char* old : old_stages_) memory_.free(old);
 }
 
+void Engine::give_up() noexcept {
+  stage_ = nullptr;
+  old_stages_.clear();
+  meeting_.leave();
+}
+
 char* Engine::stage(std::size_t bytes) {
   if (stage_size_ < bytes) {
     auto* larger = memory_.allocate(2 * bytes);

@@ -56,6 +56,9 @@ class Engine {
   void begin(Part& part);
   void finish(Part& part, Clock::time_point deadline);
 
+  // An operation failed: peers may still be in it. What they may read or write is not used again.
+  void give_up() noexcept;
+
   Meeting& meeting() { return meeting_; }
 
  private:

@@ -44,31 +44,37 @@ void Meeting::interrupt(const std::string& cause) {
 }
 
 void Meeting::leave() {
-  region_.line(rank_).left.store(1, std::memory_order_release);
+  std::uint32_t here = Line::kHere;
+  region_.line(rank_).presence.compare_exchange_strong(here, Line::kLeft);
   wake();
 }
 
-void Meeting::look_around(Clock::time_point deadline) {
+void Meeting::gave_up(int rank) const {
+  throw PeerLost(rank, fmt::format("rank {} has given the operation up", rank));
+}
+
+std::exception_ptr Meeting::look_around(Clock::time_point deadline) const {
   if (interrupted_.load(std::memory_order_acquire)) {
     std::lock_guard lock(mutex_);
-    throw Interrupted(cause_);
+    return std::make_exception_ptr(Interrupted(cause_));
   }
   for (int r = 0; r < ranks(); ++r) {
     Line& line = region_.line(r);
     if (r == rank_) continue;
-    if (line.left.load(std::memory_order_acquire) != 0 &&
-        line.arrived.load(std::memory_order_acquire) < step_)
-      throw PeerLost(r, fmt::format("rank {} has left the group", r));
     // Held by a thread that lives as long as its process: it can be had only when that has ended. Whoever
     // gets it lets it go without mending it, which says the same to all the others.
-    switch (::pthread_mutex_trylock(&line.alive)) {
-      case EOWNERDEAD: ::pthread_mutex_unlock(&line.alive); [[fallthrough]];
-      case ENOTRECOVERABLE: throw PeerLost(r, fmt::format("rank {} has ended", r));
-      case 0: ::pthread_mutex_unlock(&line.alive); break;  // not held yet
-      default: break;
-    }
+    const int held = ::pthread_mutex_trylock(&line.alive);
+    if (held == 0 || held == EOWNERDEAD) ::pthread_mutex_unlock(&line.alive);
+    if (held == EOWNERDEAD || held == ENOTRECOVERABLE)
+      return std::make_exception_ptr(PeerLost(r, fmt::format("rank {} has ended", r)));
+    const auto presence = line.presence.load(std::memory_order_acquire);
+    if (presence != Line::kHere && line.arrived.load(std::memory_order_acquire) < step_)
+      return std::make_exception_ptr(
+          PeerLost(r, fmt::format("rank {} has {}", r,
+                                  presence == Line::kLeft ? "left the group" : "given the operation up")));
   }
-  if (Clock::now() >= deadline) throw TimedOut("the deadline has passed");
+  if (Clock::now() >= deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
+  return nullptr;
 }
 
 std::string Meeting::absent() const {

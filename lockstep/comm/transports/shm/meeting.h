@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -63,11 +64,16 @@ class Meeting {
  private:
   bool all_at(std::uint64_t step) const {
     for (int r = 0; r < ranks(); ++r)
-      if (region_.line(r).arrived.load(std::memory_order_acquire) < step) return false;
+      if (region_.line(r).arrived.load(std::memory_order_seq_cst) < step) return false;
     return true;
   }
   void wake();
-  void look_around(Clock::time_point deadline);
+  void check_others() const {
+    for (int r = 0; r < ranks(); ++r)
+      if (region_.line(r).presence.load(std::memory_order_seq_cst) == Line::kFailed) gave_up(r);
+  }
+  [[noreturn]] void gave_up(int rank) const;
+  std::exception_ptr look_around(Clock::time_point deadline) const;
 
   const Region region_;
   const int rank_;
@@ -81,33 +87,39 @@ class Meeting {
 template <typename Done>
 void Meeting::await(Done done, Clock::time_point deadline) {
   LOCKSTEP_SHM_PAUSE();
-  if (done()) return;
+  if (done()) return check_others();
   if (spin_.count() > 0) {
     const auto until = Clock::now() + spin_;
     do {
       for (int i = 0; i < 64; ++i) {
         relax();
-        if (done()) return;
+        if (done()) return check_others();
       }
     } while (Clock::now() < until && !interrupted_.load(std::memory_order_relaxed));
   }
   // Peers that have died are looked for as often.
   constexpr std::chrono::milliseconds kSlice(20);
   Shared& shared = region_.shared();
+  auto& presence = region_.line(rank_).presence;
   for (;;) {
     const auto epoch = shared.epoch.load(std::memory_order_acquire);
     shared.sleepers.fetch_add(1, std::memory_order_seq_cst);
     LOCKSTEP_SHM_PAUSE();
     // Either we see here what the last one did, or it sees that we sleep.
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (done()) {
-      shared.sleepers.fetch_sub(1, std::memory_order_relaxed);
-      return;
-    }
-    if (!interrupted_.load(std::memory_order_acquire)) futex_wait(shared.epoch, epoch, kSlice);
+    if (!done() && !interrupted_.load(std::memory_order_acquire)) futex_wait(shared.epoch, epoch, kSlice);
     shared.sleepers.fetch_sub(1, std::memory_order_relaxed);
-    if (done()) return;
-    look_around(deadline);
+    if (done()) return check_others();
+    const auto trouble = look_around(deadline);
+    if (!trouble) continue;
+    // The others must know before this rank lets go of its tensors; or else it is done after all.
+    presence.store(Line::kFailed, std::memory_order_seq_cst);
+    LOCKSTEP_SHM_PAUSE();
+    if (!done()) {
+      wake();
+      std::rethrow_exception(trouble);
+    }
+    presence.store(Line::kHere, std::memory_order_seq_cst);
+    return check_others();
   }
 }
 

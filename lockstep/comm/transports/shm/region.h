@@ -28,8 +28,12 @@ struct Header {
 // Of one rank.
 struct alignas(128) Line {
   std::atomic<std::uint64_t> arrived;  // steps that it has come to
-  std::atomic<std::uint32_t> left;     // it will come to no more
-  pthread_mutex_t alive;               // robust, and held as long as the process lives
+  // It will come to no more: because it has left, or because a wait of its own failed. Others must not take
+  // an operation for complete that it has given up: its tensors may be used for something else by then.
+  enum : std::uint32_t { kHere, kLeft, kFailed };
+  std::atomic<std::uint32_t> presence;
+  std::atomic<std::uint32_t> joined;
+  pthread_mutex_t alive;  // robust, and held as long as the process lives
 };
 
 // Of all.

@@ -1,0 +1,65 @@
+// c10d's calls as parts of operations: what the engines of our own have in common as c10d::Backends.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/part.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace lockstep::detail {
+
+class PartBackend : public c10d::Backend {
+ public:
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using Backend::Backend;
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override;
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
+                        std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions&) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override;
+  WorkPtr barrier(const c10d::BarrierOptions&) override;
+  WorkPtr send(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+ protected:
+  struct Request {
+    Part part;  // without `done`
+    c10d::OpType type;
+    Tensors inputs, outputs;              // what the part points into
+    int tag = 0;                          // of a message
+    std::chrono::milliseconds timeout{};  // 0: none was given
+    bool asynchronous = true;             // nobody waits for it at once
+  };
+  virtual WorkPtr post(Request request) = 0;
+
+ private:
+  Tensors equal_parts(const at::Tensor& tensor) const;
+  Call describe(Operation operation, const Tensors& inputs, const Tensors& outputs, ReduceOp reduction,
+                int root);
+  template <typename CallOptions>
+  WorkPtr start(Operation operation, c10d::OpType type, Tensors inputs, Tensors outputs,
+                const CallOptions& options, ReduceOp reduction = ReduceOp::SUM, std::int64_t root = -1);
+  WorkPtr start_message(Operation operation, c10d::OpType type, const Tensors& tensors, int peer, int tag);
+  Request request(Operation operation, c10d::OpType type, Tensors inputs, Tensors outputs, ReduceOp reduction,
+                  std::int64_t root);
+
+  std::uint64_t sequence_ = 0;
+};
+
+}  // namespace lockstep::detail

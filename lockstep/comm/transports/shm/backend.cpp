@@ -1,0 +1,139 @@
+#include <lockstep/comm/transports/shm/backend.h>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <lockstep/base/environment.h>
+#include <lockstep/base/host.h>
+#include <lockstep/comm/engine_work.h>
+#include <lockstep/comm/reduce.h>
+#include <lockstep/comm/transport.h>
+#include <lockstep/comm/transports/shm/station.h>
+
+namespace lockstep::detail {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Of operations that failed: a peer may still read or write them, so they are never used again.
+void abandon(std::vector<at::Tensor> tensors) {
+  static std::mutex mutex;
+  static auto* kept = new std::vector<at::Tensor>;
+  std::lock_guard lock(mutex);
+  for (auto& tensor : tensors)
+    if (tensor.defined() && tensor.nbytes() > 0 &&
+        shm::Arena::instance().find(tensor.const_data_ptr(), 1).segment != 0)
+      kept->push_back(std::move(tensor));
+}
+
+class ShmWork final : public EngineWork {
+ public:
+  ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+          std::shared_ptr<shm::Lane> lane)
+      : EngineWork(rank, type, std::move(inputs), std::move(outputs)), lane_(std::move(lane)) {}
+
+  void set_item(std::shared_ptr<shm::Lane::Item> item) { item_ = std::move(item); }
+
+  bool wait(milliseconds timeout) override {
+    if (!isCompleted()) {
+      const auto deadline =
+          timeout > milliseconds(0) ? shm::Clock::now() + timeout : shm::Clock::time_point::max();
+      lane_->wait(*item_, deadline);
+    }
+    return EngineWork::wait(kNoTimeout);
+  }
+
+ private:
+  const std::shared_ptr<shm::Lane> lane_;
+  std::shared_ptr<shm::Lane::Item> item_;
+};
+
+shm::Engine::Tuning tuning(int ranks, const ShmOptions& options) {
+  shm::Engine::Tuning tuning;
+  const int cores = host::available_cores();
+  const bool roomy = std::max(ranks, options.local_ranks) * std::max(options.threads, 1) <= cores;
+  tuning.spin = roomy ? std::chrono::microseconds(50) : std::chrono::microseconds(0);
+  // Each chunk is a meeting: where ranks must take turns on a processor, few and large ones.
+  tuning.chunk = roomy ? std::size_t{256} << 10 : std::size_t{2} << 20;
+  return tuning;
+}
+
+}  // namespace
+
+ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ShmOptions options)
+    : PartBackend(rank, size), timeout_(options.timeout) {
+  shm::Words words;
+  words.set = [&](const std::string& key, const std::string& value) {
+    store->set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
+  };
+  words.get = [&](const std::string& key) {
+    const auto value = store->get(key);
+    return std::string(value.begin(), value.end());
+  };
+  auto check = [&] {
+    if (options.failed()) throw std::runtime_error("the job has failed");
+  };
+  auto station =
+      std::make_shared<shm::Station>(rank, size, words, shm::Clock::now() + options.timeout, check);
+  auto engine = std::make_unique<shm::Engine>(station->region(), rank, tuning(size, options), *station);
+  lane_ = std::make_shared<shm::Lane>(std::move(engine), station);
+  init();
+}
+
+ShmBackend::~ShmBackend() { lane_->close(); }
+
+at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
+  auto& arena = shm::Arena::instance();
+  void* memory = arena.allocate(static_cast<std::size_t>(size) * options.dtype().itemsize());
+  return at::from_blob(
+      memory, {size}, [](void* pointer) { shm::Arena::instance().free(pointer); }, options);
+}
+
+PartBackend::WorkPtr ShmBackend::post(Request request) {
+  auto work = c10::make_intrusive<ShmWork>(rank_, request.type, std::move(request.inputs),
+                                           std::move(request.outputs), lane_);
+  request.part.done = [work](const std::exception_ptr& error, int source) {
+    if (error) abandon(work->tensors());
+    work->settle(error, source);
+  };
+  const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_;
+  work->set_item(lane_->post(std::move(request.part), timeout, request.asynchronous));
+  return work;
+}
+
+namespace {
+
+class ShmTransport final : public Transport {
+ public:
+  explicit ShmTransport(const TransportContext& context)
+      : backend_(c10::make_intrusive<ShmBackend>(context.store, context.rank, context.size(),
+                                                 ShmOptions{.timeout = context.timeout,
+                                                            .local_ranks = context.local_ranks,
+                                                            .threads = at::get_num_threads(),
+                                                            .failed = context.failed})) {}
+
+  Traits traits() const override {
+    return {.avg = true, .unequal = true, .any_dtype = true, .compares_calls = true, .keeps_inputs = true};
+  }
+  c10d::Backend& backend() override { return *backend_; }
+  bool reduces(Dtype dtype, ReduceOp op) const override { return reducible(dtype, op); }
+  void interrupt(const std::string& cause) noexcept override {
+    try {
+      backend_->interrupt(cause);
+    } catch (...) {  // out of memory while waking: the deadline remains
+    }
+  }
+  void leave() noexcept override { backend_->leave(); }
+  std::string absent(std::uint64_t /*sequence*/) override { return backend_->absent(); }
+
+ private:
+  const c10::intrusive_ptr<ShmBackend> backend_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_shm_transport(const TransportContext& context) {
+  return std::make_unique<ShmTransport>(context);
+}
+
+}  // namespace lockstep::detail

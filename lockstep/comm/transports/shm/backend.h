@@ -1,0 +1,41 @@
+// Shared memory as a c10d::Backend: Group's transport, and PyTorch's.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include <lockstep/comm/part_backend.h>
+#include <lockstep/comm/transports/shm/lane.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace lockstep::detail {
+
+struct ShmOptions {
+  std::chrono::milliseconds timeout{};
+  int local_ranks = 0;  // processes of the job on this host
+  int threads = 1;      // that each of them computes with
+  std::function<bool()> failed = [] { return false; };
+};
+
+class ShmBackend final : public PartBackend {
+ public:
+  ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ShmOptions options);
+  ~ShmBackend() override;
+
+  const std::string getBackendName() const override { return "shm"; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
+  void interrupt(const std::string& cause) { lane_->interrupt(cause); }
+  void leave() { lane_->close(); }
+  std::string absent() const { return lane_->meeting().absent(); }
+
+ protected:
+  WorkPtr post(Request request) override;
+
+ private:
+  const std::chrono::milliseconds timeout_;
+  std::shared_ptr<shm::Lane> lane_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,153 @@
+#include <lockstep/comm/transports/shm/lane.h>
+
+#include <signal.h>
+
+#include <thread>
+
+namespace lockstep::shm {
+namespace {
+
+// How long an operation may lie before the lane's thread takes it up; most are waited for at once.
+constexpr std::chrono::microseconds kNap(250);
+// How long after the last one the thread looks by itself: posting need not wake it then.
+constexpr std::chrono::milliseconds kLinger(10);
+
+}  // namespace
+
+Lane::Lane(std::unique_ptr<Engine> engine, std::shared_ptr<void> keep)
+    : keep_(std::move(keep)), engine_(std::move(engine)) {}
+
+Lane::~Lane() = default;
+
+std::shared_ptr<Lane::Item> Lane::post(Part part, std::chrono::nanoseconds timeout, bool soon) {
+  auto item = std::make_shared<Item>();
+  item->part = std::move(part);
+  item->posted = Clock::now();
+  item->deadline = item->posted + timeout;
+  Lock lock(mutex_);
+  last_post_ = item->posted;
+  // What it says is there for the others from now on, whenever this rank looks again.
+  if (queue_.empty() && !busy_ && !broken_) begin(*item);
+  if (broken_) {
+    settle(lock, item, broken_);
+    return item;
+  }
+  queue_.push_back(item);
+  soon_ = soon_ || soon;
+  if (!has_thread_) {
+    has_thread_ = true;
+    sigset_t all, before;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread([self = shared_from_this()] { self->progress(); }).detach();
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  } else if (asleep_ || soon) {
+    posted_.notify_one();
+  }
+  return item;
+}
+
+void Lane::begin(Item& item) {
+  try {
+    engine_->begin(item.part);
+    item.begun = true;
+  } catch (...) {
+    broken_ = std::current_exception();
+    engine_->give_up();
+  }
+}
+
+void Lane::drive(Lock& lock, Clock::time_point deadline) {
+  auto item = std::move(queue_.front());
+  queue_.pop_front();
+  busy_ = true;
+  if (!item->begun && !broken_) begin(*item);
+  auto error = broken_;
+  lock.unlock();
+  if (!error) {
+    try {
+      engine_->finish(item->part, std::min(deadline, item->deadline));
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  lock.lock();
+  if (error && !broken_) {
+    broken_ = error;
+    engine_->give_up();
+  }
+  busy_ = false;
+  settle(lock, item, error);
+  if (broken_) fail_queued(lock);
+}
+
+// The lock is given up meanwhile: what is called may post again, and wait.
+void Lane::settle(Lock& lock, const std::shared_ptr<Item>& item, const std::exception_ptr& error) {
+  item->settled = true;
+  if (waiting_ > 0) settled_.notify_all();
+  auto done = std::move(item->part.done);
+  lock.unlock();
+  done(error, -1);
+  done = nullptr;
+  lock.lock();
+}
+
+void Lane::fail_queued(Lock& lock) {
+  while (!queue_.empty()) {
+    auto item = std::move(queue_.front());
+    queue_.pop_front();
+    settle(lock, item, broken_);
+  }
+}
+
+void Lane::wait(Item& item, Clock::time_point deadline) {
+  Lock lock(mutex_);
+  while (!item.settled) {
+    if (!busy_ && !queue_.empty()) {
+      drive(lock, deadline);
+      continue;
+    }
+    ++waiting_;
+    const auto status = settled_.wait_until(lock, deadline);
+    --waiting_;
+    if (status == std::cv_status::timeout && !item.settled && Clock::now() >= deadline) {
+      engine_->meeting().interrupt("another operation was not complete within its deadline");
+      deadline = Clock::now() + std::chrono::hours(1);
+    }
+  }
+}
+
+void Lane::interrupt(const std::string& cause) {
+  engine_->meeting().interrupt(cause);
+  Lock lock(mutex_);
+  if (busy_ || broken_) return;  // whoever is in the engine comes out of it now
+  broken_ = std::make_exception_ptr(Interrupted(cause));
+  engine_->give_up();
+  fail_queued(lock);
+}
+
+void Lane::close() {
+  interrupt("the group has been left");
+  Lock lock(mutex_);
+  closed_ = true;
+  posted_.notify_one();
+}
+
+void Lane::progress() {
+  Lock lock(mutex_);
+  while (!closed_) {
+    if (queue_.empty() && Clock::now() - last_post_ >= kLinger) {
+      asleep_ = true;
+      posted_.wait(lock, [&] { return !queue_.empty() || closed_; });
+      asleep_ = false;
+    }
+    if (!queue_.empty() && !busy_ && (soon_ || Clock::now() - queue_.front()->posted >= kNap)) {
+      drive(lock, queue_.front()->deadline);
+      soon_ = soon_ && !queue_.empty();
+    } else if (!closed_) {
+      posted_.wait_for(lock, kNap);
+    }
+  }
+}
+
+}  // namespace lockstep::shm

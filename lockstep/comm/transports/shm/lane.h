@@ -1,0 +1,56 @@
+// The operations of a group, one after another. Whoever waits for one does the work, and that of those before
+// it, on its own thread: nothing is handed over. What nobody waits for is done by a thread of the lane.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include <lockstep/comm/transports/shm/engine.h>
+
+namespace lockstep::shm {
+
+class Lane : public std::enable_shared_from_this<Lane> {
+ public:
+  struct Item {
+    Part part;
+    Clock::time_point posted, deadline;
+    bool begun = false, settled = false;  // under the lane's mutex
+  };
+
+  // keep: what the engine needs as long as it lives.
+  Lane(std::unique_ptr<Engine> engine, std::shared_ptr<void> keep);
+  ~Lane();
+
+  // Never waits. soon: nobody is going to wait for it in a moment, so the lane's thread is told at once.
+  std::shared_ptr<Item> post(Part part, std::chrono::nanoseconds timeout, bool soon);
+  // Returns when part.done has been called or is about to be. After the deadline everything in the lane
+  // fails.
+  void wait(Item& item, Clock::time_point deadline);
+  // Every operation ends with this cause, now and later. Any thread.
+  void interrupt(const std::string& cause);
+  // No more is posted. What is under way is not waited for.
+  void close();
+  Meeting& meeting() { return engine_->meeting(); }
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  void drive(Lock& lock, Clock::time_point deadline);
+  void begin(Item& item);
+  void settle(Lock& lock, const std::shared_ptr<Item>& item, const std::exception_ptr& error);
+  void fail_queued(Lock& lock);
+  void progress();
+
+  const std::shared_ptr<void> keep_;
+  const std::unique_ptr<Engine> engine_;
+  std::mutex mutex_;
+  std::condition_variable settled_, posted_;
+  std::deque<std::shared_ptr<Item>> queue_;
+  std::exception_ptr broken_;  // no operation can succeed after one has failed
+  int waiting_ = 0;
+  bool busy_ = false, asleep_ = false, soon_ = false, closed_ = false, has_thread_ = false;
+  Clock::time_point last_post_{};
+};
+
+}  // namespace lockstep::shm

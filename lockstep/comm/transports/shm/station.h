@@ -1,0 +1,43 @@
+// A group's place in shared memory, as one of its ranks has it: the region, the other ranks' memory, and the
+// sign that this process lives.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/transports/shm/engine.h>
+#include <lockstep/comm/transports/shm/post.h>
+
+namespace lockstep::shm {
+
+// Where the ranks leave word for one another before they have met: get waits until it is there.
+struct Words {
+  std::function<void(const std::string& key, const std::string& value)> set;
+  std::function<std::string(const std::string& key)> get;
+};
+
+class Station final : public Memory {
+ public:
+  // Meets the others. check is called now and then while it waits, and throws to end that.
+  Station(int rank, int ranks, const Words& words, Clock::time_point deadline,
+          const std::function<void()>& check);
+  ~Station() override;
+
+  Region region() const { return {segment_->data(), ranks_}; }
+
+  Place find(const void* pointer, std::size_t bytes) override {
+    return Arena::instance().find(pointer, bytes);
+  }
+  char* map(int rank, Place place, std::size_t bytes) override;
+  char* allocate(std::size_t bytes) override { return static_cast<char*>(Arena::instance().allocate(bytes)); }
+  void free(char* memory) noexcept override { Arena::instance().free(memory); }
+
+ private:
+  const int rank_, ranks_;
+  std::shared_ptr<Segment> segment_;
+  std::vector<std::shared_ptr<Peer>> peers_;
+};
+
+}  // namespace lockstep::shm
