@@ -26,26 +26,29 @@ void abandon(std::vector<at::Tensor> tensors) {
       kept->push_back(std::move(tensor));
 }
 
+// Of a lane or of messages: whoever waits does the work.
+template <typename Engine>
 class ShmWork final : public EngineWork {
  public:
+  using ItemPtr = std::shared_ptr<typename Engine::Item>;
   ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-          std::shared_ptr<shm::Lane> lane)
-      : EngineWork(rank, type, std::move(inputs), std::move(outputs)), lane_(std::move(lane)) {}
+          std::shared_ptr<Engine> engine)
+      : EngineWork(rank, type, std::move(inputs), std::move(outputs)), engine_(std::move(engine)) {}
 
-  void set_item(std::shared_ptr<shm::Lane::Item> item) { item_ = std::move(item); }
+  void set_item(ItemPtr item) { item_ = std::move(item); }
 
   bool wait(milliseconds timeout) override {
     if (!isCompleted()) {
       const auto deadline =
           timeout > milliseconds(0) ? shm::Clock::now() + timeout : shm::Clock::time_point::max();
-      lane_->wait(*item_, deadline);
+      engine_->wait(*item_, deadline);
     }
     return EngineWork::wait(kNoTimeout);
   }
 
  private:
-  const std::shared_ptr<shm::Lane> lane_;
-  std::shared_ptr<shm::Lane::Item> item_;
+  const std::shared_ptr<Engine> engine_;
+  ItemPtr item_;
 };
 
 shm::Engine::Tuning tuning(int ranks, const ShmOptions& options) {
@@ -75,12 +78,14 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
   };
   auto station =
       std::make_shared<shm::Station>(rank, size, words, shm::Clock::now() + options.timeout, check);
-  auto engine = std::make_unique<shm::Engine>(station->region(), rank, tuning(size, options), *station);
-  lane_ = std::make_shared<shm::Lane>(std::move(engine), station);
+  const auto how = tuning(size, options);
+  lane_ = std::make_shared<shm::Lane>(std::make_unique<shm::Engine>(station->region(), rank, how, *station),
+                                      station);
+  messages_ = std::make_shared<shm::Messages>(lane_->meeting(), *station, how.spin, lane_);
   init();
 }
 
-ShmBackend::~ShmBackend() { lane_->close(); }
+ShmBackend::~ShmBackend() { leave(); }
 
 at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
   auto& arena = shm::Arena::instance();
@@ -90,15 +95,35 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 PartBackend::WorkPtr ShmBackend::post(Request request) {
-  auto work = c10::make_intrusive<ShmWork>(rank_, request.type, std::move(request.inputs),
-                                           std::move(request.outputs), lane_);
-  request.part.done = [work](const std::exception_ptr& error, int source) {
-    if (error) abandon(work->tensors());
-    work->settle(error, source);
-  };
   const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_;
+  auto prepare = [&](const auto& engine) {
+    using Engine = typename std::decay_t<decltype(engine)>::element_type;
+    auto work = c10::make_intrusive<ShmWork<Engine>>(rank_, request.type, std::move(request.inputs),
+                                                     std::move(request.outputs), engine);
+    request.part.done = [work](const std::exception_ptr& error, int source) {
+      if (error) abandon(work->tensors());
+      work->settle(error, source);
+    };
+    return work;
+  };
+  if (point_to_point(request.part.call.operation)) {
+    auto work = prepare(messages_);
+    work->set_item(messages_->post(std::move(request.part), request.tag, timeout));
+    return work;
+  }
+  auto work = prepare(lane_);
   work->set_item(lane_->post(std::move(request.part), timeout, request.asynchronous));
   return work;
+}
+
+void ShmBackend::interrupt(const std::string& cause) {
+  lane_->interrupt(cause);
+  messages_->interrupt(cause);
+}
+
+void ShmBackend::leave() {
+  messages_->close();
+  lane_->close();
 }
 
 namespace {

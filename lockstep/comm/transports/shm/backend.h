@@ -6,6 +6,7 @@
 
 #include <lockstep/comm/part_backend.h>
 #include <lockstep/comm/transports/shm/lane.h>
+#include <lockstep/comm/transports/shm/messages.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace lockstep::detail {
@@ -26,8 +27,8 @@ class ShmBackend final : public PartBackend {
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  void interrupt(const std::string& cause) { lane_->interrupt(cause); }
-  void leave() { lane_->close(); }
+  void interrupt(const std::string& cause);
+  void leave();
   std::string absent() const { return lane_->meeting().absent(); }
 
  protected:
@@ -36,6 +37,7 @@ class ShmBackend final : public PartBackend {
  private:
   const std::chrono::milliseconds timeout_;
   std::shared_ptr<shm::Lane> lane_;
+  std::shared_ptr<shm::Messages> messages_;
 };
 
 }  // namespace lockstep::detail

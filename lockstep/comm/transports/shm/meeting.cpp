@@ -53,28 +53,63 @@ void Meeting::gave_up(int rank) const {
   throw PeerLost(rank, fmt::format("rank {} has given the operation up", rank));
 }
 
+bool Meeting::has_ended(int rank) const {
+  // Held by a thread that lives as long as its process: it can be had only when that has ended. Whoever gets
+  // it lets it go without mending it, which says the same to all the others.
+  pthread_mutex_t& alive = region_.line(rank).alive;
+  const int held = ::pthread_mutex_trylock(&alive);
+  if (held == 0 || held == EOWNERDEAD) ::pthread_mutex_unlock(&alive);
+  return held == EOWNERDEAD || held == ENOTRECOVERABLE;
+}
+
+std::exception_ptr Meeting::gone(int rank) const {
+  if (has_ended(rank)) return std::make_exception_ptr(PeerLost(rank, fmt::format("rank {} has ended", rank)));
+  switch (region_.line(rank).presence.load(std::memory_order_acquire)) {
+    case Line::kLeft:
+      return std::make_exception_ptr(PeerLost(rank, fmt::format("rank {} has left the group", rank)));
+    case Line::kFailed:
+      return std::make_exception_ptr(PeerLost(rank, fmt::format("rank {} has given up", rank)));
+    default: return nullptr;
+  }
+}
+
 std::exception_ptr Meeting::look_around(Clock::time_point deadline) const {
   if (interrupted_.load(std::memory_order_acquire)) {
     std::lock_guard lock(mutex_);
     return std::make_exception_ptr(Interrupted(cause_));
   }
-  for (int r = 0; r < ranks(); ++r) {
-    Line& line = region_.line(r);
-    if (r == rank_) continue;
-    // Held by a thread that lives as long as its process: it can be had only when that has ended. Whoever
-    // gets it lets it go without mending it, which says the same to all the others.
-    const int held = ::pthread_mutex_trylock(&line.alive);
-    if (held == 0 || held == EOWNERDEAD) ::pthread_mutex_unlock(&line.alive);
-    if (held == EOWNERDEAD || held == ENOTRECOVERABLE)
-      return std::make_exception_ptr(PeerLost(r, fmt::format("rank {} has ended", r)));
-    const auto presence = line.presence.load(std::memory_order_acquire);
-    if (presence != Line::kHere && line.arrived.load(std::memory_order_acquire) < step_)
-      return std::make_exception_ptr(
-          PeerLost(r, fmt::format("rank {} has {}", r,
-                                  presence == Line::kLeft ? "left the group" : "given the operation up")));
-  }
+  // Whoever has come to this step may leave after it.
+  for (int r = 0; r < ranks(); ++r)
+    if (r != rank_ && (has_ended(r) || region_.line(r).arrived.load(std::memory_order_acquire) < step_))
+      if (auto trouble = gone(r)) return trouble;
   if (Clock::now() >= deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
   return nullptr;
+}
+
+std::exception_ptr Meeting::lost(int peer) const {
+  std::exception_ptr trouble;
+  bool somebody = false;
+  for (int r = 0; r < ranks(); ++r) {
+    if (r == rank_ || (peer >= 0 && r != peer)) continue;
+    trouble = gone(r);
+    somebody = somebody || !trouble;
+  }
+  return somebody ? nullptr : trouble;
+}
+
+void Meeting::ring(int rank) {
+  Line& line = region_.line(rank);
+  line.bell.fetch_add(1, std::memory_order_seq_cst);
+  LOCKSTEP_SHM_PAUSE();
+  if (line.listens.load(std::memory_order_seq_cst) != 0) futex_wake_all(line.bell);
+}
+
+void Meeting::sleep(std::uint32_t bell, std::chrono::nanoseconds limit) {
+  Line& line = region_.line(rank_);
+  line.listens.fetch_add(1, std::memory_order_seq_cst);
+  LOCKSTEP_SHM_PAUSE();
+  futex_wait(line.bell, bell, limit);
+  line.listens.fetch_sub(1, std::memory_order_relaxed);
 }
 
 std::string Meeting::absent() const {

@@ -55,6 +55,13 @@ class Meeting {
   void await(Done done, Clock::time_point deadline);
   void tell();  // something that others may wait for has happened
 
+  // For messages, any thread: a rank's bell, which its peers ring when there is something for it.
+  std::uint32_t bell() const { return region_.line(rank_).bell.load(std::memory_order_seq_cst); }
+  void ring(int rank);
+  void sleep(std::uint32_t bell, std::chrono::nanoseconds limit);
+  // Why that rank will say no more, if so; any other rank, if it is not a rank.
+  std::exception_ptr lost(int peer) const;
+
   // Any thread: every wait ends with Interrupted, now and later.
   void interrupt(const std::string& cause);
   // This rank comes no more. Whoever waits for it gets PeerLost.
@@ -74,6 +81,8 @@ class Meeting {
   }
   [[noreturn]] void gave_up(int rank) const;
   std::exception_ptr look_around(Clock::time_point deadline) const;
+  bool has_ended(int rank) const;
+  std::exception_ptr gone(int rank) const;
 
   const Region region_;
   const int rank_;

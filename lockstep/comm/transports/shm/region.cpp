@@ -19,9 +19,13 @@ std::size_t Region::slot_size(int ranks) {
          data_size(ranks);
 }
 
-std::size_t Region::size_for(int ranks) {
+std::size_t Region::channels_at(int ranks) {
   return sizeof(Shared) + 2 * sizeof(Claims) +
          (sizeof(Line) + 2 * slot_size(ranks)) * static_cast<std::size_t>(ranks);
+}
+
+std::size_t Region::size_for(int ranks) {
+  return channels_at(ranks) + sizeof(Channel) * static_cast<std::size_t>(ranks * ranks);
 }
 
 void Region::prepare() {

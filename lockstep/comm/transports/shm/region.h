@@ -33,7 +33,9 @@ struct alignas(128) Line {
   enum : std::uint32_t { kHere, kLeft, kFailed };
   std::atomic<std::uint32_t> presence;
   std::atomic<std::uint32_t> joined;
-  pthread_mutex_t alive;  // robust, and held as long as the process lives
+  std::atomic<std::uint32_t> bell;     // others have left notes for it
+  std::atomic<std::uint32_t> listens;  // its threads that sleep until the bell rings
+  pthread_mutex_t alive;               // robust, and held as long as the process lives
 };
 
 // Of all.
@@ -45,6 +47,24 @@ struct alignas(128) Shared {
 struct alignas(128) Claims {
   std::atomic<std::uint64_t> taken;
   alignas(64) std::atomic<std::uint64_t> finished;
+};
+
+// Of a message: that it is there, or that it was received or does not fit.
+struct Note {
+  enum : std::uint8_t { kMessage, kReceived, kRefused };
+  std::uint8_t kind, dtype, dims;
+  std::uint64_t id;
+  std::int64_t tag, count, bytes;
+  std::uint64_t segment, offset;
+  std::int64_t shape[6];
+  char site[80];
+};
+constexpr std::uint64_t kNotes = 8;
+// From one rank to another.
+struct alignas(128) Channel {
+  std::atomic<std::uint64_t> head;              // notes written, by the sender
+  alignas(64) std::atomic<std::uint64_t> tail;  // notes taken, by the receiver
+  Note notes[kNotes];
 };
 
 class Region {
@@ -73,6 +93,10 @@ class Region {
   std::span<std::uint8_t> packed(int rank, std::uint64_t step) const {
     return {reinterpret_cast<std::uint8_t*>(data(rank, step)), detail::packed_size(ranks_)};
   }
+  Channel& channel(int from, int to) const {
+    return *reinterpret_cast<Channel*>(memory_ + channels_at(ranks_) +
+                                       sizeof(Channel) * static_cast<std::size_t>(from * ranks_ + to));
+  }
   char* data(int rank, std::uint64_t step) const {
     return slot(rank, step) + slot_size(ranks_) - data_size(ranks_);
   }
@@ -80,6 +104,7 @@ class Region {
  private:
   static std::size_t data_size(int ranks);
   static std::size_t slot_size(int ranks);
+  static std::size_t channels_at(int ranks);
   char* slot(int rank, std::uint64_t step) const {
     return memory_ + sizeof(Shared) + 2 * sizeof(Claims) + sizeof(Line) * static_cast<std::size_t>(ranks_) +
            slot_size(ranks_) * (2 * static_cast<std::size_t>(rank) + step % 2);

@@ -1,0 +1,338 @@
+#include <lockstep/comm/transports/shm/messages.h>
+
+#include <signal.h>
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep::shm {
+namespace {
+
+using detail::kAnySource;
+
+// How often a wait looks whether its peer is still there.
+constexpr std::chrono::milliseconds kSlice(20);
+// How long a message may lie before the thread looks after it; most are waited for at once.
+constexpr std::chrono::microseconds kNap(250);
+
+Note describe(const Part& part, std::int64_t tag) {
+  Note note{};
+  note.tag = tag;
+  note.dtype = static_cast<std::uint8_t>(part.call.dtype);
+  note.count = part.call.count;
+  note.bytes = part.call.bytes;
+  note.dims = static_cast<std::uint8_t>(std::min(part.call.shape.size(), std::size(note.shape)));
+  std::copy_n(part.call.shape.begin(), note.dims, note.shape);
+  const auto site = detail::site_text(part.call);
+  std::memcpy(note.site, site.data(), std::min(site.size(), sizeof note.site - 1));
+  return note;
+}
+
+// The call at the other end, as far as the note tells.
+Call far_call(const Note& note, const Call& own, lockstep::Operation operation, int rank) {
+  if (note.dtype > static_cast<int>(Dtype::other) || note.dims > std::size(note.shape) || note.count < 0)
+    throw Error("a rank sent a note that makes no sense: are all ranks of the same build?");
+  Call call;
+  call.operation = operation;
+  call.dtype = static_cast<Dtype>(note.dtype);
+  call.root = own.rank;
+  call.rank = rank;
+  call.size = own.size;
+  call.group = own.group;
+  call.count = note.count;
+  call.bytes = note.bytes;
+  call.shape.assign(note.shape, note.shape + note.dims);
+  call.far_site.assign(note.site, ::strnlen(note.site, sizeof note.site));
+  return call;
+}
+
+}  // namespace
+
+Messages::Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin,
+                   std::shared_ptr<void> keep)
+    : meeting_(meeting),
+      memory_(memory),
+      spin_(spin),
+      keep_(std::move(keep)),
+      outbox_(static_cast<std::size_t>(meeting.ranks())) {}
+
+Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanoseconds timeout) {
+  auto item = std::make_shared<Item>();
+  item->part = std::move(part);
+  item->tag = tag;
+  item->posted = Clock::now();
+  item->deadline = item->posted + timeout;
+  const Call& call = item->part.call;
+  Lock lock(mutex_);
+  if (broken_) {
+    settle(item, broken_);
+    tell_settled(lock);
+    return item;
+  }
+  if (call.operation == lockstep::Operation::send) {
+    Note note = describe(item->part, tag);
+    note.kind = Note::kMessage;
+    note.id = next_id_++;
+    const auto bytes = static_cast<std::size_t>(call.bytes);
+    const void* data = item->part.inputs.at(0);
+    auto place = bytes > 0 ? memory_.find(data, bytes) : Place{};
+    if (bytes > 0 && place.segment == 0) {
+      item->copy = memory_.allocate(bytes);
+      std::memcpy(item->copy, data, bytes);
+      place = memory_.find(item->copy, bytes);
+    }
+    note.segment = place.segment;
+    note.offset = place.offset;
+    sends_[note.id] = item;
+    put(call.root, note);
+  } else {
+    auto wanted = std::find_if(arrived_.begin(), arrived_.end(), [&](const Arrived& each) {
+      return each.note.tag == tag && (call.root == kAnySource || call.root == each.from);
+    });
+    if (wanted != arrived_.end()) {
+      const auto found = *wanted;
+      arrived_.erase(wanted);
+      deliver(item, found.note, found.from);
+    } else {
+      receives_.push_back(item);
+    }
+  }
+  tell_settled(lock);
+  if (!has_thread_ && !idle()) {
+    has_thread_ = true;
+    sigset_t all, before;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread([self = shared_from_this()] { self->watch(); }).detach();
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  } else if (has_thread_) {
+    posted_.notify_one();
+  }
+  return item;
+}
+
+// ---- notes ------------------------------------------------------------------------------------------------
+
+void Messages::put(int to, const Note& note) {
+  outbox_[static_cast<std::size_t>(to)].push_back(note);
+  flush();
+}
+
+void Messages::flush() {
+  for (int to = 0; to < meeting_.ranks(); ++to) {
+    auto& waiting = outbox_[static_cast<std::size_t>(to)];
+    if (waiting.empty()) continue;
+    Channel& channel = meeting_.region().channel(meeting_.rank(), to);
+    auto head = channel.head.load(std::memory_order_relaxed);
+    bool any = false;
+    while (!waiting.empty() && head - channel.tail.load(std::memory_order_acquire) < kNotes) {
+      channel.notes[head % kNotes] = waiting.front();
+      waiting.pop_front();
+      channel.head.store(++head, std::memory_order_release);
+      LOCKSTEP_SHM_PAUSE();
+      any = true;
+    }
+    if (any) meeting_.ring(to);
+  }
+}
+
+void Messages::take_notes() {
+  for (int from = 0; from < meeting_.ranks(); ++from) {
+    Channel& channel = meeting_.region().channel(from, meeting_.rank());
+    auto tail = channel.tail.load(std::memory_order_relaxed);
+    bool was_full = false;
+    for (;;) {
+      const auto head = channel.head.load(std::memory_order_acquire);
+      if (tail == head) break;
+      was_full = was_full || head - tail == kNotes;
+      const Note note = channel.notes[tail % kNotes];
+      channel.tail.store(++tail, std::memory_order_release);
+      LOCKSTEP_SHM_PAUSE();
+      if (note.kind == Note::kMessage)
+        receive(note, from);
+      else
+        acknowledged(note, from);
+    }
+    if (was_full) meeting_.ring(from);  // it may have more to say
+  }
+}
+
+void Messages::receive(const Note& note, int from) {
+  auto wanted = std::find_if(receives_.begin(), receives_.end(), [&](const ItemPtr& item) {
+    const int peer = item->part.call.root;
+    return item->tag == note.tag && (peer == kAnySource || peer == from);
+  });
+  if (wanted == receives_.end()) {
+    arrived_.push_back({note, from});
+    return;
+  }
+  auto item = *wanted;
+  receives_.erase(wanted);
+  deliver(item, note, from);
+}
+
+void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
+  const Call& call = item->part.call;
+  Note reply = describe(item->part, note.tag);
+  reply.id = note.id;
+  reply.kind = Note::kReceived;
+  std::exception_ptr error;
+  try {
+    if (auto mismatch = detail::find_mismatch(far_call(note, call, lockstep::Operation::send, from), call)) {
+      reply.kind = Note::kRefused;
+      throw Mismatch(*mismatch);
+    }
+    const auto bytes = static_cast<std::size_t>(call.bytes);
+    if (bytes > 0)
+      std::memcpy(item->part.outputs.at(0), memory_.map(from, {note.segment, note.offset}, bytes), bytes);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  put(from, reply);
+  settle(item, error, from);
+}
+
+void Messages::acknowledged(const Note& note, int from) {
+  auto sent = sends_.find(note.id);
+  if (sent == sends_.end()) return;  // given up here meanwhile
+  auto item = sent->second;
+  sends_.erase(sent);
+  if (item->copy != nullptr) memory_.free(std::exchange(item->copy, nullptr));
+  std::exception_ptr error;
+  if (note.kind == Note::kRefused) {
+    const Call& call = item->part.call;
+    error = std::make_exception_ptr(
+        Mismatch(detail::find_mismatch(call, far_call(note, call, lockstep::Operation::recv, from))
+                     .value_or("the receiver could not take it")));
+  }
+  settle(item, error);
+}
+
+// ---- waiting ----------------------------------------------------------------------------------------------
+
+void Messages::settle(ItemPtr item, std::exception_ptr error, int source) {
+  settled_.push_back({std::move(item), std::move(error), source});
+}
+
+// The lock is given up meanwhile: what is called may post again, and wait.
+void Messages::tell_settled(Lock& lock) {
+  while (!settled_.empty()) {
+    auto batch = std::exchange(settled_, {});
+    for (auto& each : batch) each.item->settled = true;
+    // Another thread that waits for one of them sleeps on the bell.
+    if (waiting_ > 0) meeting_.ring(meeting_.rank());
+    lock.unlock();
+    for (auto& each : batch) {
+      auto done = std::move(each.item->part.done);
+      done(each.error, each.source);
+    }
+    batch.clear();
+    lock.lock();
+  }
+}
+
+void Messages::look(Lock& lock) {
+  if (!broken_) {
+    take_notes();
+    flush();
+    expire();
+  }
+  tell_settled(lock);
+}
+
+// Ends what waits in vain: its peer is gone, or its time is over.
+void Messages::expire() {
+  const auto now = Clock::now();
+  auto trouble = [&](const Item& item) -> std::exception_ptr {
+    if (now - item.posted < kSlice) return nullptr;
+    const int peer = item.part.call.root;
+    if (auto lost = meeting_.lost(peer)) return lost;
+    if (now >= item.deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
+    return nullptr;
+  };
+  for (const auto& [id, item] : sends_)
+    if (auto error = trouble(*item)) return fail_all(error);
+  for (const auto& item : receives_)
+    if (auto error = trouble(*item)) {
+      take_notes();  // what a peer sent before it left is still there
+      const bool waits = std::find(receives_.begin(), receives_.end(), item) != receives_.end();
+      if (waits) return fail_all(error);
+      return;
+    }
+}
+
+// Peers may still be about to take what was sent: it stays where it is.
+void Messages::fail_all(const std::exception_ptr& error) {
+  if (broken_) return;
+  broken_ = error;
+  for (auto& [id, item] : std::exchange(sends_, {})) settle(item, error);
+  for (auto& item : std::exchange(receives_, {})) settle(item, error);
+}
+
+void Messages::wait(Item& item, Clock::time_point deadline) {
+  Lock lock(mutex_);
+  ++waiting_;
+  auto spin_until = Clock::now() + spin_;
+  for (;;) {
+    const auto bell = meeting_.bell();
+    look(lock);
+    if (item.settled) break;
+    if (Clock::now() >= std::min(deadline, item.deadline)) {
+      fail_all(std::make_exception_ptr(TimedOut("the deadline has passed")));
+      tell_settled(lock);
+      break;
+    }
+    lock.unlock();
+    if (Clock::now() < spin_until) {
+      for (int i = 0; i < 64 && meeting_.bell() == bell; ++i) relax();
+    } else {
+      meeting_.sleep(bell, kSlice);
+    }
+    lock.lock();
+  }
+  --waiting_;
+}
+
+void Messages::interrupt(const std::string& cause) {
+  Lock lock(mutex_);
+  fail_all(std::make_exception_ptr(Interrupted(cause)));
+  tell_settled(lock);
+  meeting_.ring(meeting_.rank());
+}
+
+void Messages::close() {
+  interrupt("the group has been left");
+  Lock lock(mutex_);
+  closed_ = true;
+  posted_.notify_one();
+}
+
+std::size_t Messages::unsent() const {
+  std::size_t notes = 0;
+  for (const auto& each : outbox_) notes += each.size();
+  return notes;
+}
+
+void Messages::watch() {
+  Lock lock(mutex_);
+  while (!closed_) {
+    if (idle() || waiting_ > 0) {
+      // Those who wait look themselves; when they are gone, there may be something left.
+      if (idle()) posted_.wait(lock, [&] { return !idle() || closed_; });
+      posted_.wait_for(lock, kNap);
+      continue;
+    }
+    const auto bell = meeting_.bell();
+    look(lock);
+    if (idle() || waiting_ > 0 || closed_) continue;
+    lock.unlock();
+    meeting_.sleep(bell, kSlice);
+    lock.lock();
+  }
+}
+
+}  // namespace lockstep::shm

@@ -1,0 +1,86 @@
+// Sends and receives of one group in shared memory. From each rank to each other goes a ring of short notes:
+// "here is a message", "I have it". Data stays where it is (in shared memory) or is copied there once; the
+// receiver takes it from there. A send is complete when its receiver has the data.
+//
+// Whoever waits looks at the rings itself; what nobody waits for is looked after by a thread. Notes are taken
+// out of the rings at once, so that a message that nobody wants yet keeps nobody else's from coming.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include <lockstep/comm/transports/shm/engine.h>
+
+namespace lockstep::shm {
+
+class Messages : public std::enable_shared_from_this<Messages> {
+ public:
+  struct Item {
+    Part part;
+    std::int64_t tag = 0;
+    Clock::time_point posted, deadline;
+    char* copy = nullptr;  // of what is sent, where it was not in shared memory
+    bool settled = false;  // under the mutex
+  };
+  using ItemPtr = std::shared_ptr<Item>;
+
+  // The meeting tells who is gone. keep: what is needed as long as this lives.
+  Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep);
+
+  // part.call.root is the peer, or kAnySource. Never waits.
+  ItemPtr post(Part part, std::int64_t tag, std::chrono::nanoseconds timeout);
+  void wait(Item& item, Clock::time_point deadline);
+  // Every message ends with this cause, now and later.
+  void interrupt(const std::string& cause);
+  void close();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  struct Arrived {
+    Note note;
+    int from = 0;
+  };
+  struct Settled {
+    ItemPtr item;
+    std::exception_ptr error;
+    int source = -1;
+  };
+
+  void look(Lock& lock);
+  void take_notes();
+  void receive(const Note& note, int from);
+  void deliver(const ItemPtr& item, const Note& note, int from);
+  void acknowledged(const Note& note, int from);
+  void put(int to, const Note& note);
+  void flush();
+  void expire();
+  void fail_all(const std::exception_ptr& error);
+  void settle(ItemPtr item, std::exception_ptr error, int source = -1);
+  void tell_settled(Lock& lock);
+  void watch();
+  bool idle() const { return sends_.empty() && receives_.empty() && unsent() == 0; }
+  std::size_t unsent() const;
+
+  Meeting& meeting_;
+  Memory& memory_;
+  const std::chrono::nanoseconds spin_;
+  const std::shared_ptr<void> keep_;
+
+  std::mutex mutex_;
+  std::condition_variable posted_;
+  std::map<std::uint64_t, ItemPtr> sends_;  // until they are acknowledged
+  std::list<ItemPtr> receives_;             // in the order of posting
+  std::list<Arrived> arrived_;              // that nobody has asked for yet
+  std::vector<std::deque<Note>> outbox_;    // for each rank, while its ring is full
+  std::vector<Settled> settled_;            // to be told when the lock is not held
+  std::exception_ptr broken_;
+  std::uint64_t next_id_ = 1;
+  int waiting_ = 0;
+  bool closed_ = false, has_thread_ = false;
+};
+
+}  // namespace lockstep::shm
