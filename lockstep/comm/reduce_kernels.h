@@ -22,7 +22,7 @@ struct FoldJob {
   void* const* outputs;
   size_t output_count;
   size_t bytes;   // of one input
-  bool averaged;  // divided by input_count, once; floating point only
+  bool averaged;  // divided by input_count, once; only sums of floating point, and of several inputs
 };
 
 // False for a pair that does not exist.

@@ -258,7 +258,7 @@ struct Buffer {
 
   Buffer(const Bytes& contents, std::size_t offset)
       : memory(contents.size() + offset + 2 * kGuard, 0xa5), start(kGuard + offset), size(contents.size()) {
-    std::memcpy(data(), contents.data(), size);
+    std::copy(contents.begin(), contents.end(), data());
   }
   std::uint8_t* data() { return memory.data() + start; }
   Bytes contents() { return {data(), data() + size}; }
