@@ -1,6 +1,8 @@
 // The arithmetic of reductions, without LibTorch. The order of a sum is fixed per element: the aligned
 // binary tree over ranks, ((0+1)+(2+3))+..., in float for bfloat16 and float16, rounded once. So the
 // bits depend on the inputs alone, and p ranks give those of one rank that adds p tensors by the tree.
+// Of several NaNs the leftmost stays. LOCKSTEP_SIMD chooses the instructions (reduce_level.h); the bits are
+// the same with all of them.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +23,8 @@ std::size_t item_size(Dtype dtype);
 void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, void* output,
                  std::size_t count);
 
-// The same to several outputs, each of which may be one of the inputs.
+// The same into every output, in the same pass. Each output is one of the inputs, or apart from them all:
+// given p buffers as inputs and as outputs, it is an all-reduce in place.
 void reduce_tree_to_all(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
                         std::span<void* const> outputs, std::size_t count);
 

@@ -1,0 +1,12 @@
+// For CPUs with AVX-512 F, BW, DQ and VL; lockstep/CMakeLists.txt has the options.
+#if defined(__x86_64__)
+#define LOCKSTEP_VECTOR_BYTES 64
+#define LOCKSTEP_UNROLL 4
+#include <lockstep/comm/reduce_vector.h>
+
+namespace lockstep::detail {
+
+bool fold_avx512(Number number, Fold fold, const FoldJob& job) { return fold_any(number, fold, job); }
+
+}  // namespace lockstep::detail
+#endif

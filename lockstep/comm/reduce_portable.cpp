@@ -1,0 +1,10 @@
+// What any CPU runs: 16 bytes are a vector register nearly everywhere.
+#define LOCKSTEP_VECTOR_BYTES 16
+#define LOCKSTEP_UNROLL 2
+#include <lockstep/comm/reduce_vector.h>
+
+namespace lockstep::detail {
+
+bool fold_portable(Number number, Fold fold, const FoldJob& job) { return fold_any(number, fold, job); }
+
+}  // namespace lockstep::detail
