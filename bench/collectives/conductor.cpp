@@ -21,7 +21,7 @@ namespace lockstep::bench {
 namespace {
 
 // To be turned on when there are a transport "shm" and a Group::allocate that gives its memory.
-constexpr bool kHasShm = false, kHasAllocate = false;
+constexpr bool kHasShm = true, kHasAllocate = true;
 
 // Turns of each peer, at least, and how long one is at most: drift of the machine meets all of them alike.
 constexpr int kRounds = 7;

@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/base/host.h>
 #include <lockstep/comm/engine_work.h>
 #include <lockstep/comm/reduce.h>
 #include <lockstep/comm/transport.h>
@@ -51,10 +50,8 @@ class ShmWork final : public EngineWork {
   ItemPtr item_;
 };
 
-shm::Engine::Tuning tuning(int ranks, const ShmOptions& options) {
+shm::Engine::Tuning tuning(bool roomy) {
   shm::Engine::Tuning tuning;
-  const int cores = host::available_cores();
-  const bool roomy = std::max(ranks, options.local_ranks) * std::max(options.threads, 1) <= cores;
   tuning.spin = roomy ? std::chrono::microseconds(50) : std::chrono::microseconds(0);
   // Each chunk is a meeting: where ranks must take turns on a processor, few and large ones.
   tuning.chunk = roomy ? std::size_t{256} << 10 : std::size_t{2} << 20;
@@ -78,7 +75,7 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
   };
   auto station =
       std::make_shared<shm::Station>(rank, size, words, shm::Clock::now() + options.timeout, check);
-  const auto how = tuning(size, options);
+  const auto how = tuning(station->roomy(options.local_ranks, std::max(options.threads, 1)));
   lane_ = std::make_shared<shm::Lane>(std::make_unique<shm::Engine>(station->region(), rank, how, *station),
                                       station);
   messages_ = std::make_shared<shm::Messages>(lane_->meeting(), *station, how.spin, lane_);

@@ -1,11 +1,29 @@
 #include <lockstep/comm/transports/shm/station.h>
 
-#include <charconv>
+#include <sched.h>
+
+#include <algorithm>
+#include <sstream>
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 
 namespace lockstep::shm {
+namespace {
+
+// One character for each processor: '1' where this process may run on it.
+std::string own_processors() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  ::sched_getaffinity(0, sizeof set, &set);
+  std::string text;
+  for (int i = 0;
+       i < CPU_SETSIZE && static_cast<int>(std::count(text.begin(), text.end(), '1')) < CPU_COUNT(&set); ++i)
+    text += CPU_ISSET(i, &set) ? '1' : '0';
+  return text;
+}
+
+}  // namespace
 
 Station::Station(int rank, int ranks, const Words& words, Clock::time_point deadline,
                  const std::function<void()>& check)
@@ -17,15 +35,14 @@ Station::Station(int rank, int ranks, const Words& words, Clock::time_point dead
     region().prepare();
     offered = Post::instance().offer(segment_);
   }
-  words.set(key(rank), fmt::format("{} {}", Post::instance().name(), offered));
+  words.set(key(rank), fmt::format("{} {} {}", Post::instance().name(), own_processors(), offered));
   for (int r = 0; r < ranks; ++r) {
-    const auto word = words.get(key(r));
-    const auto blank = word.find(' ');
+    std::istringstream word(words.get(key(r)));
+    std::string name;
     std::uint64_t id = 0;
-    if (blank == std::string::npos ||
-        std::from_chars(word.data() + blank + 1, word.data() + word.size(), id).ec != std::errc())
+    if (!(word >> name >> processors_.emplace_back() >> id))
       throw Error(fmt::format("rank {} left a word that makes no sense", r));
-    peers_.push_back(r == rank ? nullptr : Peer::reach(word.substr(0, blank)));
+    peers_.push_back(r == rank ? nullptr : Peer::reach(name));
     if (r == 0 && rank != 0) segment_ = peers_[0]->segment(id);
   }
   if (segment_->size() < Region::size_for(ranks))
@@ -52,6 +69,19 @@ Station::Station(int rank, int ranks, const Words& words, Clock::time_point dead
 }
 
 Station::~Station() { Holder::let_go(region().line(rank_).alive); }
+
+bool Station::roomy(int local_ranks, int threads) const {
+  const bool bound = std::any_of(processors_.begin(), processors_.end(),
+                                 [&](const auto& each) { return each != processors_[0]; });
+  std::size_t all = 0;
+  for (std::size_t i = 0; i < CPU_SETSIZE; ++i)
+    all += std::any_of(processors_.begin(), processors_.end(),
+                       [&](const auto& each) { return i < each.size() && each[i] == '1'; });
+  // Ranks that are bound apart have theirs for themselves, whoever else is on the host.
+  const auto needed = static_cast<std::size_t>((bound ? ranks_ : std::max(ranks_, local_ranks)) * threads);
+  const auto quota = host::cpu_quota();
+  return needed <= all && (!quota || static_cast<double>(std::max(ranks_, local_ranks) * threads) <= *quota);
+}
 
 char* Station::map(int rank, Place place, std::size_t bytes) {
   return peers_[static_cast<std::size_t>(rank)]->map(place, bytes);

@@ -25,6 +25,9 @@ class Station final : public Memory {
           const std::function<void()>& check);
   ~Station() override;
 
+  // Whether every rank has a processor for each of its threads, so that waiting may keep one for a moment.
+  // local_ranks: of the whole job, on this host.
+  bool roomy(int local_ranks, int threads) const;
   Region region() const { return {segment_->data(), ranks_}; }
 
   Place find(const void* pointer, std::size_t bytes) override {
@@ -38,6 +41,7 @@ class Station final : public Memory {
   const int rank_, ranks_;
   std::shared_ptr<Segment> segment_;
   std::vector<std::shared_ptr<Peer>> peers_;
+  std::vector<std::string> processors_;  // that each rank may run on
 };
 
 }  // namespace lockstep::shm
