@@ -39,7 +39,7 @@ void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable
   if (tensor.layout() != at::kStrided || tensor.is_quantized())
     throw ConfigError(fmt::format("{} has layout {}: a dense tensor is needed, not a sparse or quantized one",
                                   what, fmt::streamed(tensor.layout())));
-  if (!writable) return;
+  if (!writable || tensor.is_contiguous()) return;
   // Sorted by stride, each dimension must step over all that the smaller ones reach.
   std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
   for (std::int64_t d = 0; d < tensor.dim(); ++d)
@@ -81,28 +81,38 @@ Call describe_call(Operation operation, const at::Tensor& tensor, Site site) {
   return call;
 }
 
+namespace {
+
+// A conjugate or negative view is lazy: what stands in memory is not its value.
+bool is_dense(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+}  // namespace
+
 at::Tensor dense(const at::Tensor& tensor) {
+  if (is_dense(tensor)) return tensor;
   return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }
 
 at::Tensor dense_target(Pending& pending, const at::Tensor& tensor, bool reads) {
+  pending.keep.push_back(tensor);
+  if (is_dense(tensor)) return tensor;
   auto target = tensor.detach();
-  pending.keep.push_back(target);
-  // A conjugate or negative view is lazy: what stands in memory is not its value.
-  if (target.is_contiguous() && !target.is_conj() && !target.is_neg()) return target;
   auto staged = reads ? dense(target) : at::empty(target.sizes(), target.options());
   pending.finish.emplace_back([target, staged] { target.copy_(staged); });
   return staged;
 }
 
 at::Tensor to_move(const Transport& engine, const at::Tensor& tensor) {
-  auto flat = tensor.view({-1});
-  return engine.traits().any_dtype ? flat : flat.view(at::kByte);
+  // Engines of our own take the memory as it is.
+  if (engine.traits().any_dtype) return tensor;
+  return tensor.detach().view({-1}).view(at::kByte);
 }
 
 at::Tensor to_reduce(const Transport& engine, const at::Tensor& tensor) {
-  auto flat = tensor.view({-1});
-  if (engine.traits().any_dtype) return flat;
+  if (engine.traits().any_dtype) return tensor;
+  auto flat = tensor.detach().view({-1});
   if (flat.is_complex()) return at::view_as_real(flat).view({-1});
   return flat.scalar_type() == at::kBool ? flat.view(at::kByte) : flat;
 }

@@ -58,33 +58,52 @@ class Digest {
 struct Source {
   enum class Kind { nothing, slot, direct, staged };
   Kind kind = Kind::nothing;
-  std::vector<std::size_t> pieces = {};  // bytes of each
   std::size_t bytes = 0;
   const char* base = nullptr;  // of the slot or the memory
   char* stage = nullptr;       // of its staging, the first of two
   std::size_t stage_size = 0;
 };
 
+// The operation that is under way. It is used again and again, with the memory that it has.
 struct Engine::Round {
-  explicit Round(Part& its_part) : part(its_part) {}
-
-  Part& part;
-  std::vector<const char*> own = {};    // this rank's pieces
-  std::vector<std::size_t> sizes = {};  // of them, in bytes
+  Part* part = nullptr;
+  std::vector<const char*> own;    // this rank's pieces
+  std::vector<std::size_t> sizes;  // of them, in bytes
   std::size_t bytes = 0;
   bool adjacent = true;
   std::uint64_t first_step = 0;
   std::size_t window = 0;  // of each piece, staged at a time
-  std::vector<Source> sources = {};
+  std::vector<Source> sources;
+  std::size_t each_has = 1;         // pieces
+  std::vector<std::size_t> pieces;  // of every rank, in bytes
+  std::vector<const void*> inputs;  // of a reduction
+  std::vector<void*> outputs;
 
-  const Call& call() const { return part.call; }
+  void start(Part& its_part, std::uint64_t step, std::size_t ranks) {
+    part = &its_part;
+    own.clear();
+    sizes.clear();
+    bytes = 0;
+    adjacent = true;
+    first_step = step;
+    sources.assign(ranks, {});
+    inputs.resize(ranks);
+    outputs.resize(ranks);
+  }
+  const Call& call() const { return part->call; }
   std::size_t length(std::int64_t elements) const {
-    return static_cast<std::size_t>(elements) * part.item_size;
+    return static_cast<std::size_t>(elements) * part->item_size;
+  }
+  std::span<const std::size_t> pieces_of(int rank) const {
+    return std::span(pieces).subspan(static_cast<std::size_t>(rank) * each_has, each_has);
   }
 };
 
 Engine::Engine(Region region, int rank, Tuning tuning, Memory& memory)
-    : meeting_(region, rank, tuning.spin), tuning_(tuning), memory_(memory) {}
+    : meeting_(region, rank, tuning.spin),
+      tuning_(tuning),
+      memory_(memory),
+      round_(std::make_unique<Round>()) {}
 
 Engine::~Engine() {
   if (stage_ != nullptr) memory_.free(stage_);
@@ -127,9 +146,8 @@ void Engine::meet(Clock::time_point deadline) {
 void Engine::begin(Part& part) {
   const Call& call = part.call;
   const int rank = meeting_.rank(), ranks = meeting_.ranks();
-  current_ = std::make_unique<Round>(part);
-  Round& op = *current_;
-  op.first_step = meeting_.step() + 1;
+  Round& op = *round_;
+  op.start(part, meeting_.step() + 1, at(ranks));
   op.window = tuning_.chunk;
 
   auto add = [&](const void* data, std::int64_t elements) {
@@ -215,13 +233,12 @@ void Engine::find_stage(int rank, const Header& header, Source& source) {
 }
 
 void Engine::finish(Part& part, Clock::time_point deadline) {
-  Round& op = *current_;
-  LOCKSTEP_ASSERT(&op.part == &part, "another operation has begun meanwhile");
+  Round& op = *round_;
+  LOCKSTEP_ASSERT(op.part == &part, "another operation has begun meanwhile");
   meet(deadline);
   check(op, deadline);
   find_sources(op);
   exchange(op, deadline);
-  current_.reset();
 }
 
 void Engine::check(const Round& op, Clock::time_point deadline) {
@@ -256,32 +273,32 @@ void Engine::find_sources(Round& op) {
   const auto& region = meeting_.region();
   const Call& call = op.call();
   const int ranks = meeting_.ranks();
-  op.sources.resize(at(ranks));
+  op.each_has = in_pieces(call.operation) ? at(ranks) : 1;
+  op.pieces.assign(at(ranks) * op.each_has, 0);
   for (int r = 0; r < ranks; ++r) {
     Source& source = op.sources[at(r)];
+    std::size_t* pieces = op.pieces.data() + at(r) * op.each_has;
+    // Sizes are looked up now: the next operation of a rank that is done sooner overwrites them.
     switch (call.operation) {
       case Operation::broadcast:
         if (r != call.root) continue;
         [[fallthrough]];
       case Operation::all_reduce:
-      case Operation::reduce: source.pieces = {op.length(call.count)}; break;
-      case Operation::all_gather: source.pieces = {op.length(call.from.at(at(r)))}; break;
-      case Operation::gather:
-        source.pieces = {op.length(region.sizes(r, op.first_step)[at(call.root)])};
-        break;
+      case Operation::reduce: pieces[0] = op.length(call.count); break;
+      case Operation::all_gather: pieces[0] = op.length(call.from.at(at(r))); break;
+      case Operation::gather: pieces[0] = op.length(region.sizes(r, op.first_step)[at(call.root)]); break;
       case Operation::reduce_scatter:
-        for (auto elements : call.to) source.pieces.push_back(op.length(elements));
+        for (auto elements : call.to) *pieces++ = op.length(elements);
         break;
       case Operation::scatter:
         if (r != call.root) continue;
         [[fallthrough]];
       case Operation::all_to_all:
-        for (auto elements : region.sizes(r, op.first_step).first(at(ranks)))
-          source.pieces.push_back(op.length(elements));
+        for (auto elements : region.sizes(r, op.first_step).first(at(ranks))) *pieces++ = op.length(elements);
         break;
       default: continue;
     }
-    for (auto bytes : source.pieces) source.bytes += bytes;
+    for (auto bytes : op.pieces_of(r)) source.bytes += bytes;
     if (source.bytes == 0) continue;
     const Header& header = region.header(r, op.first_step);
     const bool own = r == meeting_.rank();
@@ -312,7 +329,7 @@ const char* Engine::piece(const Round& op, int rank, int number, std::size_t fro
   if (source.kind == Source::Kind::staged)
     return source.stage + source.stage_size * (meeting_.step() % 2) + op.window * at(number);
   const char* base = source.base;
-  for (int i = 0; i < number; ++i) base += source.pieces[at(i)];
+  for (int i = 0; i < number; ++i) base += op.pieces_of(rank)[at(i)];
   return base + from;
 }
 
@@ -328,9 +345,9 @@ void Engine::exchange(Round& op, Clock::time_point deadline) {
   const bool by_shares = all_reduce && meeting_.ranks() > tuning_.pull_up_to;
 
   std::size_t longest = 0;
-  for (const Source& source : op.sources)
-    if (source.kind == Source::Kind::staged)
-      longest = std::max(longest, *std::max_element(source.pieces.begin(), source.pieces.end()));
+  for (int r = 0; r < meeting_.ranks(); ++r)
+    if (op.sources[at(r)].kind == Source::Kind::staged)
+      for (auto bytes : op.pieces_of(r)) longest = std::max(longest, bytes);
   for (std::size_t from = 0;;) {
     if (by_shares)
       reduce_by_shares(op, from, deadline);
@@ -363,13 +380,13 @@ void Engine::stage_all(Round& op, Clock::time_point deadline) {
 }
 
 // What this rank needs of the others' pieces, from `from` to `to` of each.
-void Engine::take(const Round& op, std::size_t from, std::size_t to) {
+void Engine::take(Round& op, std::size_t from, std::size_t to) {
   const Call& call = op.call();
   const int rank = meeting_.rank(), ranks = meeting_.ranks();
   auto copy = [&](int giver, int number, void* output) {
     const Source& source = op.sources[at(giver)];
     if (source.kind == Source::Kind::nothing) return;
-    const auto size = source.pieces[at(number)];
+    const auto size = op.pieces_of(giver)[at(number)];
     // What is not staged is there as a whole from the start, and in a slot not for long.
     const bool staged = source.kind == Source::Kind::staged && giver != rank;
     const auto begin = staged ? from : 0, end = staged ? std::min(to, size) : size;
@@ -379,12 +396,11 @@ void Engine::take(const Round& op, std::size_t from, std::size_t to) {
     if (input != target) std::memmove(target, input, end - begin);
   };
   auto reduce = [&](int number, void* output) {
-    const auto size = op.sources[at(rank)].pieces[at(number)];
+    const auto size = op.pieces_of(rank)[at(number)];
     if (from >= size) return;
-    std::vector<const void*> inputs;
-    for (int r = 0; r < ranks; ++r) inputs.push_back(piece(op, r, number, from));
-    detail::reduce_tree(call.dtype, call.reduction, inputs, static_cast<char*>(output) + from,
-                        (std::min(to, size) - from) / op.part.item_size);
+    for (int r = 0; r < ranks; ++r) op.inputs[at(r)] = piece(op, r, number, from);
+    detail::reduce_tree(call.dtype, call.reduction, op.inputs, static_cast<char*>(output) + from,
+                        (std::min(to, size) - from) / op.part->item_size);
   };
   // Each starts with another rank, so that not all read from one at a time.
   auto each_giver = [&](auto receive) {
@@ -392,19 +408,19 @@ void Engine::take(const Round& op, std::size_t from, std::size_t to) {
   };
   switch (call.operation) {
     case Operation::broadcast:
-      if (rank != call.root) copy(call.root, 0, op.part.outputs[0]);
+      if (rank != call.root) copy(call.root, 0, op.part->outputs[0]);
       break;
     case Operation::gather:
       if (rank != call.root) break;
       [[fallthrough]];
-    case Operation::all_gather: each_giver([&](int r) { copy(r, 0, op.part.outputs[at(r)]); }); break;
-    case Operation::scatter: copy(call.root, rank, op.part.outputs[0]); break;
-    case Operation::all_to_all: each_giver([&](int r) { copy(r, rank, op.part.outputs[at(r)]); }); break;
+    case Operation::all_gather: each_giver([&](int r) { copy(r, 0, op.part->outputs[at(r)]); }); break;
+    case Operation::scatter: copy(call.root, rank, op.part->outputs[0]); break;
+    case Operation::all_to_all: each_giver([&](int r) { copy(r, rank, op.part->outputs[at(r)]); }); break;
     case Operation::reduce:
       if (rank != call.root) break;
       [[fallthrough]];
-    case Operation::all_reduce: reduce(0, op.part.outputs[0]); break;
-    case Operation::reduce_scatter: reduce(rank, op.part.outputs[0]); break;
+    case Operation::all_reduce: reduce(0, op.part->outputs[0]); break;
+    case Operation::reduce_scatter: reduce(rank, op.part->outputs[0]); break;
     default: break;
   }
 }
@@ -430,14 +446,12 @@ void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
   const auto chunk = std::min(share, round_up(tuning_.claim, kLine));
   std::vector<char*> buffers;
   for (int r = 0; r < meeting_.ranks(); ++r)
-    buffers.push_back(r == meeting_.rank() ? static_cast<char*>(op.part.outputs[0])
+    buffers.push_back(r == meeting_.rank() ? static_cast<char*>(op.part->outputs[0])
                                            : const_cast<char*>(op.sources[at(r)].base));
-  std::vector<const void*> inputs(ranks);
-  std::vector<void*> outputs(ranks);
   share_out((op.bytes + chunk - 1) / chunk, deadline, [&](std::size_t i) {
-    for (std::size_t r = 0; r < ranks; ++r) inputs[r] = outputs[r] = buffers[r] + i * chunk;
-    detail::reduce_tree_to_all(op.call().dtype, op.call().reduction, inputs, outputs,
-                               std::min(chunk, op.bytes - i * chunk) / op.part.item_size);
+    for (std::size_t r = 0; r < ranks; ++r) op.inputs[r] = op.outputs[r] = buffers[r] + i * chunk;
+    detail::reduce_tree_to_all(op.call().dtype, op.call().reduction, op.inputs, op.outputs,
+                               std::min(chunk, op.bytes - i * chunk) / op.part->item_size);
   });
 }
 
@@ -450,13 +464,12 @@ void Engine::reduce_by_shares(Round& op, std::size_t from, Clock::time_point dea
     stages.push_back(r == meeting_.rank() ? stage_ + stage_size_ * (meeting_.step() % 2)
                                           : const_cast<char*>(piece(op, r, 0, from)));
   auto length = [&](std::size_t s) { return s * share < bytes ? std::min(share, bytes - s * share) : 0; };
-  std::vector<const void*> inputs(ranks);
   share_out((bytes + share - 1) / share, deadline, [&](std::size_t s) {
-    for (std::size_t r = 0; r < ranks; ++r) inputs[r] = stages[r] + s * share;
-    detail::reduce_tree(op.call().dtype, op.call().reduction, inputs, stages[s] + s * share,
-                        length(s) / op.part.item_size);
+    for (std::size_t r = 0; r < ranks; ++r) op.inputs[r] = stages[r] + s * share;
+    detail::reduce_tree(op.call().dtype, op.call().reduction, op.inputs, stages[s] + s * share,
+                        length(s) / op.part->item_size);
   });
-  auto* output = static_cast<char*>(op.part.outputs[0]) + from;
+  auto* output = static_cast<char*>(op.part->outputs[0]) + from;
   for (std::size_t s = 0; s < ranks; ++s)
     if (length(s) != 0) std::memcpy(output + s * share, stages[s] + s * share, length(s));
 }

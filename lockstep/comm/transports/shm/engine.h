@@ -68,7 +68,7 @@ class Engine {
   void check(const Round& op, Clock::time_point deadline);
   void find_sources(Round& op);
   void exchange(Round& op, Clock::time_point deadline);
-  void take(const Round& op, std::size_t from, std::size_t to);
+  void take(Round& op, std::size_t from, std::size_t to);
   const char* piece(const Round& op, int rank, int number, std::size_t from) const;
   void reduce_in_place(Round& op, Clock::time_point deadline);
   void reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline);
@@ -88,7 +88,7 @@ class Engine {
   Place stage_place_;
   std::vector<char*> old_stages_;
   std::uint64_t operations_ = 0;
-  std::unique_ptr<Round> current_;
+  const std::unique_ptr<Round> round_;
 };
 
 }  // namespace lockstep::shm
