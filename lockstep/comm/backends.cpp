@@ -64,6 +64,7 @@ Backends choose_backends(const std::string& text, const Identity& identity, bool
     cpu->second = threads                                ? "threads"
                   : alone                                ? "local"
                   : identity.local_size == identity.size ? "shm"
+                  : identity.local_size == identity.size ? "shm"
                                                          : "gloo";
   if (auto cuda = backends.find(at::kCUDA); cuda != backends.end() && cuda->second == kAuto) {
     const auto devices = threads || !nccl_available() ? 0 : static_cast<int>(torch::cuda::device_count());

@@ -223,7 +223,7 @@ Work Group::all_gather(at::Tensor out, at::Tensor in, GatherAllOptions options, 
     auto source = dense(in);
     auto target = dense_target(pending, out, false);
     pending.keep.push_back(source);
-    auto flat_out = to_move(engine, target), flat_in = to_move(engine, source);
+    auto flat_out = to_move(engine, target).view({-1}), flat_in = to_move(engine, source).view({-1});
     pending.works.push_back(
         engine.backend()._allgather_base(flat_out, flat_in, with_timeout<c10d::AllgatherOptions>(pending)));
   };
@@ -458,7 +458,7 @@ Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, S
     auto source = dense(in);
     auto target = dense_target(pending, out, false);
     pending.keep.push_back(source);
-    auto flat_out = to_move(engine, target), flat_in = to_move(engine, source);
+    auto flat_out = to_move(engine, target).view({-1}), flat_in = to_move(engine, source).view({-1});
     const auto scale = engine.traits().any_dtype ? 1 : static_cast<std::int64_t>(in.element_size());
     auto from = pending.call().from, to = pending.call().to;
     for (auto* table : {&from, &to})

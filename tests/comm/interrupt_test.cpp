@@ -6,6 +6,8 @@
 #include <future>
 #include <thread>
 
+#include <lockstep/control/process.h>
+
 #include "support/ranks.h"
 
 namespace lockstep::testing {
@@ -20,12 +22,15 @@ constexpr std::int64_t kLarge = 512 << 20;  // bytes: more than is sent before t
 using Action = std::function<Work(Group&, at::Tensor)>;
 
 // Rank 0: waits in the operation, is told after a while, and measures.
-void wait_and_be_told(World& world, const Action& action, bool may_complete, Clock::time_point& told) {
+// stops: the process of rank 1, which has stopped itself by then.
+void wait_and_be_told(World& world, const Action& action, bool may_complete, Clock::time_point& told,
+                      std::optional<pid_t> stops = {}) {
   auto group = world.group();
   auto tensor = at::ones({kLarge}, at::kByte);
   auto work = action(group, tensor);
   std::thread teller([&] {
     std::this_thread::sleep_for(milliseconds(300));
+    while (stops && control::look_at(*stops)->state != 'T') std::this_thread::sleep_for(milliseconds(10));
     told = Clock::now();
     world.fail("rank 1 is stopped", 1);
   });
@@ -39,7 +44,7 @@ void wait_and_be_told(World& world, const Action& action, bool may_complete, Clo
   teller.join();
   EXPECT_LT(returned - told, kPromised);
   if (text.empty()) {
-    // MPI may read a message out of the memory of a process that is stopped: complete, and as it should be.
+    // A message may be read out of the memory of a process that is stopped: complete, and as it should be.
     EXPECT_TRUE(may_complete) << "no error";
   } else {
     EXPECT_GE(returned, told) << text;
@@ -74,7 +79,7 @@ void expect_interrupt(const Action& action, const Action& peer = nullptr) {
       std::this_thread::sleep_for(milliseconds(700));
       ::_exit(0);
     }
-    wait_and_be_told(*world, action, peer && transport() == "mpi", told);
+    wait_and_be_told(*world, action, peer && (transport() == "mpi" || transport() == "shm"), told, pids[1]);
     world.reset();
     EXPECT_LT(Clock::now() - told, kPromised);
     ::kill(pids[1], SIGCONT);

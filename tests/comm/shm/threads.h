@@ -37,7 +37,9 @@ class ThreadMemory final : public Memory {
     if (address + bytes > above->first + above->second) return {};
     return {1, reinterpret_cast<std::uint64_t>(address)};
   }
-  char* map(int, Place place, std::size_t) override { return reinterpret_cast<char*>(place.offset); }
+  char* map(int, Place place, std::size_t, const Patience&) override {
+    return reinterpret_cast<char*>(place.offset);
+  }
   char* allocate(std::size_t bytes) override { return take(bytes, true); }
   void free(char* memory) noexcept override { drop(memory); }
 

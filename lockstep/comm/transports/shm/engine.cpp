@@ -226,9 +226,10 @@ void Engine::tell_stage(Header& header) const {
   header.stage_size = stage_size_;
 }
 
-void Engine::find_stage(int rank, const Header& header, Source& source) {
+void Engine::find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline) {
   if (header.stage_segment == 0 || rank == meeting_.rank()) return;
-  source.stage = memory_.map(rank, {header.stage_segment, header.stage_offset}, 2 * header.stage_size);
+  source.stage = memory_.map(rank, {header.stage_segment, header.stage_offset}, 2 * header.stage_size,
+                             {meeting_, deadline});
   source.stage_size = header.stage_size;
 }
 
@@ -237,7 +238,7 @@ void Engine::finish(Part& part, Clock::time_point deadline) {
   LOCKSTEP_ASSERT(op.part == &part, "another operation has begun meanwhile");
   meet(deadline);
   check(op, deadline);
-  find_sources(op);
+  find_sources(op, deadline);
   exchange(op, deadline);
 }
 
@@ -269,7 +270,7 @@ void Engine::check(const Round& op, Clock::time_point deadline) {
 }
 
 // After all have come, and before this rank comes again.
-void Engine::find_sources(Round& op) {
+void Engine::find_sources(Round& op, Clock::time_point deadline) {
   const auto& region = meeting_.region();
   const Call& call = op.call();
   const int ranks = meeting_.ranks();
@@ -307,11 +308,12 @@ void Engine::find_sources(Round& op) {
       source.base = region.data(r, op.first_step);
     } else if (header.segment != 0) {
       source.kind = Source::Kind::direct;
-      source.base = own ? op.own[0] : memory_.map(r, {header.segment, header.offset}, source.bytes);
+      source.base = own ? op.own[0]
+                        : memory_.map(r, {header.segment, header.offset}, source.bytes, {meeting_, deadline});
     } else {
       source.kind = Source::Kind::staged;
     }
-    if (source.kind == Source::Kind::staged) find_stage(r, header, source);
+    if (source.kind == Source::Kind::staged) find_stage(r, header, source, deadline);
   }
 }
 
@@ -375,7 +377,7 @@ void Engine::stage_all(Round& op, Clock::time_point deadline) {
   for (int r = 0; r < meeting_.ranks(); ++r) {
     Source& source = op.sources[at(r)];
     source.kind = Source::Kind::staged;
-    find_stage(r, meeting_.region().header(r, meeting_.step()), source);
+    find_stage(r, meeting_.region().header(r, meeting_.step()), source, deadline);
   }
 }
 

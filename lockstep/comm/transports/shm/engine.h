@@ -26,7 +26,8 @@ class Memory {
  public:
   virtual ~Memory() = default;
   virtual Place find(const void* pointer, std::size_t bytes) = 0;
-  virtual char* map(int rank, Place place, std::size_t bytes) = 0;
+  // May wait for that rank the first time.
+  virtual char* map(int rank, Place place, std::size_t bytes, const Patience& patience) = 0;
   virtual char* allocate(std::size_t bytes) = 0;  // that peers can map
   virtual void free(char* memory) noexcept = 0;
 };
@@ -66,7 +67,7 @@ class Engine {
   void come();
   void meet(Clock::time_point deadline);
   void check(const Round& op, Clock::time_point deadline);
-  void find_sources(Round& op);
+  void find_sources(Round& op, Clock::time_point deadline);
   void exchange(Round& op, Clock::time_point deadline);
   void take(Round& op, std::size_t from, std::size_t to);
   const char* piece(const Round& op, int rank, int number, std::size_t from) const;
@@ -78,7 +79,7 @@ class Engine {
   void fill_stage(const Round& op, std::size_t from);
   void stage_all(Round& op, Clock::time_point deadline);
   void tell_stage(Header& header) const;
-  void find_stage(int rank, const Header& header, Source& source);
+  void find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline);
 
   Meeting meeting_;
   const Tuning tuning_;

@@ -23,6 +23,10 @@ void Meeting::arrive() {
   if (region_.shared().sleepers.load(std::memory_order_seq_cst) != 0 && all_at(step_)) wake();
 }
 
+void Patience::check() const {
+  if (auto trouble = meeting.look_around(deadline)) std::rethrow_exception(trouble);
+}
+
 void Meeting::tell() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (region_.shared().sleepers.load(std::memory_order_seq_cst) != 0) wake();

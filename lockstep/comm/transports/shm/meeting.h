@@ -33,6 +33,14 @@ class PeerLost : public std::runtime_error {
   const int rank;  // of the group
 };
 
+class Meeting;
+// How long something may take: asked now and then by whoever waits for a peer outside the meeting itself.
+struct Patience {
+  const Meeting& meeting;
+  Clock::time_point deadline;
+  void check() const;  // throws as a wait would
+};
+
 class Meeting {
  public:
   // spin: how long a wait may keep its processor.
@@ -80,6 +88,7 @@ class Meeting {
       if (region_.line(r).presence.load(std::memory_order_seq_cst) == Line::kFailed) gave_up(r);
   }
   [[noreturn]] void gave_up(int rank) const;
+  friend struct Patience;
   std::exception_ptr look_around(Clock::time_point deadline) const;
   bool has_ended(int rank) const;
   std::exception_ptr gone(int rank) const;

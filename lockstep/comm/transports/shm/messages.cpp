@@ -188,7 +188,8 @@ void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
     }
     const auto bytes = static_cast<std::size_t>(call.bytes);
     if (bytes > 0)
-      std::memcpy(item->part.outputs.at(0), memory_.map(from, {note.segment, note.offset}, bytes), bytes);
+      std::memcpy(item->part.outputs.at(0),
+                  memory_.map(from, {note.segment, note.offset}, bytes, {meeting_, item->deadline}), bytes);
   } catch (...) {
     error = std::current_exception();
   }

@@ -23,7 +23,8 @@ using std::chrono::milliseconds;
 
 // Numbers of what is offered start here; the arena counts from 1.
 constexpr std::uint64_t kOffered = std::uint64_t{1} << 62;
-constexpr milliseconds kPatience(10000);
+constexpr milliseconds kSlice(20);       // between two checks
+constexpr milliseconds kPatience(1000);  // with a caller that does not read
 
 struct Request {
   std::uint64_t id = 0;
@@ -42,21 +43,20 @@ std::thread start_quietly(std::function<void()> body) {
   return thread;
 }
 
-void wait_for(int fd, short events, Clock::time_point deadline) {
-  const auto left = std::chrono::duration_cast<milliseconds>(deadline - Clock::now());
+using Check = Peer::Check;
+
+void wait_for(int fd, short events, const Check& check) {
   pollfd polled{fd, events, 0};
-  if (left.count() <= 0 || ::poll(&polled, 1, static_cast<int>(left.count())) == 0)
-    throw Error("a process of this host does not answer");
+  while (::poll(&polled, 1, static_cast<int>(kSlice.count())) <= 0) check();
 }
 
-void send_all(int fd, const void* data, std::size_t bytes) {
-  const auto deadline = Clock::now() + kPatience;
+void send_all(int fd, const void* data, std::size_t bytes, const Check& check) {
   const char* at = static_cast<const char*>(data);
   while (bytes > 0) {
     const auto sent = ::send(fd, at, bytes, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR) throw Error("a process of this host has ended");
     if (sent < 0) {
-      wait_for(fd, POLLOUT, deadline);
+      wait_for(fd, POLLOUT, check);
       continue;
     }
     at += sent;
@@ -64,14 +64,13 @@ void send_all(int fd, const void* data, std::size_t bytes) {
   }
 }
 
-control::Fd receive_all(int fd, void* data, std::size_t bytes) {
-  const auto deadline = Clock::now() + kPatience;
+control::Fd receive_all(int fd, void* data, std::size_t bytes, const Check& check) {
   control::Fd descriptor;
   char* at = static_cast<char*>(data);
   while (bytes > 0) {
     auto received = control::receive_fd(fd, {at, bytes});
     if (!received) {
-      wait_for(fd, POLLIN, deadline);
+      wait_for(fd, POLLIN, check);
       continue;
     }
     if (received->size == 0) throw Error("a process of this host has ended");
@@ -126,6 +125,9 @@ void Post::serve() {
   };
   std::list<Caller> callers;
   auto answer = [&](Caller& caller, std::uint64_t id) {
+    auto check = [until = Clock::now() + kPatience] {
+      if (Clock::now() >= until) throw Error("it does not read");
+    };
     std::vector<std::uint64_t> retired;
     std::erase_if(caller.given, [&](auto each) {
       const bool gone = Arena::instance().segment(each) == nullptr;
@@ -140,9 +142,9 @@ void Post::serve() {
         throw Error("it does not read");
       if (id < kOffered) caller.given.insert(id);
     } else {
-      send_all(caller.fd.get(), &reply, sizeof reply);
+      send_all(caller.fd.get(), &reply, sizeof reply, check);
     }
-    send_all(caller.fd.get(), retired.data(), retired.size() * sizeof retired[0]);
+    send_all(caller.fd.get(), retired.data(), retired.size() * sizeof retired[0], check);
   };
   auto hear = [&](Caller& caller) {
     char bytes[512];
@@ -180,6 +182,17 @@ void Post::serve() {
   }
 }
 
+namespace {
+
+control::Fd call(const std::string& name) {
+  auto socket = control::connect_local(name);
+  if (!socket || !control::is_own(socket->get()))
+    throw Error("a rank cannot be reached in shared memory: it is on another host, or another user's");
+  return std::move(*socket);
+}
+
+}  // namespace
+
 std::shared_ptr<Peer> Peer::reach(const std::string& name) {
   static std::mutex mutex;
   static auto* known = new std::map<std::string, std::weak_ptr<Peer>>;
@@ -187,38 +200,43 @@ std::shared_ptr<Peer> Peer::reach(const std::string& name) {
   std::erase_if(*known, [](const auto& each) { return each.second.expired(); });
   if (auto found = known->find(name); found != known->end())
     if (auto peer = found->second.lock()) return peer;
-  auto socket = control::connect_local(name);
-  if (!socket || !control::is_own(socket->get()))
-    throw Error("a rank cannot be reached in shared memory: it is on another host, or another user's");
-  std::shared_ptr<Peer> peer(new Peer(std::move(*socket)));
+  std::shared_ptr<Peer> peer(new Peer(name, call(name)));
   (*known)[name] = peer;
   return peer;
 }
 
-std::shared_ptr<Segment> Peer::segment(std::uint64_t id) {
-  std::lock_guard lock(mutex_);
-  if (id >= kOffered) return fetch(id);  // whoever asks keeps it
+std::shared_ptr<Segment> Peer::segment(std::uint64_t id, const Check& check) {
+  std::unique_lock lock(mutex_, std::defer_lock);
+  while (!lock.try_lock_for(kSlice)) check();
+  if (id >= kOffered) return fetch(id, check);  // whoever asks keeps it
   auto& known = segments_[id];
-  if (!known) known = fetch(id);
+  if (!known) known = fetch(id, check);
   return known;
 }
 
-char* Peer::map(Place place, std::size_t bytes) {
-  auto found = segment(place.segment);
+char* Peer::map(Place place, std::size_t bytes, const Check& check) {
+  auto found = segment(place.segment, check);
   if (place.offset > found->size() || bytes > found->size() - place.offset)
     throw Error("a rank speaks of shared memory that it does not have");
   return found->data() + place.offset;
 }
 
-std::shared_ptr<Segment> Peer::fetch(std::uint64_t id) {
-  const Request request{id};
-  send_all(socket_.get(), &request, sizeof request);
+std::shared_ptr<Segment> Peer::fetch(std::uint64_t id, const Check& check) {
+  if (!socket_) socket_ = call(name_);
   Reply reply;
-  auto descriptor = receive_all(socket_.get(), &reply, sizeof reply);
-  for (std::uint64_t i = 0; i < reply.retired; ++i) {
-    std::uint64_t retired = 0;
-    receive_all(socket_.get(), &retired, sizeof retired);
-    segments_.erase(retired);
+  control::Fd descriptor;
+  try {
+    const Request request{id};
+    send_all(socket_.get(), &request, sizeof request, check);
+    descriptor = receive_all(socket_.get(), &reply, sizeof reply, check);
+    for (std::uint64_t i = 0; i < reply.retired; ++i) {
+      std::uint64_t retired = 0;
+      receive_all(socket_.get(), &retired, sizeof retired, check);
+      segments_.erase(retired);
+    }
+  } catch (...) {
+    socket_.reset();
+    throw;
   }
   if (reply.size == 0 || !descriptor) throw Error("a rank speaks of shared memory that it does not have");
   return Segment::map(std::move(descriptor), static_cast<std::size_t>(reply.size));

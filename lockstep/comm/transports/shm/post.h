@@ -43,16 +43,19 @@ class Peer {
   // another host, or another user's.
   static std::shared_ptr<Peer> reach(const std::string& name);
 
+  // Called now and then while the peer is waited for; throws to end that.
+  using Check = std::function<void()>;
   // Throws Error where there is no such segment.
-  std::shared_ptr<Segment> segment(std::uint64_t id);
-  char* map(Place place, std::size_t bytes);
+  std::shared_ptr<Segment> segment(std::uint64_t id, const Check& check);
+  char* map(Place place, std::size_t bytes, const Check& check);
 
  private:
-  explicit Peer(control::Fd socket) : socket_(std::move(socket)) {}
-  std::shared_ptr<Segment> fetch(std::uint64_t id);
+  Peer(std::string name, control::Fd socket) : name_(std::move(name)), socket_(std::move(socket)) {}
+  std::shared_ptr<Segment> fetch(std::uint64_t id, const Check& check);
 
-  std::mutex mutex_;
-  const control::Fd socket_;
+  const std::string name_;
+  std::timed_mutex mutex_;
+  control::Fd socket_;  // none after it was left in the middle of an answer
   std::map<std::uint64_t, std::shared_ptr<Segment>> segments_;
 };
 

@@ -43,7 +43,7 @@ Station::Station(int rank, int ranks, const Words& words, Clock::time_point dead
     if (!(word >> name >> processors_.emplace_back() >> id))
       throw Error(fmt::format("rank {} left a word that makes no sense", r));
     peers_.push_back(r == rank ? nullptr : Peer::reach(name));
-    if (r == 0 && rank != 0) segment_ = peers_[0]->segment(id);
+    if (r == 0 && rank != 0) segment_ = peers_[0]->segment(id, check);
   }
   if (segment_->size() < Region::size_for(ranks))
     throw Error("the ranks disagree on the shared memory of the group: are all of the same build?");
@@ -83,8 +83,8 @@ bool Station::roomy(int local_ranks, int threads) const {
   return needed <= all && (!quota || static_cast<double>(std::max(ranks_, local_ranks) * threads) <= *quota);
 }
 
-char* Station::map(int rank, Place place, std::size_t bytes) {
-  return peers_[static_cast<std::size_t>(rank)]->map(place, bytes);
+char* Station::map(int rank, Place place, std::size_t bytes, const Patience& patience) {
+  return peers_[static_cast<std::size_t>(rank)]->map(place, bytes, [&] { patience.check(); });
 }
 
 }  // namespace lockstep::shm

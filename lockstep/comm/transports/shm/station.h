@@ -33,7 +33,7 @@ class Station final : public Memory {
   Place find(const void* pointer, std::size_t bytes) override {
     return Arena::instance().find(pointer, bytes);
   }
-  char* map(int rank, Place place, std::size_t bytes) override;
+  char* map(int rank, Place place, std::size_t bytes, const Patience& patience) override;
   char* allocate(std::size_t bytes) override { return static_cast<char*>(Arena::instance().allocate(bytes)); }
   void free(char* memory) noexcept override { Arena::instance().free(memory); }
 
