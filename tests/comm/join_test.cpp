@@ -28,7 +28,7 @@ TEST(Join, local_ranks_are_worked_out_where_they_are_missing) {
   for (std::size_t r = 0; r < 3; ++r) {
     EXPECT_EQ(outcomes[r].status, 0) << outcomes[r].output;
     EXPECT_THAT(outcomes[r].output,
-                HasSubstr("rank " + std::to_string(r) + " of 3, local " + std::to_string(r) + " of 3, gloo"));
+                HasSubstr("rank " + std::to_string(r) + " of 3, local " + std::to_string(r) + " of 3, shm"));
   }
 }
 

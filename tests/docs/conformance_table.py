@@ -24,7 +24,7 @@ stopped by a signal, and require that the waiter and ~World return within 1 s of
 above 2^31 bytes. A peer that is a thread cannot be stopped inside. nccl: one GPU was at hand, and NCCL refuses two ranks on
 one GPU.
 """
-ORDER = ["threads", "gloo", "openmpi", "mpich", "nccl"]
+ORDER = ["threads", "shm", "gloo", "openmpi", "mpich", "nccl"]
 
 
 def read_results(folder):
