@@ -58,12 +58,18 @@ void Meeting::gave_up(int rank) const {
 }
 
 bool Meeting::has_ended(int rank) const {
-  // Held by a thread that lives as long as its process: it can be had only when that has ended. Whoever gets
-  // it lets it go without mending it, which says the same to all the others.
-  pthread_mutex_t& alive = region_.line(rank).alive;
-  const int held = ::pthread_mutex_trylock(&alive);
-  if (held == 0 || held == EOWNERDEAD) ::pthread_mutex_unlock(&alive);
-  return held == EOWNERDEAD || held == ENOTRECOVERABLE;
+  // Held by a thread that lives as long as its process: when that has ended, the first to ask is told, and
+  // tells the others. (Left unmended, the lock would say so itself, but for glibc: it forgets to let it go
+  // then.)
+  Line& line = region_.line(rank);
+  if (line.ended.load(std::memory_order_acquire) != 0) return true;
+  const int held = ::pthread_mutex_trylock(&line.alive);
+  if (held == EOWNERDEAD) {
+    line.ended.store(1, std::memory_order_release);
+    ::pthread_mutex_consistent(&line.alive);
+  }
+  if (held == 0 || held == EOWNERDEAD) ::pthread_mutex_unlock(&line.alive);
+  return held == EOWNERDEAD;
 }
 
 std::exception_ptr Meeting::gone(int rank) const {

@@ -84,7 +84,13 @@ bool Station::roomy(int local_ranks, int threads) const {
 }
 
 char* Station::map(int rank, Place place, std::size_t bytes, const Patience& patience) {
-  return peers_[static_cast<std::size_t>(rank)]->map(place, bytes, [&] { patience.check(); });
+  try {
+    return peers_[static_cast<std::size_t>(rank)]->map(place, bytes, [&] { patience.check(); });
+  } catch (const Error& error) {
+    // Most likely it has ended: that is known in a moment, and says more.
+    patience.check();
+    throw PeerLost(rank, fmt::format("the shared memory of rank {} cannot be had: {}", rank, error.what()));
+  }
 }
 
 }  // namespace lockstep::shm
