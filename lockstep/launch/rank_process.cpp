@@ -130,13 +130,10 @@ pid_t start_rank(const RankProcess& process) {
 
   const pid_t pid = ::fork();
   if (pid < 0) throw std::system_error(errno, std::generic_category(), "a rank could not be started");
-  if (pid > 0) {
-    // In both processes: whoever comes first, the group is there when either goes on.
-    ::setpgid(pid, pid);
-    return pid;
-  }
-  // A group of its own: the terminal's Ctrl-C reaches it once, through the launcher.
-  ::setpgid(0, 0);
+  if (pid > 0) return pid;
+  // A session of its own, and so a group: the terminal's Ctrl-C reaches it once, through the launcher, and
+  // whoever opens /dev/tty gets an error instead of being stopped. It cannot leave its group either.
+  ::setsid();
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(1);  // it ended before it could be watched
   bool good = process.directory.empty() || ::chdir(process.directory.c_str()) == 0;

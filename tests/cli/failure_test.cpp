@@ -72,6 +72,18 @@ TEST(Failure, a_stopped_rank_does_not_hold_up_the_end) {
   EXPECT_EQ(outcome.status, 3);
 }
 
+TEST(Failure, a_rank_cannot_leave_its_group_and_so_its_signals) {
+  const auto outcome = run({{LOCKSTEP_PROGRAM, "run", "-q", "-n", "2", "--grace", "500ms", "python3", "-c",
+                             "import os, time\n"
+                             "try: os.setpgid(0, os.getpgid(os.getppid()))\n"
+                             "except PermissionError: print('stays', flush=True)\n"
+                             "time.sleep(0.5)\n"
+                             "if os.environ['RANK'] == '0': os._exit(3)\n"
+                             "time.sleep(300)"}});
+  EXPECT_EQ(outcome.status, 3);
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] stays\n"), Not(HasSubstr("does not react"))));
+}
+
 TEST(Failure, what_a_rank_started_ends_with_it) {
   const auto marker = unique_marker();
   const auto outcome =
