@@ -78,7 +78,10 @@ class Guardian {
     if (started_) end_leftovers();
     output_.finish();
     // However slow the reader is, unless the person has had enough.
-    for (const int before = num_signals_; !output_is_done_ && num_signals_ == before && !launcher_gone_;)
+    if (num_signals_ > 0) give_up_at_ = Clock::now() + plan_.grace;
+    const int before = num_signals_;
+    while (!output_is_done_ && num_signals_ == before && !launcher_gone_ &&
+           !(give_up_at_ && Clock::now() >= *give_up_at_))
       output_is_done_ = wait(output_.done_fd());
     // A job whose output is lost has not done what was asked of it.
     return *status_ == 0 && output_is_done_ && output_.has_lost() ? 1 : *status_;

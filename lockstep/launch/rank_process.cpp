@@ -61,7 +61,9 @@ std::vector<std::string> rank_environment(const LaunchPlan& plan, const RankPlac
   variables["GROUP_RANK"] = std::to_string(plan.node);
   variables["MASTER_ADDR"] = place.master_address;
   variables["MASTER_PORT"] = std::to_string(place.master_port);
-  if (plan.threads > 0 || variables["OMP_NUM_THREADS"].empty()) variables["OMP_NUM_THREADS"] = threads;
+  // A list for several levels is passed on as it is.
+  const bool from_openmp = plan.threads == 0 && variables["LOCKSTEP_THREADS"].empty();
+  if (!from_openmp || variables["OMP_NUM_THREADS"].empty()) variables["OMP_NUM_THREADS"] = threads;
   variables["LOCKSTEP_THREADS"] = threads;
   variables["LOCKSTEP_AGENT"] = place.agent;
   variables["LOCKSTEP_RESTART_COUNT"] = std::to_string(place.attempt);

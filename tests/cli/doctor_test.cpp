@@ -212,6 +212,20 @@ TEST(Doctor, a_transport_that_is_not_there_is_a_row_of_the_table_too) {
                     HasSubstr("memory copy"), ContainsRegex("[0-9] bad, ")));
 }
 
+TEST(Doctor, a_missing_proc_is_a_row) {
+  const std::vector<std::string> hidden = {"unshare", "--mount", "sh", "-c",
+                                           "mount -t tmpfs none /proc && exec \"$0\" \"$@\""};
+  auto command = hidden;
+  command.push_back("true");
+  if (run({command}).status != 0) GTEST_SKIP() << "/proc cannot be hidden here";
+  command = hidden;
+  command.insert(command.end(), {LOCKSTEP_PROGRAM, "doctor", "--json"});
+  const Report report(run({command}, std::chrono::seconds(110)));
+  EXPECT_EQ(report.status, 1);
+  EXPECT_EQ(report.row("/proc")["verdict"], "bad");
+  EXPECT_FALSE(report.row("SLURM")["finding"].get<std::string>().empty());
+}
+
 TEST(Doctor, gpus_and_libtorch_that_do_not_fit_are_told) {
   const Json gpu = {{"name", "Some GPU"}, {"bytes", std::uint64_t{80} << 30}};
   const auto verdict = [](const Json& described) {

@@ -169,6 +169,19 @@ TEST(Signals, ranks_that_do_not_end_are_killed_after_the_grace) {
   EXPECT_EQ(session.wait(), 143);
 }
 
+TEST(Signals, one_is_enough_also_where_nobody_reads_the_output) {
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);  // ours, and never read
+  const auto out = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(ends[1]);
+  Session session({"bash", "-c", "exec \"$0\" \"$@\" >" + out, LOCKSTEP_PROGRAM, "run", "-q", "-n", "2",
+                   "--grace", "500ms", "yes"});
+  ::usleep(1500 * 1000);
+  ::kill(session.pid(), SIGTERM);
+  EXPECT_EQ(session.wait(std::chrono::seconds(10)), 143);
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
 TEST(Signals, that_are_ignored_stay_ignored) {
   Session session({"bash", "-c",
                    std::string("trap '' HUP; exec ") + LOCKSTEP_PROGRAM +
