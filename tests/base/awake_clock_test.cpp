@@ -49,6 +49,7 @@ TEST(AwakeClock, DISABLED_probe) {
 
 TEST(AwakeClock, stands_still_while_the_process_is_stopped) {
   const pid_t pid = start("AwakeClock.DISABLED_probe");
+  ASSERT_GT(pid, 0);
   std::this_thread::sleep_for(milliseconds(600));
   ::kill(pid, SIGSTOP);
   std::this_thread::sleep_for(milliseconds(3000));

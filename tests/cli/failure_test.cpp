@@ -134,7 +134,7 @@ TEST(Signals, go_to_the_ranks_which_may_save) {
     Session session(command({"-n", "2"}, std::string("trap 'echo saved; exit 0' ") + name +
                                              "; echo ready; while :; do sleep 0.1; done"));
     ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready")) << session.output();
-    ::kill(session.pid(), signal);
+    session.send(signal);
     EXPECT_EQ(session.wait(), 128 + signal) << session.output();
     EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] saved"), HasSubstr("[1] saved")));
   }
@@ -144,7 +144,7 @@ TEST(Signals, reach_each_rank_once) {
   Session session(command({"-n", "1", "--grace", "2s"},
                           "trap 'echo got it' INT; echo ready; while :; do sleep 0.1; done"));
   ASSERT_TRUE(session.wait_for("ready"));
-  ::kill(session.pid(), SIGINT);
+  session.send(SIGINT);
   EXPECT_EQ(session.wait(), 130);
   EXPECT_THAT(session.output(),
               ContainsRegex("^ready\ngot it\nlockstep: rank 0 \\(pid [0-9]+\\) has not ended within 2 s: "
@@ -155,9 +155,9 @@ TEST(Signals, a_second_one_kills_at_once) {
   Session session(
       command({"-n", "2", "--grace", "10m"}, "trap 'echo no' TERM; echo ready; while :; do sleep 0.1; done"));
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
-  ::kill(session.pid(), SIGTERM);
+  session.send(SIGTERM);
   ASSERT_TRUE(session.wait_for("no"));
-  ::kill(session.pid(), SIGTERM);
+  session.send(SIGTERM);
   EXPECT_EQ(session.wait(), 143);
 }
 
@@ -165,7 +165,7 @@ TEST(Signals, ranks_that_do_not_end_are_killed_after_the_grace) {
   Session session(
       command({"-n", "2", "--grace", "300ms"}, "trap '' TERM; echo ready; while :; do sleep 0.1; done"));
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
-  ::kill(session.pid(), SIGTERM);
+  session.send(SIGTERM);
   EXPECT_EQ(session.wait(), 143);
 }
 
@@ -176,7 +176,7 @@ TEST(Signals, one_is_enough_also_where_nobody_reads_the_output) {
   Session session({"bash", "-c", "exec \"$0\" \"$@\" >" + out, LOCKSTEP_PROGRAM, "run", "-q", "-n", "2",
                    "--grace", "500ms", "yes"});
   ::usleep(1500 * 1000);
-  ::kill(session.pid(), SIGTERM);
+  session.send(SIGTERM);
   EXPECT_EQ(session.wait(std::chrono::seconds(10)), 143);
   ::close(ends[0]);
   ::close(ends[1]);
@@ -187,7 +187,7 @@ TEST(Signals, that_are_ignored_stay_ignored) {
                    std::string("trap '' HUP; exec ") + LOCKSTEP_PROGRAM +
                        " run -q -n 2 bash -c 'echo ready; sleep 2; echo survived'"});
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
-  ::kill(session.pid(), SIGHUP);
+  session.send(SIGHUP);
   EXPECT_EQ(session.wait(), 0);
   EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] survived\n"), HasSubstr("[1] survived\n")));
 }
@@ -196,7 +196,7 @@ TEST(Signals, of_the_users_own_are_passed_on) {
   Session session(
       command({"-n", "2"}, "trap 'echo asked; exit 0' USR1; echo ready; while :; do sleep 0.1; done"));
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
-  ::kill(session.pid(), SIGUSR1);
+  session.send(SIGUSR1);
   EXPECT_EQ(session.wait(), 0);
   EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] asked"), HasSubstr("[1] asked")));
 }

@@ -36,7 +36,7 @@ TEST(Guardian, a_killed_launcher_takes_everything_with_it) {
   Session session(command(marker));
   ASSERT_TRUE(begin(session)) << session.output();
   EXPECT_GT(processes_with(marker).size(), 8u);
-  ::kill(session.pid(), SIGKILL);
+  session.send(SIGKILL);
   EXPECT_EQ(session.wait(), 137);
   EXPECT_TRUE(all_gone(marker));
 }
@@ -81,7 +81,7 @@ TEST(Guardian, nothing_is_left_after_a_failure_or_a_signal) {
   EXPECT_THAT(processes_with(marker), IsEmpty());
   Session session(command(marker));
   ASSERT_TRUE(begin(session));
-  ::kill(session.pid(), SIGTERM);
+  session.send(SIGTERM);
   EXPECT_EQ(session.wait(), 143);
   EXPECT_THAT(processes_with(marker), IsEmpty());
 }
@@ -91,7 +91,7 @@ TEST(Guardian, a_launcher_killed_at_any_moment_of_the_start_leaves_nothing) {
   for (int milliseconds = 0; milliseconds < 400; milliseconds += 20) {
     Session session(command(marker));
     ::usleep(static_cast<useconds_t>(milliseconds) * 1000);
-    ::kill(session.pid(), SIGKILL);
+    session.send(SIGKILL);
     session.wait();
   }
   EXPECT_TRUE(all_gone(marker));
@@ -103,7 +103,9 @@ TEST(Guardian, what_a_shell_had_started_before_is_left_alone) {
                    "setsid bash -c 'exec -a other-" + marker + " sleep 1000' & exec \"$0\" \"$@\"", kProgram,
                    "run", "-q", "-n", "2", "bash", "-c", "echo begun; sleep 1000"});
   ASSERT_TRUE(begin(session));
-  ::kill(child_named(session.pid(), "lockstep-agent"), SIGKILL);
+  const pid_t guardian = child_named(session.pid(), "lockstep-agent");
+  ASSERT_GT(guardian, 0);
+  ::kill(guardian, SIGKILL);
   EXPECT_EQ(session.wait(), 137);
   const auto left = processes_with("other-" + marker);
   EXPECT_EQ(left.size(), 1u);

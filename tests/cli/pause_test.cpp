@@ -13,11 +13,11 @@ TEST(Pause, longer_than_the_timeout_harms_no_operation) {
     Session session({LOCKSTEP_PROGRAM, "run", "-q", "-n", "2", "--timeout", "2", "--env",
                      "LOCKSTEP_BACKEND=" + backend, LOCKSTEP_PATIENT});
     ASSERT_TRUE(session.wait_for(" pid ") && session.wait_for(" pid ")) << session.output();
-    ::kill(session.pid(), SIGTSTP);
+    session.send(SIGTSTP);
     ::usleep(4000 * 1000);
-    ::kill(session.pid(), SIGCONT);
-    EXPECT_EQ(session.wait(std::chrono::seconds(2)), -1) << session.output();
-    ::kill(session.pid(), SIGTERM);
+    session.send(SIGCONT);
+    ASSERT_EQ(session.wait(std::chrono::seconds(2)), -1) << session.output();
+    session.send(SIGTERM);
     EXPECT_EQ(session.wait(), 128 + SIGTERM) << session.output();
     EXPECT_THAT(session.output(), AllOf(Not(HasSubstr("failed")), Not(HasSubstr("has waited")))) << backend;
   }
@@ -28,9 +28,9 @@ TEST(Pause, the_timeout_holds_after_it) {
     Session session({LOCKSTEP_PROGRAM, "run", "-q", "-n", "2", "--timeout", "3", "--env",
                      "LOCKSTEP_BACKEND=" + backend, LOCKSTEP_PATIENT, "stay away"});
     ASSERT_TRUE(session.wait_for(" pid ") && session.wait_for(" pid ")) << session.output();
-    ::kill(session.pid(), SIGTSTP);
+    session.send(SIGTSTP);
     ::usleep(4000 * 1000);
-    ::kill(session.pid(), SIGCONT);
+    session.send(SIGCONT);
     EXPECT_TRUE(session.wait_for("not complete within 3.000 s, its deadline")) << session.output();
     EXPECT_EQ(session.wait(), 4) << session.output();
   }

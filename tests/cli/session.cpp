@@ -90,6 +90,10 @@ void Session::type(const std::string& text) {
   if (::write(in_, text.data(), text.size()) != static_cast<ssize_t>(text.size())) std::abort();
 }
 
+void Session::send(int signal) {
+  if (pid_ > 0) ::kill(pid_, signal);
+}
+
 void Session::close_input() {
   ::close(in_);
   in_ = -1;
