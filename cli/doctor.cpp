@@ -147,7 +147,9 @@ class Doctor {
   int examine() {
     if (!plan_.json) std::cout << fmt::format("lockstep {} on {}\n\n", kVersion, host_name()) << std::flush;
     Installed installed;
-    installed.program = std::filesystem::read_symlink("/proc/self/exe");
+    std::error_code error;
+    installed.program = std::filesystem::read_symlink("/proc/self/exe", error);
+    if (error) take({proc_row(error)});
     take(host_rows(plan_.ranks));
     take(limit_rows(plan_.ranks));
     take(network_rows());
@@ -164,6 +166,11 @@ class Doctor {
   }
 
  private:
+  static Row proc_row(const std::error_code& error) {
+    return {"/proc", fmt::format("cannot be read: {}; much of what follows is unknown", error.message()),
+            Verdict::bad, "mount -t proc proc /proc; lockstep run needs it too"};
+  }
+
   void take(const Rows& rows) {
     for (const Row& row : rows) {
       if (!plan_.json) table_.show(row);

@@ -19,7 +19,7 @@ using Json = nlohmann::ordered_json;
 
 Json figures_in(const std::string& output) {
   const auto begin = output.find("{\"transport\":");
-  if (begin == std::string::npos) return {};
+  if (begin == std::string::npos) return Json::object();
   return Json::parse(output.substr(begin, output.find('\n', begin) - begin), nullptr, false);
 }
 
@@ -54,7 +54,7 @@ Row measured(const std::string& name, const std::string& transport, int ranks,
 }
 
 Row absent(const std::string& name, const std::string& finding) {
-  return {"transport " + name, finding, Verdict::bad, "leave it out of --backend, or see its row above", {}};
+  return {"transport " + name, finding, Verdict::bad, "leave it out of --backend, or see its row above"};
 }
 
 std::vector<std::string> mpi_launcher(const std::string& flavour, const std::string& mpirun, int ranks) {

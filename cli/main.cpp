@@ -24,6 +24,12 @@ void check_verb(const CLI::App& app, const std::vector<std::string>& arguments) 
       arguments.empty() ? "a verb is missing" : fmt::format("'{}' is not a verb", arguments[0]), verbs));
 }
 
+int with_output_written(int status) {
+  if (std::cout.flush()) return status;
+  std::cerr << "lockstep: the standard output cannot be written\n";
+  return 2;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -40,9 +46,9 @@ int main(int argc, char** argv) {
     lockstep::cli::tidy_run(app, arguments);
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes them
     app.parse(arguments);
-    return action();
+    return with_output_written(action());
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : 2;
+    return with_output_written(app.exit(error) == 0 ? 0 : 2);
   } catch (const std::exception& error) {
     std::cerr << "lockstep: " << error.what() << '\n';
     return 2;

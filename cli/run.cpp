@@ -47,12 +47,14 @@ int whole_or_throw(const std::string& option, const std::string& text, int lowes
 template <typename T>
 T one_of(const std::string& option, const std::string& text,
          const std::vector<std::pair<const char*, T>>& choices) {
-  std::vector<std::string> names;
-  for (const auto& [name, value] : choices) {
+  std::string names;
+  for (std::size_t i = 0; i < choices.size(); ++i) {
+    const auto& [name, value] = choices[i];
     if (text == name) return value;
-    names.push_back(name);
+    names += i == 0 ? "" : i + 1 == choices.size() ? " or " : ", ";
+    names += name;
   }
-  throw not_allowed(option, text, fmt::format("{}", fmt::join(names, ", ")));
+  throw not_allowed(option, text, names);
 }
 
 int ranks_here(const std::string& text) {
@@ -90,7 +92,10 @@ void resolve_hosts(Request& request) {
     if (request.node.value_or(0) != 0)
       throw ConfigError(
           fmt::format("--node-rank={} is not allowed: with one host (--nnodes 1) 0 is", *request.node));
-    return;  // an address that is given is not needed
+    // An address that is given is not needed, but whoever gives it means one.
+    if (apart) whole_or_throw("--master-port", request.master_port, 1, 65535);
+    if (!request.master.empty()) detail::parse_endpoint("--master", request.master);
+    return;
   }
   if (!request.node)
     throw ConfigError(
@@ -128,8 +133,16 @@ void check(Request& request) {
   resolve_hosts(request);
   if (plan.stdin_rank) check_rank(plan, "--stdin", *plan.stdin_rank);
   check_rank(plan, "--show", plan.show.highest());
-  if (!plan.directory.empty() && !std::filesystem::is_directory(plan.directory))
-    throw ConfigError(fmt::format("--chdir='{}' is not allowed: there is no such folder", plan.directory));
+  std::error_code error;
+  if (!plan.directory.empty() && !std::filesystem::is_directory(plan.directory, error))
+    throw ConfigError(fmt::format("--chdir='{}' is not allowed: {}", plan.directory,
+                                  error && error != std::errc::no_such_file_or_directory
+                                      ? error.message()
+                                      : "there is no such folder"));
+  for (const auto& [name, value] : plan.set_environment)
+    if (const auto& unset = plan.unset_environment;
+        std::find(unset.begin(), unset.end(), name) != unset.end())
+      throw ConfigError(fmt::format("--env and --unset-env both name {}: give one of them", name));
   if (!plan.interface.empty()) {
     const auto names = detail::network_interfaces();
     if (std::find(names.begin(), names.end(), plan.interface) == names.end())
@@ -186,9 +199,11 @@ void add_rank_options(Adder& add, Request& request) {
   add.value("-n,--nproc", "K|auto", "How many ranks this host has; auto: one per GPU, else one per core",
             [&](const auto& text) { plan.num_ranks = ranks_here(text); })
       ->required();
-  add.value("--threads", "K",
-            "Threads of each rank, as OMP_NUM_THREADS and LOCKSTEP_THREADS;\nby default cores / ranks",
-            [&](const auto& text) { plan.threads = whole_or_throw("--threads", text, 1, 4096); });
+  add.value(
+      "--threads", "K",
+      "Threads of each rank, which finds them as OMP_NUM_THREADS and\nLOCKSTEP_THREADS; by default what "
+      "LOCKSTEP_THREADS says, else\nOMP_NUM_THREADS, else cores / ranks",
+      [&](const auto& text) { plan.threads = whole_or_throw("--threads", text, 1, detail::kMostThreads); });
   add.value("--bind", "auto|cores|none",
             "Each rank to its own cores; auto: where there are enough of them and\nno CPU quota",
             [&](const auto& text) {
@@ -233,7 +248,9 @@ void add_output_options(Adder& add, Request& request) {
                   "--prefix", text,
                   {{"auto", Prefix::automatic}, {"always", Prefix::always}, {"never", Prefix::never}});
             });
-  add.value("--log-dir", "DIR", "Also keep each rank's output as it is, in DIR/rank-K.log",
+  add.value("--log-dir", "DIR",
+            "Also keep each rank's output as it is, in DIR/rank-K.log, and after the\nR-th restart in "
+            "DIR/rank-K.restart-R.log;\nfiles that are there are gone on with",
             [&](const auto& text) { plan.log_directory = text; });
   add.flag("-q,--quiet", "No line at the start", plan.quiet);
 }
@@ -293,6 +310,7 @@ void tidy_run(const CLI::App& app, std::vector<std::string>& arguments) {
     argument.replace(0, name_end, name);
     const CLI::Option* option = run->get_option_no_throw(name);
     if (option == nullptr) return;  // CLI11 says so
+    if (is_short && argument.size() > 3 && argument[2] == '=') argument.erase(2, 1);
     if (option->get_items_expected_max() > 0 && argument.size() == name.size())
       ++i;  // its value stands apart
   }

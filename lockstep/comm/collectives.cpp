@@ -32,7 +32,7 @@ int internal_tag(const Call& call) { return kLargestTag + 1 + static_cast<int>(c
 template <typename Options>
 Options with_timeout(const Pending& pending) {
   Options options;
-  options.timeout = pending.timeout();
+  options.timeout = pending.engine_timeout();
   return options;
 }
 

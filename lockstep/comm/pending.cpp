@@ -48,6 +48,8 @@ namespace {
 constexpr milliseconds kLook(100);
 // How long an engine's error waits for the control plane to say who is to blame.
 constexpr milliseconds kHearing(500);
+// Of an engine whose waits end at our own deadline, or at a verdict.
+constexpr milliseconds kEnginePatience = std::chrono::hours(30 * 24);
 
 }  // namespace
 
@@ -116,15 +118,34 @@ void Pending::wait_locked(Clock::time_point deadline) {
   }
 }
 
+// An engine's time passes while the process is stopped, ours does not: where our own waits keep the deadline,
+// the engine's must not come first.
+milliseconds Pending::engine_timeout() const {
+  const auto traits = transport_->traits();
+  return traits.blocks_host && !traits.wakes_waiters ? kEnginePatience : timeout_;
+}
+
+void Pending::wait_in_engine(c10d::Work& work, Clock::time_point deadline) {
+  for (;;) {
+    // c10d reads 0 as "no limit", so a deadline that has passed is the shortest wait.
+    const auto left =
+        std::max(duration_cast<milliseconds>(deadline - Clock::now()) + milliseconds(1), milliseconds(1));
+    try {
+      work.wait(left);
+      return;
+    } catch (...) {
+      // Stopped meanwhile, and there is time left: the work is none the worse for it.
+      if (work.isCompleted() || group_->verdict() || Clock::now() >= deadline) throw;
+    }
+  }
+}
+
 void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
-  // c10d reads 0 as "no limit", so a deadline that has passed is the shortest wait.
-  const auto left =
-      std::max(duration_cast<milliseconds>(deadline - Clock::now()) + milliseconds(1), milliseconds(1));
   const auto traits = transport_->traits();
   if (!traits.blocks_host) {
     work.wait();  // with a limit NCCL would hold the program, not the stream
   } else if (traits.wakes_waiters || work.isCompleted()) {
-    work.wait(left);
+    wait_in_engine(work, deadline);
   } else if (by_messages) {
     // Gloo's own wait cannot be cut into slices: a time-out there closes the connection.
     auto bell = std::make_shared<Bell>();
@@ -132,7 +153,7 @@ void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
     bool complete = false;
     std::thread waiter([&, bell] {
       try {
-        complete = work.wait(left);
+        complete = work.wait(kEnginePatience);
       } catch (...) {
         error = std::current_exception();
       }
@@ -140,7 +161,7 @@ void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
     });
     std::exception_ptr trouble;
     try {
-      wait_for_bell(*bell, deadline + milliseconds(100));  // the engine's own deadline comes first
+      wait_for_bell(*bell, deadline);
     } catch (...) {
       trouble = std::current_exception();
       work.abort();
@@ -155,7 +176,7 @@ void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
     auto future = work.getFuture();
     future->addCallback([bell](c10::ivalue::Future&) { bell->ring(); });
     wait_for_bell(*bell, deadline);
-    work.wait(left);
+    work.wait(kEnginePatience);  // it is complete
   }
 }
 

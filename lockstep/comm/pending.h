@@ -9,11 +9,12 @@
 #include <mutex>
 #include <vector>
 
+#include <lockstep/base/awake_clock.h>
 #include <lockstep/comm/group_state.h>
 
 namespace lockstep::detail {
 
-using Clock = std::chrono::steady_clock;
+using Clock = AwakeClock;  // deadlines do not pass while the process is stopped
 
 class Bell;
 
@@ -31,6 +32,8 @@ class Pending : public std::enable_shared_from_this<Pending> {
   const Call& call() const { return call_; }
   GroupState& group() const { return *group_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
+  // What the engine is told.
+  std::chrono::milliseconds engine_timeout() const;
   // Sends and receives of some engines complete unseen unless somebody waits for them.
   bool needs_watching() const;
   std::optional<int> source() const;
@@ -47,6 +50,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
   void wait_locked(Clock::time_point deadline);
   void hear_control_plane(const std::exception& error, Clock::time_point deadline);
   void wait_for(c10d::Work& work, Clock::time_point deadline);
+  void wait_in_engine(c10d::Work& work, Clock::time_point deadline);
   // Until it rings; throws at the deadline, at a verdict, or when a peer is seen to be gone.
   void wait_for_bell(Bell& bell, Clock::time_point deadline);
   // In words: a deadline that has passed says more than the engine.

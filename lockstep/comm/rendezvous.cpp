@@ -27,7 +27,6 @@ namespace lockstep::detail {
 
 using control::Client;
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
 
 namespace {
 
@@ -157,7 +156,8 @@ control::Fd connect_to_agent(Meeting& meeting, const Identity& identity, millise
     }
     if (!identity.agent.empty())
       throw ConfigError(fmt::format(
-          "LOCKSTEP_AGENT={} is set and nobody listens there: it is left over from a job that has ended",
+          "LOCKSTEP_AGENT={} is set and nobody listens there: it is left over from a job that has ended, "
+          "or this process is in another network namespace than lockstep run",
           identity.agent));
     try {
       auto options = agent_options(identity, meeting.name, timeout);

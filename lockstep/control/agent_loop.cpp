@@ -373,6 +373,11 @@ void Agent::Loop::node_done() {
 
 void Agent::Loop::stop(int signal) { up({.kind = Kind::stop, .payload = Writer().number(signal).take()}); }
 
+void Agent::Loop::paused(bool paused) {
+  paused_ = paused;
+  if (head_) head_->paused(paused);
+}
+
 void Agent::Loop::look_at_stops() {
   if (paused_) {
     for (auto& [rank, state] : ranks_) state.stopped.reset();

@@ -40,7 +40,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void rank_ended(int rank, Ended how);
   void node_done();
   void stop(int signal);
-  void paused(bool paused) { paused_ = paused; }
+  void paused(bool paused);
 
  private:
   // A process of this host that has connected. Its rank is what it says it is.

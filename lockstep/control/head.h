@@ -39,6 +39,7 @@ class Head {
   // From a rank of that node, or from its agent. Throws FrameError for what makes no sense.
   void receive(int node, const Frame& frame);
   void tick(Clock::time_point now);
+  void paused(bool paused) { paused_ = paused; }  // the ranks are stopped on purpose: nobody is late
 
   int oldest_world() const;  // of the ranks that are here; kNoWorld: none is
   // The job was refused, and not all who belong to it have come to hear it.
@@ -113,6 +114,8 @@ class Head {
   std::optional<std::int64_t> stop_at_;
   bool finished_ = false;
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> told_;  // of a wait: until when, in ms
+  bool paused_ = false;
+  Clock::time_point quiet_until_{};  // after a pause: who was stopped inside a wait needs a moment to end it
 };
 
 }  // namespace lockstep::control

@@ -76,6 +76,10 @@ std::vector<Head::Wait> Head::waits(Clock::time_point now) const {
 }
 
 void Head::look_at_waits(Clock::time_point now) {
+  if (paused_) {
+    quiet_until_ = now + milliseconds(kFirstTell);
+    return;
+  }
   const Wait* longest = nullptr;
   const auto all = waits(now);
   for (const Wait& wait : all) {
@@ -98,6 +102,7 @@ void Head::look_at_waits(Clock::time_point now) {
     told_.clear();
     return;
   }
+  if (now < quiet_until_) return;
   auto& next = told_.try_emplace({longest->row->key, longest->row->waits_for}, kFirstTell).first->second;
   if (longest->waited_ms < next) return;
   while (next <= longest->waited_ms) next *= 2;

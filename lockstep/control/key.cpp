@@ -51,11 +51,11 @@ std::string read_key_file(const std::string& what, const std::string& path) {
   if (status.st_uid != ::geteuid())
     throw ConfigError(fmt::format("{} {} belongs to user {}, but must belong to user {}, who runs this", what,
                                   path, status.st_uid, ::geteuid()));
-  if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0)
+  if (const auto mode = status.st_mode & 07777; mode != 0600 && mode != 0400)
     throw ConfigError(
-        fmt::format("{} {} has mode {:04o}, with which others can read or change it; do: "
-                    "chmod 600 {}",
-                    what, path, status.st_mode & 07777, path));
+        fmt::format("{} {} has mode {:04o}: 0600 or 0400 is allowed, which is for its owner "
+                    "alone; do: chmod 600 {}",
+                    what, path, mode, path));
   std::string text(kDigits + 3, '\0');  // room to see that there is more than digits and the end of a line
   const auto size = ::read(file.get(), text.data(), text.size());
   try {

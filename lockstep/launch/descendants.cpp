@@ -12,6 +12,8 @@
 #include <string>
 #include <thread>
 
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
 #include <lockstep/control/process.h>
 
 namespace lockstep::detail {
@@ -40,6 +42,21 @@ bool kernel_lists_children() {
 
 }  // namespace
 
+void check_proc() {
+  std::error_code error;
+  const auto self = fs::read_symlink("/proc/self", error).string();
+  if (self == std::to_string(::getpid())) return;
+  const auto mount = "mount -t proc proc /proc (unshare: --mount-proc)";
+  // Of an outer namespace it may not know this process at all.
+  if (std::error_code none; self.empty() && !fs::exists("/proc/stat", none))
+    throw ConfigError(
+        fmt::format("there is no /proc, by which ranks and what they start are found: {}", mount));
+  throw ConfigError(fmt::format(
+      "/proc is of another pid namespace: this process is {} here and '{}' there; mount that of this "
+      "namespace: {}",
+      ::getpid(), self, mount));
+}
+
 std::vector<pid_t> children(pid_t pid) {
   std::vector<pid_t> found;
   if (kernel_lists_children()) {
@@ -61,7 +78,9 @@ std::vector<pid_t> descendants(const std::vector<pid_t>& spare) {
   std::vector<pid_t> found = {::getpid()};
   for (std::size_t i = 0; i < found.size(); ++i)
     for (pid_t child : children(found[i]))
-      if (std::find(spare.begin(), spare.end(), child) == spare.end()) found.push_back(child);
+      // Whatever /proc says, never this process itself.
+      if (child != ::getpid() && std::find(spare.begin(), spare.end(), child) == spare.end())
+        found.push_back(child);
   found.erase(found.begin());
   std::erase_if(found, [](pid_t pid) {
     const auto state = control::look_at(pid);

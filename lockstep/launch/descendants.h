@@ -12,6 +12,9 @@
 
 namespace lockstep::detail {
 
+// ConfigError where /proc is missing or of another pid namespace: its numbers are those of strangers then.
+void check_proc();
+
 std::vector<pid_t> children(pid_t pid);
 
 // Those that live, at every depth. Those in `spare` are left out, with what stems from them.

@@ -22,6 +22,7 @@
 #include <lockstep/launch/local_ranks.h>
 #include <lockstep/launch/out_of_memory.h>
 #include <lockstep/launch/output.h>
+#include <lockstep/launch/screen.h>
 #include <lockstep/launch/signals.h>
 
 namespace lockstep::detail {
@@ -64,8 +65,9 @@ class Guardian {
       say(fmt::format("node {} of {}, meeting the others at {}", plan_.node, plan_.num_nodes,
                       agent_.address()));
     while (!status_) {
-      wait(agent_.orders_fd());
+      wait(paused_since_ ? -1 : agent_.orders_fd());
       if (launcher_gone_) return 128 + SIGKILL;
+      if (paused_since_) continue;  // what is to be done, and what time is left, waits with the ranks
       for (auto& order : agent_.take_orders()) std::visit([this](auto& what) { handle(what); }, order);
       keep_deadlines();
       if (started_ && ranks_.running().empty()) {
@@ -76,9 +78,13 @@ class Guardian {
     if (started_) end_leftovers();
     output_.finish();
     // However slow the reader is, unless the person has had enough.
-    for (const int before = num_signals_; !output_is_done_ && num_signals_ == before && !launcher_gone_;)
+    if (num_signals_ > 0) give_up_at_ = Clock::now() + plan_.grace;
+    const int before = num_signals_;
+    while (!output_is_done_ && num_signals_ == before && !launcher_gone_ &&
+           !(give_up_at_ && Clock::now() >= *give_up_at_))
       output_is_done_ = wait(output_.done_fd());
-    return *status_;
+    // A job whose output is lost has not done what was asked of it.
+    return *status_ == 0 && output_is_done_ && output_.has_lost() ? 1 : *status_;
   }
 
   bool has_shown_everything() const { return output_is_done_; }
@@ -112,8 +118,9 @@ class Guardian {
                                     {fd, POLLIN, 0},
                                     {ranks_.start_fd(), POLLIN, 0}}};
     auto next = Clock::now() + std::chrono::hours(1);
-    for (const auto& deadline : {terminate_at_, kill_at_, give_up_at_})
-      if (deadline) next = std::min(next, *deadline);
+    if (!paused_since_)
+      for (const auto& deadline : {terminate_at_, kill_at_, give_up_at_})
+        if (deadline) next = std::min(next, *deadline);
     const auto left = std::chrono::ceil<milliseconds>(next - Clock::now()).count();
     ::poll(waits.data(), waits.size(), static_cast<int>(std::max<std::int64_t>(0, left)));
     if (waits[0].revents != 0) listen_to_launcher();
@@ -154,18 +161,24 @@ class Guardian {
 
   void take_signal(int signal) {
     if (signal == SIGUSR1 || signal == SIGUSR2) return ranks_.send(signal);
+    resume();  // ranks that are to end must run
     if (num_signals_++ == 0) return agent_.stop(signal);
     kill_all();
     if (!started_) status_ = 128 + signal;  // other hosts may not be there to agree
   }
 
   void pause() {
+    if (!paused_since_) paused_since_ = Clock::now();
     agent_.paused(true);
     ranks_.send(SIGSTOP);
     tell_launcher(Message::Kind::paused);
   }
 
   void resume() {
+    if (!paused_since_) return;
+    for (auto* deadline : {&terminate_at_, &kill_at_, &give_up_at_})
+      if (*deadline) **deadline += Clock::now() - *paused_since_;
+    paused_since_.reset();
     ranks_.send(SIGCONT);
     agent_.paused(false);
   }
@@ -284,6 +297,7 @@ class Guardian {
 
   bool started_ = false;  // ranks were started, and their end has not been told
   std::optional<Clock::time_point> terminate_at_, kill_at_, give_up_at_;
+  std::optional<Clock::time_point> paused_since_;  // Ctrl-Z
   int num_signals_ = 0;
   bool launcher_gone_ = false, output_is_done_ = false;
   std::optional<int> status_;
@@ -313,7 +327,7 @@ int guard(const LaunchPlan& plan, Inherited inherited) {
     return status;
   } catch (const std::exception& error) {
     end_all();
-    fmt::print(stderr, "lockstep: {}\n", error.what());
+    write_all(STDERR_FILENO, fmt::format("lockstep: {}\n", error.what()));
     return 2;
   }
 }

@@ -52,7 +52,11 @@ control::Ended how_it_ended(const siginfo_t& info) {
   return how;
 }
 
-void send_to(const LocalRanks::Rank& rank, int signal) { ::kill(-rank.pid, signal); }
+// With its group, which is not there yet where the rank has only just been started.
+void send_to(const LocalRanks::Rank& rank, int signal) {
+  if (::getpgid(rank.pid) != rank.pid) ::kill(rank.pid, signal);
+  ::kill(-rank.pid, signal);
+}
 
 bool is_stopped(const LocalRanks::Rank& rank) {
   const auto state = control::look_at(rank.pid);

@@ -25,6 +25,9 @@ using control::Fd;
 constexpr std::size_t kLongestLine = 64 << 10;  // longer ones are cut into pieces
 constexpr std::size_t kLastLines = 20, kLongestLastLine = 4 << 10;
 constexpr std::chrono::milliseconds kPromptAfter{200};
+// A line that is written over and over ("\r": a progress bar) is shown this often, each time as a line: the
+// ranks share the screen, and nobody can go back in it.
+constexpr std::chrono::seconds kProgressEvery{1};
 // Whoever still holds a pipe when all of ours have ended is a stranger: it is not waited for.
 constexpr std::chrono::seconds kPatienceWithStrangers{1};
 
@@ -55,8 +58,19 @@ struct Output::Stream {
   bool prompts = false;                       // the beginning of a line is worth showing
   std::string line;                           // what there is of it
   std::size_t displayed = 0;                  // how much of it is on the screen already
-  Clock::time_point since{};                  // its last byte
+  Clock::time_point begun{}, since{};         // its first and its last byte
+  bool overwritten = false;                   // it has been, and `line` is what was written last
+  bool open = false;                          // its beginning is on the screen, and may be gone on with
+  Clock::time_point progress{};               // when it was last shown as it was then
   std::optional<Clock::time_point> deadline;  // everybody who should hold the other end has ended
+
+  bool is_progress() const { return overwritten || line.ends_with('\r'); }
+  std::string_view rest() const { return std::string_view(line).substr(displayed); }
+  // When what there is of the line is shown though it has not ended; never where it is nobody's business.
+  std::optional<Clock::time_point> due() const {
+    if (line.size() <= displayed || !(prompts || is_progress())) return std::nullopt;
+    return is_progress() ? std::max(since + kPromptAfter, progress + kProgressEvery) : since + kPromptAfter;
+  }
 };
 
 Output::Output(const LaunchPlan& plan)
@@ -166,6 +180,7 @@ void Output::run() {
     std::erase_if(streams_, [](const auto& stream) { return !stream->fd; });
     screen_.flush();
   }
+  lost_ = screen_.has_lost();
   signal_event(done_.get());
 }
 
@@ -185,8 +200,7 @@ int Output::milliseconds_to_wait() const {
   auto next = now + std::chrono::hours(1);
   for (const auto& stream : streams_) {
     if (stream->deadline) next = std::min(next, *stream->deadline);
-    if (stream->prompts && stream->line.size() > stream->displayed)
-      next = std::min(next, stream->since + kPromptAfter);
+    if (const auto due = stream->due()) next = std::min(next, *due);
   }
   const auto wait = std::chrono::ceil<std::chrono::milliseconds>(next - now).count();
   return static_cast<int>(std::max<std::int64_t>(0, wait));
@@ -220,11 +234,14 @@ void Output::take(Stream& stream, std::string_view bytes) {
   if (stream.shown && screen_.raw()) screen_.bytes(stream.channel, stream.number, bytes);
   stream.since = Clock::now();
   while (!bytes.empty()) {
+    if (stream.line.ends_with('\r') && bytes.front() != '\r' && bytes.front() != '\n') overwrite_line(stream);
+    if (stream.line.empty() && !stream.overwritten) stream.begun = stream.since;
     const auto end = bytes.find('\n');
     const auto room = kLongestLine - stream.line.size();
-    const auto length = std::min({end, room, bytes.size()});
-    stream.line.append(bytes.substr(0, length));
-    bytes.remove_prefix(length);
+    auto piece = bytes.substr(0, std::min(end, room));
+    if (const auto back = piece.find('\r'); back != piece.npos) piece = piece.substr(0, back + 1);
+    stream.line.append(piece);
+    bytes.remove_prefix(piece.size());
     if (!bytes.empty() && bytes.front() == '\n') {
       bytes.remove_prefix(1);
       end_line(stream);
@@ -235,13 +252,32 @@ void Output::take(Stream& stream, std::string_view bytes) {
 }
 
 void Output::end_line(Stream& stream) {
-  if (stream.shown && !screen_.raw())
-    screen_.line(stream.channel, stream.number, std::string_view(stream.line).substr(stream.displayed));
+  const bool all_shown = stream.displayed > 0 && !stream.open && stream.rest().empty();
+  if (stream.shown && !screen_.raw() && !all_shown)
+    screen_.line(stream.channel, stream.number, stream.rest());
   auto& last = stream.rank->last_lines;
   if (last.size() == kLastLines) last.pop_front();
   stream.line.resize(std::min(stream.line.size(), kLongestLastLine));
   last.push_back(std::exchange(stream.line, {}));
   stream.displayed = 0;
+  stream.open = stream.overwritten = false;
+}
+
+// "\r" and then something else: what was there is gone, but for what is shown of it now.
+void Output::overwrite_line(Stream& stream) {
+  while (stream.line.ends_with('\r')) stream.line.pop_back();
+  stream.displayed = std::min(stream.displayed, stream.line.size());
+  const auto now = Clock::now();
+  const bool due =
+      !stream.rest().empty() && now >= stream.begun + kPromptAfter && now >= stream.progress + kProgressEvery;
+  if (stream.shown && !screen_.raw() && (stream.open || due)) {
+    screen_.line(stream.channel, stream.number, stream.rest());
+    stream.progress = now;
+  }
+  stream.line.clear();
+  stream.displayed = 0;
+  stream.open = false;
+  stream.overwritten = true;
 }
 
 void Output::end_stream(Stream& stream) {
@@ -254,11 +290,20 @@ void Output::end_stream(Stream& stream) {
 void Output::show_prompts() {
   const auto now = Clock::now();
   for (auto& stream : streams_) {
-    if (!stream->prompts || stream->line.size() <= stream->displayed || now < stream->since + kPromptAfter)
-      continue;
-    if (stream->shown && !screen_.raw())
-      screen_.beginning(stream->channel, stream->number,
-                        std::string_view(stream->line).substr(stream->displayed));
+    const auto due = stream->due();
+    if (!due || now < *due) continue;
+    if (stream->shown && !screen_.raw()) {
+      auto text = stream->rest();
+      if (stream->is_progress()) {
+        while (text.ends_with('\r')) text.remove_suffix(1);
+        if (stream->open || !text.empty()) screen_.line(stream->channel, stream->number, text);
+        stream->progress = now;
+        stream->open = false;
+      } else {
+        screen_.beginning(stream->channel, stream->number, text);
+        stream->open = true;
+      }
+    }
     stream->displayed = stream->line.size();
   }
 }

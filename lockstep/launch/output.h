@@ -2,6 +2,7 @@
 // Ctrl-S, holds up the ranks that write to it and nobody else.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -38,6 +39,7 @@ class Output {
   // No more of the above; done_fd() is readable when everything has been shown.
   void finish();
   int done_fd() const { return done_.get(); }
+  bool has_lost() const { return lost_; }  // something could not be written
 
  private:
   struct Rank {
@@ -54,6 +56,7 @@ class Output {
   bool read_some(Stream& stream);  // false where there is nothing for now, or nothing any more
   void take(Stream& stream, std::string_view bytes);
   void end_line(Stream& stream);
+  void overwrite_line(Stream& stream);
   void end_stream(Stream& stream);
   void show_prompts();
   void show_last_lines(int rank);
@@ -65,6 +68,7 @@ class Output {
   control::Fd wake_, done_, poll_;
   std::mutex mutex_;
   std::vector<std::function<void()>> tasks_;
+  std::atomic<bool> lost_ = false;
 
   // The thread's own.
   Screen screen_;

@@ -6,6 +6,7 @@
 #include <charconv>
 #include <climits>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 #include <fmt/format.h>
@@ -52,15 +53,28 @@ std::string list_of(const hwloc_bitmap_s* set) {
   return text;
 }
 
-// As OpenMP reads it: it may be a list, of which the first number is for the outermost level.
-int threads_from_environment(const std::string& text) {
+// As OpenMP reads it: with spaces around, and it may be a list, of which the first number is for the
+// outermost level.
+int threads_from(const char* variable, const std::string& text) {
+  constexpr const char* kSpaces = " \t\n";
+  const auto begin = std::min(text.find_first_not_of(kSpaces), text.size());
   int threads = 0;
-  auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), threads);
-  const bool ends = stop == text.data() + text.size() || *stop == ',';
-  if (error != std::errc{} || !ends || threads < 1)
-    throw ConfigError(fmt::format(
-        "OMP_NUM_THREADS='{}' is not allowed: a whole number from 1 on is; --threads goes before it", text));
+  const auto* end = text.data() + text.size();
+  auto [stop, error] = std::from_chars(text.data() + begin, end, threads);
+  stop = std::find_if(stop, end, [&](char c) { return std::strchr(kSpaces, c) == nullptr; });
+  if (error != std::errc{} || (stop != end && *stop != ',') || threads < 1 || threads > kMostThreads)
+    throw ConfigError(
+        fmt::format("{}='{}' is not allowed: a whole number from 1 to {} is; --threads goes before it",
+                    variable, text, kMostThreads));
   return threads;
+}
+
+// --threads, else the variables, in the order in which a program without this launcher takes them.
+int threads_of(const LaunchPlan& plan) {
+  if (plan.threads > 0) return plan.threads;
+  for (const char* variable : {"LOCKSTEP_THREADS", "OMP_NUM_THREADS"})
+    if (const auto text = env::text(variable)) return threads_from(variable, *text);
+  return std::max(1, host::available_cores() / plan.num_ranks);
 }
 
 }  // namespace
@@ -99,10 +113,7 @@ Placement place_ranks(const LaunchPlan& plan) {
   Placement placement;
   const int cores = host::affinity_cores();
   const auto quota = host::cpu_quota();
-  const auto from_environment = env::text("OMP_NUM_THREADS");
-  placement.threads = plan.threads > 0   ? plan.threads
-                      : from_environment ? threads_from_environment(*from_environment)
-                                         : std::max(1, host::available_cores() / plan.num_ranks);
+  placement.threads = threads_of(plan);
   const auto needed = static_cast<long>(plan.num_ranks) * placement.threads;
   const std::string cores_text = fmt::format("{} core{}", cores, cores == 1 ? "" : "s");
   if (plan.bind == Bind::cores && needed > cores)

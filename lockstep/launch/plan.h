@@ -27,6 +27,8 @@ class RankSet {
   std::vector<std::pair<int, int>> ranges_;  // both ends included
 };
 
+constexpr int kMostThreads = 4096;  // of a rank
+
 enum class Prefix { automatic, always, never };  // automatic: where there is more than one rank
 enum class Bind { automatic, cores, none };
 
@@ -51,7 +53,7 @@ struct LaunchPlan {
   Prefix prefix = Prefix::automatic;
   bool quiet = false;  // no line at the start
 
-  int threads = 0;  // of each rank; 0: OMP_NUM_THREADS where it is set, else cores / ranks
+  int threads = 0;  // of each rank; 0: LOCKSTEP_THREADS, OMP_NUM_THREADS, else cores / ranks
   Bind bind = Bind::automatic;
 
   std::string timeout;  // of each collective, as LOCKSTEP_TIMEOUT takes it; empty: not set by us

@@ -61,7 +61,9 @@ std::vector<std::string> rank_environment(const LaunchPlan& plan, const RankPlac
   variables["GROUP_RANK"] = std::to_string(plan.node);
   variables["MASTER_ADDR"] = place.master_address;
   variables["MASTER_PORT"] = std::to_string(place.master_port);
-  if (plan.threads > 0 || variables["OMP_NUM_THREADS"].empty()) variables["OMP_NUM_THREADS"] = threads;
+  // A list for several levels is passed on as it is.
+  const bool from_openmp = plan.threads == 0 && variables["LOCKSTEP_THREADS"].empty();
+  if (!from_openmp || variables["OMP_NUM_THREADS"].empty()) variables["OMP_NUM_THREADS"] = threads;
   variables["LOCKSTEP_THREADS"] = threads;
   variables["LOCKSTEP_AGENT"] = place.agent;
   variables["LOCKSTEP_RESTART_COUNT"] = std::to_string(place.attempt);
@@ -130,13 +132,10 @@ pid_t start_rank(const RankProcess& process) {
 
   const pid_t pid = ::fork();
   if (pid < 0) throw std::system_error(errno, std::generic_category(), "a rank could not be started");
-  if (pid > 0) {
-    // In both processes: whoever comes first, the group is there when either goes on.
-    ::setpgid(pid, pid);
-    return pid;
-  }
-  // A group of its own: the terminal's Ctrl-C reaches it once, through the launcher.
-  ::setpgid(0, 0);
+  if (pid > 0) return pid;
+  // A session of its own, and so a group: the terminal's Ctrl-C reaches it once, through the launcher, and
+  // whoever opens /dev/tty gets an error instead of being stopped. It cannot leave its group either.
+  ::setsid();
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(1);  // it ended before it could be watched
   bool good = process.directory.empty() || ::chdir(process.directory.c_str()) == 0;

@@ -45,8 +45,8 @@ struct RankProcess {
   sigset_t signals{};     // blocked
 };
 
-// In a process group of its own, and killed by the kernel when the calling thread ends. Throws
-// std::system_error where there can be no more processes.
+// In a session of its own, a moment after this returns, and killed by the kernel when the calling thread
+// ends. Throws std::system_error where there can be no more processes.
 pid_t start_rank(const RankProcess& process);
 
 }  // namespace lockstep::detail

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstring>
 
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
@@ -39,7 +40,8 @@ bool write_all(int fd, std::string_view bytes) {
 
 Screen::Screen() {
   for (Channel channel : {Channel::out, Channel::err})
-    colours_[index(channel)] = ::isatty(fd_of(channel)) == 1 && !env::text("NO_COLOR");
+    colours_[index(channel)] =
+        ::isatty(fd_of(channel)) == 1 && !env::text("NO_COLOR") && env::text("TERM").value_or("") != "dumb";
   struct stat out {
   }, err{};
   same_place_ = ::fstat(STDOUT_FILENO, &out) == 0 && ::fstat(STDERR_FILENO, &err) == 0 &&
@@ -90,8 +92,20 @@ void Screen::put(Channel channel, std::string_view text) {
 }
 
 void Screen::flush() {
-  bool& gone = gone_[index(buffered_)];
-  if (!gone && !buffer_.empty()) gone = !write_all(fd_of(buffered_), buffer_);
+  const auto at = index(buffered_);
+  if (!gone_[at] && !buffer_.empty() && !write_all(fd_of(buffered_), buffer_)) {
+    const bool first = !lost_[at] && !gone_[at];
+    // A pipe without a reader, a terminal that has been closed: for good. A disk may have room again.
+    gone_[at] = errno == EPIPE || errno == EIO;
+    lost_[at] = lost_[at] || !gone_[at];
+    if (first && buffered_ == Channel::out) {
+      const auto line =
+          gone_[at] ? "lockstep: nobody reads the standard output any longer; the ranks go on\n"
+                    : fmt::format("lockstep: the standard output cannot be written, and is lost: {}\n",
+                                  std::strerror(errno));
+      write_all(STDERR_FILENO, line);
+    }
+  }
   buffer_.clear();
 }
 

@@ -27,6 +27,9 @@ class Screen {
   void bytes(Channel channel, int rank, std::string_view bytes);
   void say(std::string_view line);  // the launcher's own, to standard error
   void flush();
+  bool has_lost() const {
+    return lost_[0] || lost_[1];
+  }  // somebody was to read it, and it could not be written
 
  private:
   struct Line {
@@ -41,13 +44,14 @@ class Screen {
   Style style_;
   std::array<bool, 2> colours_{};
   std::array<bool, 2> gone_{};  // nobody reads it any longer
+  std::array<bool, 2> lost_{};  // it could not be written, at least once
   bool same_place_ = false;     // standard output and error are one terminal, pipe or file
   std::optional<Line> open_;    // the line that has begun and not ended
   std::string buffer_;
   Channel buffered_ = Channel::out;
 };
 
-// All of it, however long the reader takes; false where there is none any longer.
+// All of it, however long the reader takes; false where that cannot be done, with errno.
 bool write_all(int fd, std::string_view bytes);
 
 }  // namespace lockstep::detail

@@ -19,6 +19,7 @@
 #include <lockstep/control/failure.h>
 #include <lockstep/launch/descendants.h>
 #include <lockstep/launch/guardian.h>
+#include <lockstep/launch/screen.h>
 #include <lockstep/launch/signals.h>
 
 namespace lockstep::detail {
@@ -91,10 +92,11 @@ class Launcher {
     Inherited inherited;
     ::pthread_sigmask(SIG_SETMASK, nullptr, &inherited.signals);
     signals_ = take_signals({SIGCHLD, SIGTSTP}, kForwarded);
-    // Blocked, not ignored, which the ranks would inherit: writing to nobody, or to a terminal from behind.
+    // Blocked, not ignored, which the ranks would inherit: writing to nobody, to a terminal from behind, or
+    // beyond the size that a file may have.
     sigset_t harmless;
     ::sigemptyset(&harmless);
-    for (int signal : {SIGPIPE, SIGTTOU}) ::sigaddset(&harmless, signal);
+    for (int signal : {SIGPIPE, SIGTTOU, SIGXFSZ}) ::sigaddset(&harmless, signal);
     ::pthread_sigmask(SIG_BLOCK, &harmless, nullptr);
     int ends[2], typed[2] = {-1, -1};
     if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0)
@@ -182,7 +184,7 @@ class Launcher {
     if (end->si_code == CLD_EXITED) return end->si_status;
     control::Ended how;
     how.signal = end->si_status;
-    fmt::print(stderr, "lockstep: the agent (pid {}) {}; ending the ranks\n", guardian_, how.text());
+    // First of all, and with a write that may fail: whatever becomes of the line, no rank is left.
     end_descendants(
         milliseconds(10000),
         [] {
@@ -190,6 +192,8 @@ class Launcher {
           }
         },
         before_us_);
+    write_all(STDERR_FILENO,
+              fmt::format("lockstep: the agent (pid {}) {}; the ranks were ended\n", guardian_, how.text()));
     return 128 + end->si_status;
   }
 
@@ -201,6 +205,9 @@ class Launcher {
 
 }  // namespace
 
-int supervise(const LaunchPlan& plan) { return Launcher(plan).run(); }
+int supervise(const LaunchPlan& plan) {
+  check_proc();
+  return Launcher(plan).run();
+}
 
 }  // namespace lockstep::detail

@@ -2,7 +2,7 @@
 //
 //   lockstep (the person's: terminal, signals, standard input)
 //     lockstep-agent (the guardian: the host's agent, output, waiting)
-//       ranks, each in a process group of its own, and what they start
+//       ranks, each in a session of its own, and what they start
 //
 // Either of the first two may be killed: the other ends every process below.
 #pragma once

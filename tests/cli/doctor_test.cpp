@@ -34,6 +34,7 @@ struct Report {
     EXPECT_TRUE(json.is_object()) << outcome.output;
     if (!json.is_object()) json = Json::object();
     EXPECT_EQ(status, json.value("bad", -1) == 0 ? 0 : 1) << outcome.output;
+    for (const auto& row : json.value("rows", Json::array())) EXPECT_TRUE(row["values"].is_object()) << row;
   }
   Json row(const std::string& name) const {
     for (const auto& each : json.value("rows", Json::array()))
@@ -194,6 +195,35 @@ TEST(Doctor, a_transport_that_fails_is_a_row_and_not_the_end) {
   }
   EXPECT_THAT(report.row("transport mpi")["finding"].get<std::string>(), HasSubstr("module"));
   EXPECT_THAT(report.row("transport nccl")["finding"].get<std::string>(), HasSubstr("GPUs"));
+}
+
+TEST(Doctor, a_transport_that_is_not_there_is_a_row_of_the_table_too) {
+  // No probe, no MPI in PATH, no GPU: each is told, and the table is whole.
+  const auto without_probe = Copy();
+  const auto first = doctor({"-n", "2", "--backend", "gloo"}, {}, without_probe.program());
+  EXPECT_EQ(first.status, 1) << first.output;
+  EXPECT_THAT(first.output, AllOf(ContainsRegex("\nbad +gloo +not measured"), HasSubstr("memory copy"),
+                                  ContainsRegex("[0-9] bad, ")));
+  const Copy copy(probe_that_says({{"version", "2.13.0"}}));
+  const auto second = doctor({"-n", "2", "--backend", "mpi,nccl"}, {{"PATH", "/no/such"}}, copy.program());
+  EXPECT_EQ(second.status, 1) << second.output;
+  EXPECT_THAT(second.output,
+              AllOf(ContainsRegex("\nbad +mpi +no MPI"), ContainsRegex("\nbad +nccl +2 ranks need"),
+                    HasSubstr("memory copy"), ContainsRegex("[0-9] bad, ")));
+}
+
+TEST(Doctor, a_missing_proc_is_a_row) {
+  const std::vector<std::string> hidden = {"unshare", "--mount", "sh", "-c",
+                                           "mount -t tmpfs none /proc && exec \"$0\" \"$@\""};
+  auto command = hidden;
+  command.push_back("true");
+  if (run({command}).status != 0) GTEST_SKIP() << "/proc cannot be hidden here";
+  command = hidden;
+  command.insert(command.end(), {LOCKSTEP_PROGRAM, "doctor", "--json"});
+  const Report report(run({command}, std::chrono::seconds(110)));
+  EXPECT_EQ(report.status, 1);
+  EXPECT_EQ(report.row("/proc")["verdict"], "bad");
+  EXPECT_FALSE(report.row("SLURM")["finding"].get<std::string>().empty());
 }
 
 TEST(Doctor, gpus_and_libtorch_that_do_not_fit_are_told) {

@@ -72,6 +72,18 @@ TEST(Failure, a_stopped_rank_does_not_hold_up_the_end) {
   EXPECT_EQ(outcome.status, 3);
 }
 
+TEST(Failure, a_rank_cannot_leave_its_group_and_so_its_signals) {
+  const auto outcome = run({{LOCKSTEP_PROGRAM, "run", "-q", "-n", "2", "--grace", "500ms", "python3", "-c",
+                             "import os, time\n"
+                             "try: os.setpgid(0, os.getpgid(os.getppid()))\n"
+                             "except PermissionError: print('stays', flush=True)\n"
+                             "time.sleep(0.5)\n"
+                             "if os.environ['RANK'] == '0': os._exit(3)\n"
+                             "time.sleep(300)"}});
+  EXPECT_EQ(outcome.status, 3);
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] stays\n"), Not(HasSubstr("does not react"))));
+}
+
 TEST(Failure, what_a_rank_started_ends_with_it) {
   const auto marker = unique_marker();
   const auto outcome =
@@ -122,7 +134,7 @@ TEST(Signals, go_to_the_ranks_which_may_save) {
     Session session(command({"-n", "2"}, std::string("trap 'echo saved; exit 0' ") + name +
                                              "; echo ready; while :; do sleep 0.1; done"));
     ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready")) << session.output();
-    ::kill(session.pid(), signal);
+    session.send(signal);
     EXPECT_EQ(session.wait(), 128 + signal) << session.output();
     EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] saved"), HasSubstr("[1] saved")));
   }
@@ -132,7 +144,7 @@ TEST(Signals, reach_each_rank_once) {
   Session session(command({"-n", "1", "--grace", "2s"},
                           "trap 'echo got it' INT; echo ready; while :; do sleep 0.1; done"));
   ASSERT_TRUE(session.wait_for("ready"));
-  ::kill(session.pid(), SIGINT);
+  session.send(SIGINT);
   EXPECT_EQ(session.wait(), 130);
   EXPECT_THAT(session.output(),
               ContainsRegex("^ready\ngot it\nlockstep: rank 0 \\(pid [0-9]+\\) has not ended within 2 s: "
@@ -143,9 +155,9 @@ TEST(Signals, a_second_one_kills_at_once) {
   Session session(
       command({"-n", "2", "--grace", "10m"}, "trap 'echo no' TERM; echo ready; while :; do sleep 0.1; done"));
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
-  ::kill(session.pid(), SIGTERM);
+  session.send(SIGTERM);
   ASSERT_TRUE(session.wait_for("no"));
-  ::kill(session.pid(), SIGTERM);
+  session.send(SIGTERM);
   EXPECT_EQ(session.wait(), 143);
 }
 
@@ -153,8 +165,21 @@ TEST(Signals, ranks_that_do_not_end_are_killed_after_the_grace) {
   Session session(
       command({"-n", "2", "--grace", "300ms"}, "trap '' TERM; echo ready; while :; do sleep 0.1; done"));
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
-  ::kill(session.pid(), SIGTERM);
+  session.send(SIGTERM);
   EXPECT_EQ(session.wait(), 143);
+}
+
+TEST(Signals, one_is_enough_also_where_nobody_reads_the_output) {
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);  // ours, and never read
+  const auto out = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(ends[1]);
+  Session session({"bash", "-c", "exec \"$0\" \"$@\" >" + out, LOCKSTEP_PROGRAM, "run", "-q", "-n", "2",
+                   "--grace", "500ms", "yes"});
+  ::usleep(1500 * 1000);
+  session.send(SIGTERM);
+  EXPECT_EQ(session.wait(std::chrono::seconds(10)), 143);
+  ::close(ends[0]);
+  ::close(ends[1]);
 }
 
 TEST(Signals, that_are_ignored_stay_ignored) {
@@ -162,7 +187,7 @@ TEST(Signals, that_are_ignored_stay_ignored) {
                    std::string("trap '' HUP; exec ") + LOCKSTEP_PROGRAM +
                        " run -q -n 2 bash -c 'echo ready; sleep 2; echo survived'"});
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
-  ::kill(session.pid(), SIGHUP);
+  session.send(SIGHUP);
   EXPECT_EQ(session.wait(), 0);
   EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] survived\n"), HasSubstr("[1] survived\n")));
 }
@@ -171,7 +196,7 @@ TEST(Signals, of_the_users_own_are_passed_on) {
   Session session(
       command({"-n", "2"}, "trap 'echo asked; exit 0' USR1; echo ready; while :; do sleep 0.1; done"));
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
-  ::kill(session.pid(), SIGUSR1);
+  session.send(SIGUSR1);
   EXPECT_EQ(session.wait(), 0);
   EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] asked"), HasSubstr("[1] asked")));
 }

@@ -36,7 +36,7 @@ TEST(Guardian, a_killed_launcher_takes_everything_with_it) {
   Session session(command(marker));
   ASSERT_TRUE(begin(session)) << session.output();
   EXPECT_GT(processes_with(marker).size(), 8u);
-  ::kill(session.pid(), SIGKILL);
+  session.send(SIGKILL);
   EXPECT_EQ(session.wait(), 137);
   EXPECT_TRUE(all_gone(marker));
 }
@@ -54,6 +54,19 @@ TEST(Guardian, that_is_killed_takes_everything_with_it) {
               HasSubstr("the agent (pid " + std::to_string(guardian) + ") was killed by signal 9"));
 }
 
+TEST(Guardian, that_is_killed_takes_everything_with_it_also_where_nothing_can_be_said) {
+  const auto marker = unique_marker();
+  auto words = command(marker);
+  words.insert(words.begin(), {"bash", "-c", "exec \"$0\" \"$@\" 2>/dev/full"});
+  Session session(words);
+  ASSERT_TRUE(begin(session)) << session.output();
+  const pid_t guardian = child_named(session.pid(), "lockstep-agent");
+  ASSERT_GT(guardian, 0);
+  ::kill(guardian, SIGKILL);
+  EXPECT_EQ(session.wait(), 137);
+  EXPECT_THAT(processes_with(marker), IsEmpty());
+}
+
 TEST(Guardian, nothing_is_left_at_the_normal_end) {
   const auto marker = unique_marker();
   Session session(command(marker, true));
@@ -68,7 +81,7 @@ TEST(Guardian, nothing_is_left_after_a_failure_or_a_signal) {
   EXPECT_THAT(processes_with(marker), IsEmpty());
   Session session(command(marker));
   ASSERT_TRUE(begin(session));
-  ::kill(session.pid(), SIGTERM);
+  session.send(SIGTERM);
   EXPECT_EQ(session.wait(), 143);
   EXPECT_THAT(processes_with(marker), IsEmpty());
 }
@@ -78,7 +91,7 @@ TEST(Guardian, a_launcher_killed_at_any_moment_of_the_start_leaves_nothing) {
   for (int milliseconds = 0; milliseconds < 400; milliseconds += 20) {
     Session session(command(marker));
     ::usleep(static_cast<useconds_t>(milliseconds) * 1000);
-    ::kill(session.pid(), SIGKILL);
+    session.send(SIGKILL);
     session.wait();
   }
   EXPECT_TRUE(all_gone(marker));
@@ -90,11 +103,26 @@ TEST(Guardian, what_a_shell_had_started_before_is_left_alone) {
                    "setsid bash -c 'exec -a other-" + marker + " sleep 1000' & exec \"$0\" \"$@\"", kProgram,
                    "run", "-q", "-n", "2", "bash", "-c", "echo begun; sleep 1000"});
   ASSERT_TRUE(begin(session));
-  ::kill(child_named(session.pid(), "lockstep-agent"), SIGKILL);
+  const pid_t guardian = child_named(session.pid(), "lockstep-agent");
+  ASSERT_GT(guardian, 0);
+  ::kill(guardian, SIGKILL);
   EXPECT_EQ(session.wait(), 137);
   const auto left = processes_with("other-" + marker);
   EXPECT_EQ(left.size(), 1u);
   for (pid_t pid : left) ::kill(pid, SIGKILL);
+}
+
+TEST(Guardian, does_not_start_with_the_processes_of_another_namespace) {
+  if (run({{"unshare", "--fork", "--pid", "--mount-proc", "true"}}).status != 0)
+    GTEST_SKIP() << "unshare may not make a pid namespace here";
+  const auto outcome = run({{"unshare", "--fork", "--pid", kProgram, "run", "-n", "2", "echo", "hi"}});
+  EXPECT_EQ(outcome.status, 2) << outcome.output;
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("/proc is of another pid namespace: this process is 1 here"),
+                                    HasSubstr("mount -t proc proc /proc")));
+  const auto none = run({{"unshare", "--mount", "sh", "-c",
+                          "mount -t tmpfs none /proc && exec " + kProgram + " run -n 2 echo hi"}});
+  EXPECT_EQ(none.status, 2) << none.output;
+  EXPECT_THAT(none.output, HasSubstr("there is no /proc"));
 }
 
 TEST(Guardian, reaps_strangers_as_the_first_process_of_a_container) {

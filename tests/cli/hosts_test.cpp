@@ -81,7 +81,7 @@ TEST_F(Hosts, a_signal_to_one_ends_both) {
   Session first(node(0, 1, script, {"--prefix", "always"})),
       second(node(1, 1, script, {"--prefix", "always"}));
   ASSERT_TRUE(first.wait_for("begun") && second.wait_for("begun")) << first.output() << second.output();
-  ::kill(second.pid(), SIGTERM);
+  second.send(SIGTERM);
   EXPECT_EQ(second.wait(), 143) << second.output();
   EXPECT_EQ(first.wait(), 143) << first.output();
   EXPECT_THAT(first.output(), HasSubstr("[0] saved\n"));
@@ -113,7 +113,7 @@ TEST_F(Hosts, an_interrupt_while_others_are_awaited_ends_it) {
   command.erase(command.begin() + 2);  // not quiet
   Session session(command);
   ASSERT_TRUE(session.wait_for("meeting the others at " + master_)) << session.output();
-  ::kill(session.pid(), SIGINT);
+  session.send(SIGINT);
   EXPECT_EQ(session.wait(), 130) << session.output();
 }
 

@@ -31,7 +31,8 @@ Outcome shell(const std::vector<std::string>& options, const std::string& script
 
 std::string quoted(const std::vector<std::string>& command) {
   std::string line;
-  for (const auto& word : command) line += "'" + std::regex_replace(word, std::regex("'"), "'\\''") + "' ";
+  for (const auto& word : command)
+    line.append("'").append(std::regex_replace(word, std::regex("'"), "'\\''")).append("' ");
   return line;
 }
 
@@ -121,6 +122,30 @@ TEST(Output, lines_that_are_too_long_are_cut_and_nothing_is_lost) {
   EXPECT_EQ(total, 200000u);
 }
 
+TEST(Output, of_progress_bars_is_shown_now_and_then) {
+  // Before the number and after it, as both are usual.
+  for (const std::string form : {"\\rat $i", "at $i\\r"}) {
+    Session session(command({"-n", "2"}, "for i in $(seq 60); do printf \"" + form +
+                                             "\"; sleep 0.05; done; echo; echo $RANK end"));
+    EXPECT_TRUE(session.wait_for("[1] at ")) << session.output();
+    EXPECT_THAT(session.output(), Not(HasSubstr("end\n")));
+    EXPECT_EQ(session.wait(), 0);
+    const auto lines = lines_of(session.output());
+    const auto shown = std::count_if(lines.begin(), lines.end(),
+                                     [](const std::string& line) { return line.starts_with("[1] at "); });
+    EXPECT_GE(shown, 3) << session.output();
+    EXPECT_LE(shown, 8) << session.output();
+    EXPECT_THAT(session.output(), ContainsRegex("\\[1\\] at 60\r?\n"));
+    for (const auto& line : lines) EXPECT_THAT(line, ContainsRegex("^\\[[01]\\] (at [0-9]+\r?|[01] end)$"));
+  }
+}
+
+TEST(Output, that_was_overwritten_at_once_is_not_shown) {
+  EXPECT_EQ(shell({"-n", "1", "--prefix", "always"}, "printf 'first\\rsecond\\n'").output, "[0] second\n");
+  EXPECT_EQ(shell({"-n", "1", "--prefix", "always"}, "printf 'a line\\r\\n'").output, "[0] a line\r\n");
+  EXPECT_EQ(shell({"-n", "1"}, "printf 'first\\rsecond\\n'").output, "first\rsecond\n");
+}
+
 TEST(Output, ends_with_a_newline_also_where_the_rank_forgot_it) {
   const auto outcome = shell({"-n", "2"}, "printf \"no newline $RANK\"");
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("[0] no newline 0\n"), HasSubstr("[1] no newline 1\n")));
@@ -169,6 +194,29 @@ TEST(Output, to_a_full_log_ends_and_the_rank_goes_on) {
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("one\n"), HasSubstr("two\n"), HasSubstr("No space left")));
 }
 
+TEST(Output, that_cannot_be_written_is_told_and_makes_the_status) {
+  const auto line = quoted(command({"-n", "2"}, "echo one; sleep 0.5; echo two; exit ${STATUS:-0}"));
+  const auto outcome = run({{"bash", "-c", line + " >/dev/full"}});
+  EXPECT_EQ(outcome.status, 1);
+  EXPECT_EQ(outcome.output,
+            "lockstep: the standard output cannot be written, and is lost: No space left on device\n");
+  EXPECT_EQ(run({{"bash", "-c", "STATUS=3 " + line + " >/dev/full"}}).status, 3);
+  EXPECT_EQ(run({{"bash", "-c", line + " 2>/dev/full"}}).status, 0);  // nothing was to be said
+  EXPECT_EQ(run({{"bash", "-c", line + " >/dev/full 2>/dev/full"}}).status, 1);
+}
+
+TEST(Output, to_a_file_that_may_not_grow_is_told) {
+  Folder folder;
+  const auto logs = quoted({LOCKSTEP_PROGRAM, "run", "-q", "-n", "2", "--show", "none", "--log-dir",
+                            folder.path(), "seq", "1", "10000"});
+  const auto outcome = run({{"bash", "-c", "ulimit -f 4; " + logs}});
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  EXPECT_THAT(outcome.output, ContainsRegex("the log '.*rank-0.log' ends here: File too large"));
+  // The ranks have the signal as it was.
+  const auto own = quoted(command({"-n", "1"}, "seq 1 10000 > " + (folder.path() / "own").string()));
+  EXPECT_THAT(run({{"bash", "-c", "ulimit -f 4; " + own}}).output, HasSubstr("File size limit exceeded"));
+}
+
 TEST(Output, that_nobody_reads_ends_no_rank) {
   Folder folder;
   const auto end = folder.path() / "end";
@@ -179,6 +227,8 @@ TEST(Output, that_nobody_reads_ends_no_rank) {
                   end.string()));
   const auto outcome = run({{"bash", "-c", line + " | head -n 1; echo ${PIPESTATUS[0]}"}});
   EXPECT_THAT(outcome.output, ContainsRegex("\n0\n$"));
+  EXPECT_THAT(outcome.output,
+              HasSubstr("\nlockstep: nobody reads the standard output any longer; the ranks go"));
   EXPECT_EQ(text_of(end), "done\n");
 }
 

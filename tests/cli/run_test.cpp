@@ -140,6 +140,13 @@ TEST(Run, threads_are_shared_out_or_given) {
   EXPECT_EQ(lockstep_run({"run", "-n", "512", "--threads", "0", "true"}).status, 2);
   EXPECT_THAT(shell({"-n", "1"}, threads, {{"OMP_NUM_THREADS", "many"}}).output,
               HasSubstr("OMP_NUM_THREADS='many'"));
+  EXPECT_EQ(shell({"-n", "1"}, threads, {{"OMP_NUM_THREADS", "4,2"}, {"LOCKSTEP_THREADS", "3"}}).output,
+            "3 3\n");
+  EXPECT_EQ(shell({"-n", "1", "--threads", "2"}, threads, {{"LOCKSTEP_THREADS", "3"}}).output, "2 2\n");
+  EXPECT_EQ(shell({"-n", "1"}, threads, {{"OMP_NUM_THREADS", " 7 "}}).output, "7 7\n");
+  EXPECT_EQ(shell({"-n", "1"}, threads, {{"OMP_NUM_THREADS", "100000000"}}).status, 2);
+  EXPECT_THAT(shell({"-n", "1"}, threads, {{"LOCKSTEP_THREADS", "4097"}}).output,
+              HasSubstr("LOCKSTEP_THREADS='4097' is not allowed: a whole number from 1 to 4096"));
 }
 
 TEST(Run, ranks_are_bound_where_there_are_cores_for_all) {
@@ -243,6 +250,29 @@ TEST_F(RunFile, a_program_whose_interpreter_is_missing_is_named) {
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("could not be started: No such file"), Not(HasSubstr("rank"))));
 }
 
+TEST(Run, options_that_contradict_or_are_nonsense_are_refused) {
+  EXPECT_THAT(complaint({"-n", "1", "--bind", "x", "true"}),
+              HasSubstr("--bind='x' is not allowed: auto, cores or none is"));
+  EXPECT_THAT(complaint({"-n", "1", "--env", "A=2", "--unset-env", "A", "true"}),
+              HasSubstr("--env and --unset-env both name A"));
+  EXPECT_THAT(complaint({"-n", "1", "--master", "x", "true"}), HasSubstr("is not allowed: HOST:PORT is"));
+  EXPECT_THAT(complaint({"-n", "1", "--master-addr", "x", "--master-port", "y", "true"}),
+              HasSubstr("--master-port='y' is not allowed"));
+  const std::string too_long(5000, 'x');
+  EXPECT_THAT(complaint({"-n", "1", "--chdir", too_long, "true"}),
+              AllOf(HasSubstr("--chdir='"), HasSubstr("File name too long"), Not(HasSubstr("filesystem"))));
+  EXPECT_EQ(lockstep_run({"run", "-q", "-n=1", "echo", "-n=1"}).output, "-n=1\n");
+  EXPECT_THAT(complaint({"-n=", "true"}), HasSubstr("-n='='"));
+}
+
+TEST(Run, help_that_cannot_be_written_is_a_failure) {
+  for (const std::string verb : {"run --help", "--version", "doctor --help"}) {
+    const auto outcome = run({{"sh", "-c", LOCKSTEP_PROGRAM " " + verb + " >/dev/full"}});
+    EXPECT_EQ(outcome.status, 2) << verb;
+    EXPECT_THAT(outcome.output, HasSubstr("the standard output cannot be written"));
+  }
+}
+
 TEST(Run, misuse_is_explained) {
   EXPECT_THAT(lockstep_run({}).output, AllOf(HasSubstr("a verb is missing"), HasSubstr("run ")));
   EXPECT_EQ(lockstep_run({}).status, 2);
@@ -306,6 +336,7 @@ TEST(Run, help_names_every_option) {
                              "--show RANKS",
                              "--prefix auto|always|never",
                              "--log-dir DIR",
+                             "DIR/rank-K.restart-R.log",
                              "-q,--quiet",
                              "--timeout TIME",
                              "--join-timeout TIME",

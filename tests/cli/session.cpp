@@ -40,6 +40,7 @@ std::vector<pid_t> all_processes() {
   for (const char* name :
        {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GTEST_OUTPUT", "NO_COLOR"})
     ::unsetenv(name);
+  if (options.terminal) ::setenv("TERM", "xterm", 1);
   for (const auto& [name, value] : options.environment) ::setenv(name.c_str(), value.c_str(), 1);
   std::vector<char*> arguments;
   for (const auto& argument : command) arguments.push_back(const_cast<char*>(argument.c_str()));
@@ -87,6 +88,10 @@ Session::~Session() {
 
 void Session::type(const std::string& text) {
   if (::write(in_, text.data(), text.size()) != static_cast<ssize_t>(text.size())) std::abort();
+}
+
+void Session::send(int signal) {
+  if (pid_ > 0) ::kill(pid_, signal);
 }
 
 void Session::close_input() {

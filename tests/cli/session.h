@@ -23,7 +23,8 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  pid_t pid() const { return pid_; }
+  pid_t pid() const { return pid_; }  // -1 once it has been waited for, which kill(2) takes for everybody
+  void send(int signal);              // to it alone; nothing where it has ended
   void type(const std::string& text);
   void close_input();
   // Whether the output, from the last found text on, has come to hold this one.

@@ -50,6 +50,22 @@ TEST(Terminal, shows_no_colours_to_those_who_do_not_want_them) {
   EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] text\r\n"), Not(HasSubstr("\033"))));
 }
 
+TEST(Terminal, that_knows_no_colours_gets_none) {
+  Session session({kProgram, "run", "-q", "-n", "2", "sh", "-c", "echo text"}, {true, {{"TERM", "dumb"}}});
+  EXPECT_EQ(session.wait(), 0);
+  EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] text\r\n"), Not(HasSubstr("\033"))));
+}
+
+TEST(Terminal, a_rank_that_wants_it_gets_an_error_and_is_not_stopped) {
+  Terminal terminal;
+  terminal->type(kProgram +
+                 " run -q -n 2 bash -c 'stty -echo </dev/tty; read x </dev/tty; echo rank $RANK en''ded'; "
+                 "echo status=$?\n");
+  EXPECT_TRUE(terminal->wait_for("ended\r\n") && terminal->wait_for("ended\r\n")) << terminal->output();
+  EXPECT_TRUE(terminal->wait_for("status=0\r\n")) << terminal->output();
+  EXPECT_THAT(terminal->output(), AllOf(HasSubstr("/dev/tty: No such device"), Not(HasSubstr("SIGSTOP"))));
+}
+
 TEST(Terminal, has_colours_only_where_the_stream_goes_there) {
   Session session({"sh", "-c", kProgram + " run -q -n 2 sh -c 'echo out; echo err >&2' | cat"},
                   {.terminal = true});
@@ -95,6 +111,26 @@ TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
   // Longer than the grace of a rank that somebody else has stopped.
   terminal->type("sleep 3; fg\n");
   EXPECT_TRUE(terminal->wait_for("ended\r\n") && terminal->wait_for("ended\r\n")) << terminal->output();
+  ASSERT_TRUE(terminal->wait_for("ready>"));
+  terminal->type("echo status=$?\n");
+  EXPECT_TRUE(terminal->wait_for("status=0\r\n")) << terminal->output();
+}
+
+TEST(Terminal, ctrl_z_after_a_failure_holds_up_its_consequences) {
+  // Rank 1 does not end when it is told to, and would be killed after the grace; then all would start again.
+  Terminal terminal;
+  terminal->type(
+      kProgram +
+      " run -q -n 2 --grace 1 --max-restarts 1 bash -c 'trap \"\" TERM; echo at''tempt "
+      "$LOCKSTEP_RESTART_COUNT; [ $LOCKSTEP_RESTART_COUNT = 1 ] && exit 0; sleep 0.5; [ $RANK = 0 ] "
+      "&& exit 1; while :; do sleep 0.1; done'\n");
+  ASSERT_TRUE(terminal->wait_for("exited with status 1")) << terminal->output();
+  terminal->type("\x1a");
+  ASSERT_TRUE(terminal->wait_for("Stopped")) << terminal->output();
+  terminal->type("sleep 4; echo slept''; fg\n");
+  ASSERT_TRUE(terminal->wait_for("slept\r\n")) << terminal->output();
+  EXPECT_THAT(terminal->output(), Not(HasSubstr("attempt 1")));
+  EXPECT_TRUE(terminal->wait_for("attempt 1\r\n")) << terminal->output();
   ASSERT_TRUE(terminal->wait_for("ready>"));
   terminal->type("echo status=$?\n");
   EXPECT_TRUE(terminal->wait_for("status=0\r\n")) << terminal->output();

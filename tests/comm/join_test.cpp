@@ -42,6 +42,13 @@ TEST(Join, ranks_that_do_not_come_are_named) {
   EXPECT_EQ(outcomes[1].status, 4) << outcomes[1].output;
 }
 
+TEST(Join, an_agent_that_is_not_there_is_named_with_what_may_be_the_reason) {
+  const auto outcome = run(probe(free_port(), 0, 2, {{"LOCKSTEP_AGENT", "lockstep/nobody"}}));
+  EXPECT_EQ(outcome.status, 3) << outcome.output;
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("LOCKSTEP_AGENT=lockstep/nobody"),
+                                    HasSubstr("or this process is in another network namespace")));
+}
+
 TEST(Join, two_processes_of_one_rank_are_refused) {
   const int port = free_port();
   const auto outcomes = run_together({probe(port, 0, 3), probe(port, 1, 3), probe(port, 1, 3)});

@@ -293,6 +293,20 @@ TEST_F(HeadTest, who_is_waited_for_is_told_once_a_doubling) {
                              HasSubstr("1.2 s ago"), HasSubstr("step 3"), Not(HasSubstr("rank 3 ("))));
 }
 
+TEST_F(HeadTest, nothing_is_said_while_the_ranks_are_stopped_on_purpose) {
+  Head head = running(2);
+  is_at(head, 0, 8, 900);
+  is_at(head, 1, 7, -1);
+  const auto start = Clock::now();
+  head.paused(true);
+  for (int ms = 0; ms < 5000; ms += 100) head.tick(start + milliseconds(ms));
+  head.paused(false);
+  head.tick(start + milliseconds(5000));  // the rank that is late has only just been continued
+  EXPECT_THAT(said, IsEmpty());
+  head.tick(start + milliseconds(6500));
+  EXPECT_THAT(said, SizeIs(1));
+}
+
 TEST_F(HeadTest, nothing_is_said_of_a_wait_in_which_all_take_part) {
   Head head = running(2);
   is_at(head, 0, 8, 5000);

@@ -86,7 +86,7 @@ TEST_F(Key, the_file_given_goes_before_the_variables) {
 }
 
 TEST_F(Key, a_file_that_others_can_read_is_refused) {
-  for (mode_t mode : {0640, 0604, 0660, 0620, 0601, 0644, 0777}) {
+  for (mode_t mode : {0640, 0604, 0660, 0620, 0601, 0644, 0777, 0700, 0500, 04600}) {
     const auto path = file(kDigits, mode);
     EXPECT_THAT(refusal(path), HasSubstr("chmod 600 " + path)) << mode;
     ScopedEnvironment variable("LOCKSTEP_KEY_FILE", path);

@@ -43,7 +43,7 @@ class Processes {
   bool met();  // until all have; false where one ended before
   struct Ended {
     int status = -1, signal = 0;
-    std::chrono::steady_clock::time_point at;
+    Clock::time_point at;
   };
   std::vector<Ended> wait();
 

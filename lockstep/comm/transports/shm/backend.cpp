@@ -38,9 +38,8 @@ class ShmWork final : public EngineWork {
 
   bool wait(milliseconds timeout) override {
     if (!isCompleted()) {
-      const auto deadline =
-          timeout > milliseconds(0) ? shm::Clock::now() + timeout : shm::Clock::time_point::max();
-      engine_->wait(*item_, deadline);
+      const auto limit = timeout > milliseconds(0) ? timeout : milliseconds(std::chrono::hours(24 * 365));
+      engine_->wait(*item_, shm::Clock::now() + limit);
     }
     return EngineWork::wait(kNoTimeout);
   }

@@ -11,12 +11,13 @@
 #include <stdexcept>
 #include <string>
 
+#include <lockstep/base/awake_clock.h>
 #include <lockstep/comm/transports/shm/futex.h>
 #include <lockstep/comm/transports/shm/region.h>
 
 namespace lockstep::shm {
 
-using Clock = std::chrono::steady_clock;
+using Clock = detail::AwakeClock;  // deadlines do not pass while this rank is stopped
 
 // Why a wait ended without what it waited for. The group is of no use afterwards.
 class Interrupted : public std::runtime_error {

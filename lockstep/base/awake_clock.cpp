@@ -1,0 +1,78 @@
+#include <lockstep/base/awake_clock.h>
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <system_error>
+#include <thread>
+
+namespace lockstep::detail {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+constexpr nanoseconds kBeat = milliseconds(100);
+// A thread that is this late has not merely waited for a processor.
+constexpr nanoseconds kLate = milliseconds(500);
+// As the last beat: nobody beats, so that nothing can be missed.
+constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+
+std::int64_t steady() { return nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// A thread that notes ten times a second that the process runs. The kernel counts no stopped time for us.
+class Heart {
+ public:
+  static Heart& get() {
+    static auto* heart = new Heart;  // never destroyed: its thread has no end
+    return *heart;
+  }
+
+  std::int64_t awake() const {
+    const auto now = steady();
+    // In this order: between the two a stop may be counted twice for a moment, but never not at all.
+    const auto beat = last_.load(std::memory_order_acquire);
+    const auto stopped = stopped_.load(std::memory_order_acquire);
+    return now - stopped - missed(beat, now);
+  }
+
+ private:
+  Heart() {
+    sigset_t all, before;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      std::thread([this] { run(); }).detach();
+      last_ = steady();
+      ::pthread_atfork(nullptr, nullptr, [] { get().last_ = kNever; });  // the thread is not in the child
+    } catch (const std::system_error&) {
+      // No more threads: then stopped time counts.
+    }
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  static std::int64_t missed(std::int64_t beat, std::int64_t now) {
+    return beat != kNever && now - beat > kLate.count() ? now - beat - kBeat.count() : 0;
+  }
+
+  void run() {
+    for (;;) {
+      std::this_thread::sleep_for(kBeat);
+      const auto now = steady();
+      const auto before = last_.load(std::memory_order_relaxed);
+      stopped_.fetch_add(missed(before, now), std::memory_order_release);
+      last_.store(now, std::memory_order_release);
+    }
+  }
+
+  std::atomic<std::int64_t> last_{kNever}, stopped_{0};
+};
+
+}  // namespace
+
+AwakeClock::time_point AwakeClock::now() noexcept { return time_point(nanoseconds(Heart::get().awake())); }
+
+}  // namespace lockstep::detail
