@@ -27,13 +27,20 @@ void serve(FrameBuffer& frames) {
     }
     auto asked = StoreRequest::decode(frame->payload);
     const int number = request++;
-    const bool waits = asked.call == StoreCall::get;
-    owed[number] = 1;
+    const bool forgets = asked.call == StoreCall::forget;
+    const bool waits = asked.call == StoreCall::get || asked.call == StoreCall::wait;
+    if (forgets)  // one that it asked before
+      for (const auto& [earlier, rank] : askers)
+        if (rank == frame->rank && earlier == asked.number) owed[earlier] = 0;
+    owed[number] = forgets ? 0 : 1;
     askers[number] = frame->rank;
-    server.handle(frame->rank, std::move(asked), [&owed, number](StoreReply reply) {
-      require(owed[number]-- == 1, "who has asked and has not gone is answered once");
-      require(StoreReply::decode(reply.encode()).values == reply.values, "an answer can be read");
-    });
+    server.handle(
+        frame->rank, std::move(asked),
+        [&owed, number](StoreReply reply) {
+          require(owed[number]-- == 1, "who has asked and has not gone is answered once");
+          require(StoreReply::decode(reply.encode()).values == reply.values, "an answer can be read");
+        },
+        number);
     require(waits || owed[number] == 0, "only who asks for a value may have to wait");
   }
 }

@@ -16,16 +16,11 @@ namespace lockstep::detail {
 
 using std::chrono::milliseconds;
 
-namespace {
-
-// The same on every rank, whatever its library: FNV-1a.
 std::int64_t hash_of(const std::string& text) {
   std::uint64_t hash = 14695981039346656037u;
   for (unsigned char c : text) hash = (hash ^ c) * 1099511628211u;
   return static_cast<std::int64_t>(hash);
 }
-
-}  // namespace
 
 GroupState::GroupState(std::shared_ptr<WorldState> world, std::string name, const std::string& key,
                        std::vector<int> ranks, int rank, milliseconds timeout, Transports transports)
@@ -69,6 +64,17 @@ void GroupState::note_wait(const Call& call, bool waits) noexcept {
     pen_->waits(line_of(call), sequence);
   else
     pen_->waited(line_of(call), sequence);
+}
+
+std::optional<std::uint64_t> GroupState::left_after(int rank) {
+  {
+    std::lock_guard lock(state_mutex_);
+    if (auto known = left_.find(rank); known != left_.end()) return known->second;
+  }
+  const auto begun = world_->left_after(key_, rank);
+  std::lock_guard lock(state_mutex_);
+  if (begun) left_[rank] = *begun;
+  return begun;
 }
 
 // Operations under way hold the group, so there are none.
@@ -266,6 +272,10 @@ void GroupState::close(bool in_order) noexcept {
     std::lock_guard lock(state_mutex_);
     engines.swap(transports_);
   }
+  // Others see by themselves that our connections end, and must know that it is in order.
+  const bool looked_at = std::any_of(engines.begin(), engines.end(),
+                                     [](const auto& each) { return !each.second->traits().wakes_waiters; });
+  if (!failed_ && looked_at) world_->note_left(key_, rank_, collectives_);
   for (auto& [device, engine] : engines) engine->leave();
   if (!failed_) return;  // `engines` and `dropped` go here, in order
 

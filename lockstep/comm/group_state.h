@@ -31,6 +31,9 @@ struct Verdict {
   std::optional<int> rank;  // of the world: who failed, where known
 };
 
+// The same on every rank, whatever its library: FNV-1a.
+std::int64_t hash_of(const std::string& text);
+
 class GroupState : public std::enable_shared_from_this<GroupState> {
  public:
   // key: the same on every member, and of no other group.
@@ -80,6 +83,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // For the control plane: where this rank is, and what it waits for.
   void note_wait(const Call& call, bool waits) noexcept;
   void note_end(const Call& call) noexcept;
+  // How many collectives that rank had begun when it let go of the group in order; nothing: it did not.
+  std::optional<std::uint64_t> left_after(int rank);
 
   // Takes over an operation whose Work was dropped.
   void adopt(std::shared_ptr<Pending> pending) noexcept;
@@ -107,7 +112,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   Transports transports_;
   // One collective is issued at a time, so all ranks see one order. Messages do not wait behind them.
   std::mutex issue_mutex_, message_mutex_;
-  std::uint64_t collectives_ = 0, messages_ = 0;
+  std::atomic<std::uint64_t> collectives_ = 0, messages_ = 0;
 
   const std::int64_t key_;
   std::shared_ptr<control::Pen> pen_;  // null where there is no control plane
@@ -120,6 +125,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   bool closed_ = false;
   std::list<std::shared_ptr<Pending>> dropped_;
   std::list<std::function<void()>> on_fail_;
+  std::map<int, std::uint64_t> left_;  // what left_after() has found out
 };
 
 }  // namespace lockstep::detail

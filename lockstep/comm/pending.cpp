@@ -186,16 +186,32 @@ void Pending::wait_for_bell(Bell& bell, Clock::time_point deadline) {
     judged = true;
     bell.ring();
   });
-  std::optional<int> peer;
-  if (point_to_point(call_.operation) && call_.root >= 0) peer = call_.root;
   while (!bell.wait_until(std::min(deadline, Clock::now() + kLook))) {
     if (Clock::now() >= deadline) throw Error("the deadline has passed");
-    if (auto lost = transport_->lost_peer(peer)) {
+    if (auto lost = lost_peer()) {
       error_.peer = *lost;
       throw Error(fmt::format("rank {} has closed its connection: it has ended or left", *lost));
     }
   }
   if (judged) throw Error("it was interrupted");
+}
+
+// Of those who are gone, one that this operation needs.
+std::optional<int> Pending::lost_peer() const {
+  const auto lost = transport_->lost_peers();
+  if (!point_to_point(call_.operation)) {
+    // Who left in order has done its part of whatever it had begun.
+    for (int rank : lost)
+      if (auto begun = group_->left_after(rank); !begun || *begun <= call_.sequence) return rank;
+    return std::nullopt;
+  }
+  for (int rank : lost)
+    if (rank == call_.root) return rank;
+  // A message of anybody: as long as there is anybody.
+  if (call_.root >= 0 || lost.empty()) return std::nullopt;
+  for (int rank : lost)
+    if (!group_->left_after(rank)) return rank;
+  return static_cast<int>(lost.size()) + 1 < group_->size() ? std::nullopt : std::optional(lost.front());
 }
 
 std::string Pending::cause_of(const std::exception& error, Clock::time_point deadline) const {
@@ -262,6 +278,7 @@ void Pending::settle_failed(std::string cause) {
     if (auto place = group_->place_of(verdict->rank)) error_.peer = place;
   }
   error_.cause = cause;
+  group_->note_end(call_);  // the program may catch the error and go on
   group_->fail(
       {fmt::format("{} #{} at {} failed: {}", name(call_.operation), call_.sequence, site_text(call_), cause),
        std::nullopt});

@@ -53,6 +53,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
   void wait_in_engine(c10d::Work& work, Clock::time_point deadline);
   // Until it rings; throws at the deadline, at a verdict, or when a peer is seen to be gone.
   void wait_for_bell(Bell& bell, Clock::time_point deadline);
+  std::optional<int> lost_peer() const;
   // In words: a deadline that has passed says more than the engine.
   std::string cause_of(const std::exception& error, Clock::time_point deadline) const;
   void settle_complete();

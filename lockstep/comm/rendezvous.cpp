@@ -15,6 +15,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
+#include <lockstep/comm/group_state.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/store.h>
 #include <lockstep/control/agent.h>
@@ -35,8 +36,12 @@ constexpr milliseconds kRefusalLimit(1500);
 // Those who are told of a failure are told by the agent, which stays that long.
 constexpr milliseconds kFailureLimit(300);
 
+// A rank that has left and stays for the others says so after that time, then after twice as much.
+constexpr std::chrono::seconds kFirstLine(60);
+
 // Of this process, until it ends: another World of it meets the others through the same ones.
 struct Meeting {
+  const pid_t process = ::getpid();
   std::mutex mutex;
   std::string name;
   std::shared_ptr<Client> client;
@@ -45,7 +50,9 @@ struct Meeting {
 };
 
 Meeting& meeting() {
-  static auto* the = new Meeting;  // never destroyed: threads of others may still use it while we end
+  // Never destroyed: threads of others may still use it while we end. A child of fork() has one of its own.
+  static std::atomic<Meeting*> the = new Meeting;
+  if (the.load()->process != ::getpid()) the = new Meeting;
   return *the;
 }
 
@@ -190,6 +197,39 @@ void stay_for_others(int world, milliseconds limit) {
     std::this_thread::sleep_for(milliseconds(2));
 }
 
+// And as long as they work: without it they could not go on.
+void stay_while_others_work(int world, const Client& client) {
+  control::Agent* agent = meeting().agent;
+  const auto start = Clock::now();
+  auto next_line = kFirstLine;
+  while (agent && !agent->deserted(world) && client.usable()) {
+    std::this_thread::sleep_for(milliseconds(2));
+    if (Clock::now() - start < next_line) continue;
+    log(LogLevel::warn,
+        "this rank has left the job and stays for the others, which meet through its process: for {} s now",
+        next_line.count());
+    next_line *= 2;
+  }
+}
+
+constexpr std::size_t kShownList = 80;      // characters of a list of ranks
+constexpr std::size_t kAskedAtOnce = 2048;  // so many answers fit into a message
+
+// The first few of those whose key is not there. Each has a moment only: the store may be gone too.
+template <typename Key>
+std::vector<int> not_there(c10d::Store& store, const Key& key, const std::vector<int>& ranks) {
+  std::vector<int> missing;
+  for (int rank : ranks) {
+    try {
+      store.wait({key(rank)}, milliseconds(200));
+    } catch (const std::exception&) {
+      missing.push_back(rank);
+      if (missing.size() == 4) break;
+    }
+  }
+  return missing;
+}
+
 }  // namespace
 
 Membership join_job(Identity& identity, milliseconds timeout,
@@ -246,30 +286,41 @@ Membership join_job(Identity& identity, milliseconds timeout,
   }
 }
 
-void leave_job(Client& client, bool in_order, milliseconds limit) noexcept {
+void leave_job(Client& client, bool in_order) noexcept {
   const int world = meeting().worlds - 1;
   client.leave();
-  stay_for_others(world, in_order && client.usable() ? limit : kFailureLimit);
+  if (in_order) stay_while_others_work(world, client);
+  stay_for_others(world, kFailureLimit);
 }
 
+// What ranks exchange is short however many they are: the beginning of the list, and a number for all of it.
 void agree_on_order(const TransportContext& context, milliseconds timeout) {
   const auto start = Clock::now();
   auto key = [](int rank) { return fmt::format("order/{}", rank); };
   auto& store = *context.store;
-  const auto mine = fmt::format("[{}]", fmt::join(context.ranks, ", "));
+  const auto list = fmt::format("[{}]", fmt::join(context.ranks, ", "));
+  const auto shown = list.size() <= kShownList ? list : list.substr(0, kShownList) + "...";
+  const auto mine = fmt::format("{:016x} {}", static_cast<std::uint64_t>(hash_of(list)), shown);
   const int self = context.ranks[static_cast<std::size_t>(context.rank)];
-  int awaited = self;
+  std::vector<int> awaited;
   try {
     put(store, key(self), mine);
-    for (int rank : context.ranks) {
-      if (rank == self) continue;
-      awaited = rank;
-      store.wait({key(rank)}, timeout);
-      const auto theirs = take(store, key(rank));
-      if (theirs != mine)
+    for (std::size_t next = 0; next < context.ranks.size();) {
+      awaited.clear();
+      std::vector<std::string> keys;
+      for (; next < context.ranks.size() && keys.size() < kAskedAtOnce; ++next) {
+        awaited.push_back(context.ranks[next]);
+        keys.push_back(key(context.ranks[next]));
+      }
+      store.wait(keys, timeout);
+      const auto all = store.multiGet(keys);
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const std::string theirs(all[i].begin(), all[i].end());
+        if (theirs == mine) continue;
         throw ConfigError(
             fmt::format("ranks make one group in different orders: rank {} gives {}, rank {} gives {}", self,
-                        mine, rank, theirs));
+                        shown, awaited[i], theirs.substr(std::min<std::size_t>(17, theirs.size()))));
+      }
     }
   } catch (const ConfigError&) {
     throw;
@@ -277,8 +328,12 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
     Identity identity;
     identity.rank = self;
     identity.size = context.world_size;
-    throw_join_error(identity, "making a group", mine, start,
-                     fmt::format("we waited for rank {}: {}", awaited, plain_text(error)));
+    const auto missing = context.failed() ? std::vector<int>{} : not_there(store, key, awaited);
+    const auto whom = missing.empty()
+                          ? ""
+                          : fmt::format("we waited for rank{} {}: ", missing.size() == 1 ? "" : "s",
+                                        fmt::join(missing, ", "));
+    throw_join_error(identity, "making a group", shown, start, whom + plain_text(error));
   }
 }
 

@@ -27,9 +27,9 @@ struct Membership {
 Membership join_job(Identity& identity, std::chrono::milliseconds timeout,
                     std::function<void(const control::Failure&)> on_failure);
 
-// Leaves; a process that holds the agent stays until the others have left, but no longer than the limit.
-// After a failure it stays only until they have been told.
-void leave_job(control::Client& client, bool in_order, std::chrono::milliseconds limit) noexcept;
+// Leaves; a process that holds the agent stays until the others have left, however long they work. After a
+// failure it stays only until they have been told.
+void leave_job(control::Client& client, bool in_order) noexcept;
 
 // Members of a group give the same ranks in the same order: ConfigError where they do not.
 void agree_on_order(const TransportContext& context, std::chrono::milliseconds timeout);

@@ -2,6 +2,7 @@
 
 #include <signal.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <exception>
@@ -17,6 +18,7 @@ std::atomic<int> came = 0;
 std::atomic<std::int64_t> came_at = 0;
 std::atomic<control::Client*> told = nullptr;  // kept alive for good: a handler may run at any time
 std::terminate_handler terminate_before = nullptr;
+std::atomic<pid_t> process = 0;  // whose handlers these are; a child of fork() inherits them and is no rank
 
 void keep(const std::shared_ptr<control::Client>& client) {
   static std::mutex mutex;
@@ -27,6 +29,8 @@ void keep(const std::shared_ptr<control::Client>& client) {
   told = client.get();
 }
 
+bool in_child() { return process != ::getpid(); }
+
 std::int64_t now_ms() {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
@@ -36,7 +40,10 @@ std::int64_t now_ms() {
 // The launcher passes the signal that one rank got on to all, also to that one: what comes within a second is
 // the same request. A later one is meant.
 void on_signal(int signal) {
-  if (came == 0) {
+  if (in_child()) {
+    ::signal(signal, SIG_DFL);
+    ::raise(signal);
+  } else if (came == 0) {
     came_at = now_ms();
     came = signal;
     if (auto* client = told.load()) client->request_stop(signal);
@@ -48,7 +55,7 @@ void on_signal(int signal) {
 
 void on_terminate() {
   auto* client = told.load();
-  if (client && std::current_exception()) {
+  if (client && !in_child() && std::current_exception()) {
     using control::Fault;
     try {
       std::rethrow_exception(std::current_exception());
@@ -68,6 +75,7 @@ void on_terminate() {
 
 void catch_stop_signals(const std::shared_ptr<control::Client>& client) {
   keep(client);
+  if (in_child()) came = 0, process = ::getpid();
   static std::once_flag once;
   std::call_once(once, [] {
     for (int signal : {SIGTERM, SIGINT}) {
@@ -85,6 +93,7 @@ bool stop_signal_came() { return came != 0; }
 
 void tell_of_exceptions(const std::shared_ptr<control::Client>& client) {
   keep(client);
+  if (in_child()) came = 0, process = ::getpid();
   static std::once_flag once;
   std::call_once(once, [] { terminate_before = std::set_terminate(on_terminate); });
 }

@@ -23,6 +23,7 @@ StoreReply JobStore::ask(StoreCall call, const std::vector<std::string>& keys,
                          std::vector<std::string> values, int64_t number, milliseconds timeout) {
   control::StoreRequest request{.call = call, .keys = {}, .values = std::move(values), .number = number};
   for (const auto& key : keys) request.keys.push_back(prefix_ + key);
+  if (timeout == kNoTimeout) timeout = std::chrono::hours(24 * 365);
   try {
     return channel_->ask(request, control::Clock::now() + timeout, [&] { return !failed_().empty(); });
   } catch (const Error&) {
@@ -58,7 +59,7 @@ bool JobStore::check(const std::vector<std::string>& keys) { return ask(StoreCal
 int64_t JobStore::getNumKeys() { return ask(StoreCall::count, {}).number; }
 void JobStore::wait(const std::vector<std::string>& keys) { wait(keys, timeout_); }
 void JobStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
-  ask(StoreCall::get, keys, {}, 0, timeout);
+  ask(StoreCall::wait, keys, {}, 0, timeout);
 }
 void JobStore::append(const std::string& key, const std::vector<uint8_t>& value) {
   ask(StoreCall::append, {key}, {text_of(value)});

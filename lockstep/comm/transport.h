@@ -41,9 +41,9 @@ class Transport {
   virtual void interrupt(const std::string& cause) noexcept = 0;
   // This rank will start nothing more, though works of its own may still hold the engine.
   virtual void leave() noexcept {}
-  // A rank whose connection has ended, where the engine cannot tell by itself and we can: that peer, or any.
-  // Asked some times a second while somebody waits.
-  virtual std::optional<int> lost_peer(std::optional<int> /*peer*/) { return std::nullopt; }
+  // Ranks whose connection has ended, where the engine cannot tell by itself and we can. Asked some times a
+  // second while somebody waits.
+  virtual std::vector<int> lost_peers() { return {}; }
   // Which ranks have not come to the collective, where the engine can tell: "rank 1 is in ...".
   virtual std::string absent(std::uint64_t /*sequence*/) { return {}; }
 };

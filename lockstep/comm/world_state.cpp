@@ -114,7 +114,9 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   {
     // Members agree on this name because each has made the same number of groups of the same ranks.
     std::lock_guard lock(mutex_);
-    context.group = fmt::format("{}#{}", members, group_counts_[members]++);
+    // Lists of ranks may be longer than the store's keys.
+    context.group = fmt::format("{:016x}/{}#{}", static_cast<std::uint64_t>(hash_of(members)), ranks.size(),
+                                group_counts_[members]++);
   }
   context.store = c10::make_intrusive<c10d::PrefixStore>("group/" + context.group, store_);
   if (ranks.size() > 1) {
@@ -198,6 +200,40 @@ void WorldState::await_failure(milliseconds limit) {
     judge({failure->text(), failure->rank >= 0 ? std::optional(failure->rank) : std::nullopt});
 }
 
+namespace {
+
+std::string left_key(const std::string& prefix, std::int64_t group, int rank) {
+  return fmt::format("{}left/{:016x}/{}", prefix, static_cast<std::uint64_t>(group), rank);
+}
+
+}  // namespace
+
+void WorldState::note_left(std::int64_t group, int rank, std::uint64_t collectives) noexcept {
+  if (!client_) return;
+  try {
+    const control::StoreRequest request{.call = control::StoreCall::set,
+                                        .keys = {left_key(prefix_, group, rank)},
+                                        .values = {std::to_string(collectives)}};
+    client_->ask(request, control::Clock::now(), [] { return false; });
+  } catch (const std::exception&) {  // it is written; nobody waits for the answer
+  }
+}
+
+std::optional<std::uint64_t> WorldState::left_after(std::int64_t group, int rank) noexcept {
+  if (!client_) return std::nullopt;
+  try {
+    const auto deadline = control::Clock::now() + std::chrono::seconds(1);
+    control::StoreRequest request{.call = control::StoreCall::check,
+                                  .keys = {left_key(prefix_, group, rank)}};
+    auto failed = [this] { return failed_.load(); };
+    if (client_->ask(request, deadline, failed).number == 0) return std::nullopt;
+    request.call = control::StoreCall::get;
+    return std::stoull(client_->ask(request, deadline, failed).values.at(0));
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
 void WorldState::step(std::int64_t step) {
   if (step < 0) throw ConfigError(fmt::format("step({}) is not allowed: from 0 is", step));
   if (auto pen = client_ ? client_->pen() : nullptr) pen->step(step);
@@ -216,6 +252,7 @@ std::string WorldState::verdict_text() const {
 
 void WorldState::close(bool in_order) noexcept {
   if (closed_.exchange(true)) return;
+  const bool unwinding = !in_order;
   try {
     auto groups = live_groups();
     in_order = in_order && !failed_ && std::none_of(groups.begin(), groups.end(), [](const auto& group) {
@@ -229,8 +266,8 @@ void WorldState::close(bool in_order) noexcept {
     }
     groups.clear();
     if (!client_) return;
-    if (!in_order && !failed_) client_->tell(control::Fault{control::Fault::Kind::unwinding, {}});
-    leave_job(*client_, in_order, join_timeout_);
+    if (unwinding && !failed_) client_->tell(control::Fault{control::Fault::Kind::unwinding, {}});
+    leave_job(*client_, !unwinding && !failed_);
   } catch (const std::exception& error) {
     log(LogLevel::warn, "leaving the job: {}", error.what());
   }

@@ -40,6 +40,9 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   // What the control plane says within the limit: an engine that lost a peer knows less of it.
   void await_failure(std::chrono::milliseconds limit);
   control::Client* client() const { return client_.get(); }  // null where there is no control plane
+  // Of a group, for those of its ranks that are still in an operation: see GroupState::left_after.
+  void note_left(std::int64_t group, int rank, std::uint64_t collectives) noexcept;
+  std::optional<std::uint64_t> left_after(std::int64_t group, int rank) noexcept;
   void step(std::int64_t step);
   bool stop_requested();
   void close(bool in_order) noexcept;

@@ -41,7 +41,7 @@ void Agent::Loop::serve(Node& node) {
       node.heard = Clock::now();
       node.link->receive({bytes, static_cast<std::size_t>(n)});
     }
-  } catch (const FrameError& error) {
+  } catch (const std::exception& error) {
     lost(node, false, error.what());
   }
 }
@@ -138,6 +138,7 @@ void Agent::Loop::connect_to_head() {
   const auto deadline = Clock::now() + options_.join_timeout;
   std::string trouble = "nobody answers";
   int unproven = 0;
+  bool told = options_.local_ranks == 0;  // ranks that wait say so themselves
   while (!ending_ && Clock::now() < deadline && unproven < 3) {
     int answered = 0;
     for (int port = link.port; port <= link.last_port && !ending_; ++port) {
@@ -182,15 +183,18 @@ void Agent::Loop::connect_to_head() {
         });
         return;
       } catch (const ConfigError& error) {
-        trouble = error.what();  // a name that is of no host may be of one in a moment
-      } catch (const ConnectError& error) {
-        trouble = error.what();
-      } catch (const FrameError& error) {
+        trouble = error.what();                // a name that is of no host may be of one in a moment
+      } catch (const std::exception& error) {  // what it says is no frame, or there are no descriptors left
         trouble = error.what();
       }
     }
     // On a range of ports another job may be at the first; the head may come at the next.
     if (answered > link.last_port - link.port) ++unproven;
+    if (!told && Clock::now() > deadline - options_.join_timeout + milliseconds(1000)) {
+      told = true;
+      options_.say(fmt::format("node {} of {} waits for node 0 at {}:{}", options_.node, options_.num_nodes,
+                               link.address, link.port));
+    }
     std::this_thread::sleep_for(milliseconds(answered > 0 ? 300 : 50));
   }
   if (ending_) return;

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <limits>
+#include <system_error>
 
 #include <fmt/format.h>
 #include <lockstep/base/log.h>
@@ -15,13 +17,16 @@
 
 namespace lockstep::control {
 
+using detail::log;
 using std::chrono::milliseconds;
 
 namespace {
 
 constexpr milliseconds kTick(100);
-constexpr milliseconds kDying(300);   // for a process whose lock is gone to count as ended
-constexpr milliseconds kFlush(1000);  // at the end, for those who still read
+constexpr milliseconds kDying(300);     // for a process whose lock is gone to count as ended
+constexpr milliseconds kFlush(1000);    // at the end, for those who still read
+constexpr milliseconds kEnd(5000);      // at the end, for a thread of ours; one that is stuck is left behind
+constexpr milliseconds kSilence(1500);  // of another host: it says something ten times a second
 
 void ring(const Fd& event) {
   const std::uint64_t one = 1;
@@ -57,7 +62,9 @@ Agent::Loop::Loop(AgentOptions options)
     auto tcp = listen_tcp(link.address, link.port, link.last_port);
     address_ = tcp.text();
     head.address = tcp.address;
-    if (options_.local_ranks > 0 && (tcp.address.starts_with("127.") || tcp.address == "::1"))
+    // Who gives the number itself means it.
+    const bool loopback = tcp.address.starts_with("127.") || tcp.address == "::1";
+    if (loopback && (options_.local_ranks > 0 || tcp.address != link.address))
       options_.say(fmt::format("{} is {}, which only this host reaches", link.address, tcp.address));
     door_.emplace(std::move(tcp), link.key, link.job, options_.say);
   }
@@ -88,16 +95,39 @@ void Agent::Loop::start() {
   sigset_t all, before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  if (!head_) connector_ = std::thread([this] { connect_to_head(); });
+  // Each keeps what it works on: one that is stuck at the end is left behind.
+  auto begin = [this](std::thread& thread, std::future<void>& done, void (Loop::*work)()) {
+    std::promise<void> promise;
+    done = promise.get_future();
+    thread = std::thread([self = shared_from_this(), work, promise = std::move(promise)]() mutable {
+      ((*self).*work)();
+      promise.set_value();
+    });
+  };
+  try {
+    begin(thread_, thread_done_, &Loop::run);
+    if (!head_) begin(connector_, connector_done_, &Loop::connect_to_head);
+  } catch (const std::system_error& error) {
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    end();
+    throw Error(fmt::format("the agent's threads cannot be started: {}", error.what()));
+  }
   ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Agent::Loop::end() {
   ending_ = true;
   ring(wake_);
-  if (connector_.joinable()) connector_.join();
-  if (thread_.joinable()) thread_.join();
+  const auto limit = Clock::now() + kEnd;
+  auto await = [&](std::thread& thread, std::future<void>& done) {
+    if (!thread.joinable()) return;
+    if (done.wait_until(limit) == std::future_status::ready)
+      thread.join();
+    else
+      thread.detach();
+  };
+  await(connector_, connector_done_);
+  await(thread_, thread_done_);
 }
 
 void Agent::Loop::post(std::function<void()> command) {
@@ -124,9 +154,29 @@ std::vector<Order> Agent::Loop::take_orders() {
 
 void Agent::Loop::run() {
   detail::set_log_prefix("agent");
-  while (!ending_) turn(kTick);
+  while (!ending_) guard([&] { turn(kTick); });
   const auto limit = Clock::now() + kFlush;
-  while (!all_written() && Clock::now() < limit) turn(milliseconds(10));
+  while (!all_written() && Clock::now() < limit) guard([&] { turn(milliseconds(10)); });
+}
+
+// Whatever goes wrong with one thing, for lack of memory or descriptors say, ends neither the agent nor the
+// rest of its work: all ranks of the host depend on it.
+template <typename F>
+void Agent::Loop::guard(F&& part) noexcept {
+  try {
+    part();
+  } catch (const std::exception& error) {
+    complain(error.what());
+  }
+}
+
+void Agent::Loop::complain(const std::string& what) noexcept {
+  try {
+    if (Clock::now() >= next_trouble_) options_.say(fmt::format("the agent of this host: {}", what));
+    next_trouble_ = Clock::now() + std::chrono::seconds(1);
+    std::this_thread::sleep_for(milliseconds(1));  // it may come again at once
+  } catch (const std::exception&) {                // there is no way to say it
+  }
 }
 
 bool Agent::Loop::all_written() const {
@@ -146,7 +196,7 @@ void Agent::Loop::turn(milliseconds limit) {
   for (auto& each : nodes_) polled.push_back({each.fd.get(), events(each.out), 0});
   if (!dying_.empty()) limit = milliseconds(2);
   ::poll(polled.data(), polled.size(), static_cast<int>(limit.count()));
-  look_at_dying();
+  guard([&] { look_at_dying(); });
 
   std::size_t at = 3;
   for (auto& each : connections_)
@@ -161,11 +211,11 @@ void Agent::Loop::turn(milliseconds limit) {
       std::lock_guard lock(mutex_);
       commands.swap(commands_);
     }
-    for (auto& command : commands) command();
+    for (auto& command : commands) guard(command);
   }
-  if (polled[1].revents != 0) accept_ranks();
-  if (door_) accept_nodes();
-  if (Clock::now() - last_tick_ >= kTick) tick();
+  if (polled[1].revents != 0) guard([&] { accept_ranks(); });
+  if (door_) guard([&] { accept_nodes(); });
+  if (Clock::now() - last_tick_ >= kTick) guard([&] { tick(); });
   for (auto& each : connections_)
     if (!each.closed && !flush(each.fd.get(), each.out)) gone(each);
   for (auto& each : nodes_)
@@ -204,9 +254,28 @@ void Agent::Loop::tick() {
   for (Node& node : nodes_) {
     if (node.closed) continue;
     if (node.number >= 0 || !head_) send(node, {.kind = Kind::ping});
-    if (last_tick_ - node.heard > milliseconds(1500))
-      lost(node, false, "nothing was heard from it for 1.5 s");
+    look_at_silence(node);
   }
+}
+
+// A host that answers though its agent does not: the rank that holds the agent is stopped, or waits for a
+// disk. It has the time that any rank has which is stopped.
+void Agent::Loop::look_at_silence(Node& node) {
+  const auto silent = last_tick_ - node.heard;
+  if (silent <= kSilence) {
+    if (std::exchange(node.told, false)) options_.say(fmt::format("the agent at {} goes on", node.from));
+    return;
+  }
+  const auto most = std::max(options_.stop_grace, kSilence);
+  const bool answers = acknowledged_within(node.fd.get(), kSilence);
+  if (!answers || silent > most)
+    return lost(
+        node, false,
+        fmt::format("nothing was heard from it for {:.1f} s", std::chrono::duration<double>(silent).count()));
+  if (!std::exchange(node.told, true))
+    options_.say(
+        fmt::format("the agent at {} says nothing, though its host is there: it is given up after {:.1f} s",
+                    node.from, std::chrono::duration<double>(most).count()));
 }
 
 // ---- ranks of this host -----------------------------------------------------------------------------------
@@ -221,7 +290,10 @@ void Agent::Loop::accept_ranks() {
     connections_.push_back(std::move(connection));
   }
   // Whoever waits there is not taken for lack of descriptors: looking again at once would not help.
-  if (errno == EMFILE || errno == ENFILE) accepts_again_ = Clock::now() + kTick;
+  if (errno != EMFILE && errno != ENFILE) return;
+  accepts_again_ = Clock::now() + kTick;
+  if (!std::exchange(too_many_files_, true))
+    options_.say("too many open files, so ranks cannot connect: raise ulimit -n");
 }
 
 void Agent::Loop::serve(Connection& connection) {
@@ -234,7 +306,7 @@ void Agent::Loop::serve(Connection& connection) {
       connection.in.append({bytes, static_cast<std::size_t>(n)});
       while (auto frame = connection.in.next()) receive(connection, std::move(*frame));
     }
-  } catch (const FrameError& error) {
+  } catch (const std::exception& error) {
     options_.say(fmt::format("process {} was cut off: {}", connection.pid, error.what()));
     gone(connection);
   }
@@ -243,7 +315,7 @@ void Agent::Loop::serve(Connection& connection) {
 void Agent::Loop::receive(Connection& connection, Frame frame) {
   if (frame.kind == Kind::hello) {
     auto hello = Hello::decode(frame.payload);
-    hello.pid = connection.pid;
+    if (connection.pid != 0) hello.pid = connection.pid;  // else it says how it is called where it lives
     connection.rank = hello.rank;
     connection.world = hello.world;
     frame.payload = hello.encode();
@@ -259,7 +331,10 @@ void Agent::Loop::receive(Connection& connection, Frame frame) {
   if (connection.refused) return;
   frame.rank = connection.rank;
   switch (frame.kind) {
-    case Kind::attached: return watch(connection.rank, connection.pid);
+    case Kind::attached:
+      if (connection.attached && connection.rank < board_size_ && !std::exchange(connection.watched, true))
+        watch(connection.rank, connection.pid);
+      return;
     case Kind::leave:
       connection.here = false;
       send_rows(connection.rank);
@@ -276,9 +351,18 @@ void Agent::Loop::receive(Connection& connection, Frame frame) {
 }
 
 void Agent::Loop::attach(Connection& connection, const Hello& hello) {
+  const int grace =
+      static_cast<int>(std::min<std::int64_t>(options_.stop_grace.count(), std::numeric_limits<int>::max()));
+  const Attach attach{.agent_pid = ::getpid(), .agent_rank = agent_rank_, .stop_grace_ms = grace};
+  const Frame frame{.kind = Kind::attach, .rank = hello.rank, .payload = attach.encode()};
   if (!board_) {
-    board_ = std::make_shared<Board>(hello.size);
-    board_size_ = hello.size;
+    try {
+      board_ = std::make_shared<Board>(hello.size);
+      board_size_ = hello.size;
+    } catch (const std::system_error& error) {
+      complain(error.what());
+      return write(connection, frame);  // it does without: its end is known by its connection
+    }
   }
   if (hello.rank >= board_size_) return;  // it will be refused: its size is another
   const bool taken = std::any_of(connections_.begin(), connections_.end(), [&](const auto& each) {
@@ -286,20 +370,18 @@ void Agent::Loop::attach(Connection& connection, const Hello& hello) {
   });
   if (taken) return;
   board_->prepare(hello.rank);
-  connection.attached = true;
-  const Attach attach{.agent_pid = ::getpid(),
-                      .agent_rank = agent_rank_,
-                      .stop_grace_ms = static_cast<int>(options_.stop_grace.count())};
-  // Its first message, so there is room for it.
-  if (!send_with_fd(connection.fd.get(),
-                    encode({.kind = Kind::attach, .rank = hello.rank, .payload = attach.encode()}),
-                    board_->fd()))
-    gone(connection);
+  try {
+    connection.attached = send_with_fd(connection.fd.get(), encode(frame), board_->fd());
+  } catch (const Error& error) {
+    // It may have ended meanwhile: then reading from it tells, and what it said before that counts.
+    log(LogLevel::debug, "the board did not reach process {}: {}", connection.pid, error.what());
+  }
+  if (!connection.attached) write(connection, frame);
 }
 
 // A thread per rank: the kernel has no way to wait for many such locks that old kernels have too.
 void Agent::Loop::watch(int rank, int pid) {
-  std::thread([self = weak_from_this(), board = board_, rank, pid] {
+  auto look = [self = weak_from_this(), board = board_, rank, pid] {
     for (;;) {
       const auto died = board->holder_died(rank, milliseconds(500));
       auto loop = self.lock();
@@ -311,7 +393,13 @@ void Agent::Loop::watch(int rank, int pid) {
       });
       return;
     }
-  }).detach();
+  };
+  try {
+    std::thread(std::move(look)).detach();
+  } catch (const std::system_error& error) {
+    // Its end is known by its connection then, and by looks at /proc.
+    complain(fmt::format("no thread to watch rank {}: {}", rank, error.what()));
+  }
 }
 
 void Agent::Loop::gone(Connection& connection) {
@@ -371,7 +459,12 @@ void Agent::Loop::node_done() {
   up({.kind = Kind::node_done});
 }
 
-void Agent::Loop::stop(int signal) { up({.kind = Kind::stop, .payload = Writer().number(signal).take()}); }
+void Agent::Loop::stop(int signal) {
+  // There is no head yet that could end the job, and nothing has been started here.
+  if (!head_ && nodes_.empty() && options_.local_ranks > 0 && !started_)
+    return push(Finish{.status = 128 + signal, .why = {}});
+  up({.kind = Kind::stop, .payload = Writer().number(signal).take()});
+}
 
 void Agent::Loop::paused(bool paused) {
   paused_ = paused;
@@ -384,7 +477,7 @@ void Agent::Loop::look_at_stops() {
     return;
   }
   for (auto& connection : connections_)
-    if (connection.here && connection.pid != ::getpid()) {
+    if (connection.here && connection.pid != 0 && connection.pid != ::getpid()) {
       // One that writes its core keeps its connection and its lock until that is done.
       if (auto process = control::look_at(connection.pid); process && process->ending)
         gone(connection);

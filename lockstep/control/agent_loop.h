@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <deque>
+#include <future>
 #include <list>
 #include <map>
 #include <memory>
@@ -54,6 +55,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
     bool here = false;         // has come and has not left
     bool refused = false;      // alone, without harm to the job: what it says is not heard
     bool attached = false;     // it has the board
+    bool watched = false;      // and holds its lock
     bool closed = false;
   };
   // Another host's agent.
@@ -65,6 +67,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
     int number = -1;
     std::string from;
     Clock::time_point heard = Clock::now();
+    bool told = false;  // that it is silent
     bool closed = false;
   };
   // Its connection or its lock is gone; how it ended is known in a moment.
@@ -80,8 +83,12 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   };
 
   void run();
+  template <typename F>
+  void guard(F&& part) noexcept;
+  void complain(const std::string& what) noexcept;
   void turn(std::chrono::milliseconds limit);
   void tick();
+  void look_at_silence(Node& node);
   void accept_ranks();
   void accept_nodes();
   void serve(Connection& connection);
@@ -112,8 +119,8 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void note_desertion();
 
   const AgentOptions options_;
-  std::thread thread_;
-  std::thread connector_;
+  std::thread thread_, connector_;
+  std::future<void> thread_done_, connector_done_;
   std::atomic<bool> ending_ = false;
   std::atomic<int> oldest_world_ = 0;  // that somebody is in
   Fd wake_, orders_event_, listener_;
@@ -132,7 +139,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   int board_size_ = 0;
   std::map<int, LocalRank> ranks_;
   std::vector<Dying> dying_;
-  bool paused_ = false, any_came_ = false;
+  bool paused_ = false, any_came_ = false, too_many_files_ = false;
   bool started_ = false, finished_ = false,
        failed_ = false;  // of the orders, and without a head to give them
   int agent_rank_ = -1;
@@ -140,7 +147,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   std::optional<Attach> head_holder_;   // in whose process the head is
   std::string own_address_;             // towards the head
   std::optional<std::string> refusal_;  // for those who come when it is known already
-  Clock::time_point last_tick_{}, accepts_again_{};
+  Clock::time_point last_tick_{}, accepts_again_{}, next_trouble_{};
 };
 
 }  // namespace lockstep::control

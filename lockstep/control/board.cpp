@@ -14,11 +14,22 @@ namespace lockstep::control {
 namespace {
 
 constexpr int kLines = 28;
+constexpr std::int64_t kDay = 24 * 3600 * 1000;  // in ms; waits and looks back end there
 
 std::int64_t now_ms() {
   return std::chrono::duration_cast<std::chrono::milliseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
       .count();
+}
+
+std::int64_t time_since(std::int64_t then, std::int64_t now) {
+  return then < 0 || then > now ? 0 : std::min(now - then, kDay);
+}
+
+// -1 is "none" everywhere.
+template <typename T>
+T number_or_none(T value) {
+  return std::max<T>(value, -1);
 }
 
 template <std::size_t N>
@@ -39,7 +50,7 @@ struct Line {
   std::int64_t sequence, waits_for;
   std::int64_t changed_ms, waits_since_ms;
   std::int32_t peer;
-  bool used, retired, message, running;
+  std::uint8_t used, retired, message, running;  // no bool: the reader may find any value there
 };
 
 // The rank writes, the agent reads: a version that is odd while something is being written. Every word is
@@ -149,30 +160,33 @@ std::optional<bool> Board::holder_died(int rank, std::chrono::milliseconds limit
   if (result == ETIMEDOUT) return std::nullopt;
   if (result == EOWNERDEAD) ::pthread_mutex_consistent(&alive);
   if (result == 0 || result == EOWNERDEAD) ::pthread_mutex_unlock(&alive);
-  return result != 0;
+  // Anything else is a lock that was written over: the end of the connection tells.
+  return result == EOWNERDEAD || result == ENOTRECOVERABLE;
 }
 
+// Any byte of a page may be wrong, by a stray write of the program that it belongs to: the agent and the
+// other ranks must not suffer from that.
 Rows Board::rows(int rank) const {
   const Page& page = this->page(rank);
   Rows rows;
-  rows.step = page.step.load(std::memory_order_relaxed);
+  rows.step = number_or_none(page.step.load(std::memory_order_relaxed));
   const auto now = now_ms();
   for (const auto& versioned : page.lines) {
     const auto found = versioned.read();
-    if (!found || !found->used) continue;  // being written this moment: the next look will see it
+    if (!found || found->used == 0) continue;  // being written this moment: the next look will see it
     const Line& line = *found;
     Row row;
     row.key = line.key;
     row.group = text(line.group);
     row.operation = text(line.operation);
     row.site = text(line.site);
-    row.sequence = line.sequence;
-    row.message = line.message;
-    row.peer = line.peer;
-    row.running = line.running;
-    row.since_ms = std::max<std::int64_t>(0, now - line.changed_ms);
+    row.sequence = number_or_none(line.sequence);
+    row.message = line.message != 0;
+    row.peer = number_or_none(line.peer);
+    row.running = line.running != 0;
+    row.since_ms = time_since(line.changed_ms, now);
     if (line.waits_for >= 0) {
-      row.waited_ms = std::max<std::int64_t>(0, now - line.waits_since_ms);
+      row.waited_ms = time_since(line.waits_since_ms, now);
       row.waits_for = line.waits_for;
     }
     rows.rows.push_back(std::move(row));
@@ -202,16 +216,16 @@ int Pen::add_line(std::int64_t key, std::string_view group, bool messages) {
   std::int64_t oldest = std::numeric_limits<std::int64_t>::max();
   for (int i = 0; i < kLines; ++i) {
     const Line line = page_.lines[i].get();
-    const auto changed = line.used ? line.changed_ms : -1;
-    if ((line.used && !line.retired) || changed >= oldest) continue;
+    const auto changed = line.used != 0 ? line.changed_ms : -1;
+    if ((line.used != 0 && line.retired == 0) || changed >= oldest) continue;
     free = i;
     oldest = changed;
   }
   if (free < 0) return -1;
   Line line{};
-  line.used = true;
+  line.used = 1;
   line.key = key;
-  line.message = messages;
+  line.message = messages ? 1 : 0;
   line.sequence = line.waits_for = -1;
   line.peer = -1;
   line.changed_ms = now_ms();
@@ -221,7 +235,7 @@ int Pen::add_line(std::int64_t key, std::string_view group, bool messages) {
 }
 
 void Pen::drop_line(int line) {
-  write(line, [](Line& each) { each.retired = true; });
+  write(line, [](Line& each) { each.retired = 1; });
 }
 
 void Pen::began(int line, std::int64_t sequence, std::string_view operation, std::string_view site,
@@ -230,7 +244,7 @@ void Pen::began(int line, std::int64_t sequence, std::string_view operation, std
   write(line, [&](Line& each) {
     each.sequence = sequence;
     each.peer = peer;
-    each.running = true;
+    each.running = 1;
     each.changed_ms = now;
     copy(each.operation, operation);
     copy(each.site, site);
@@ -241,7 +255,7 @@ void Pen::ended(int line, std::int64_t sequence) {
   const auto now = now_ms();
   write(line, [&](Line& each) {
     if (each.sequence != sequence) return;
-    each.running = false;
+    each.running = 0;
     each.changed_ms = now;
   });
 }

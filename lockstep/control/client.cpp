@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <system_error>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -30,11 +31,17 @@ std::shared_ptr<Client> Client::make(Fd agent) {
   return client;
 }
 
-Client::Client(Fd agent) : socket_(std::move(agent)), stop_event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+Client::Client(Fd agent)
+    : process_(::getpid()),
+      socket_(std::move(agent)),
+      stop_event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
 
 Client::~Client() = default;
 
+bool Client::in_child() const { return ::getpid() != process_; }
+
 bool Client::write(const Frame& frame) {
+  if (in_child()) return false;
   const auto bytes = encode(frame);
   std::lock_guard lock(write_mutex_);
   std::size_t sent = 0;
@@ -48,7 +55,10 @@ bool Client::write(const Frame& frame) {
     if (errno != EAGAIN && errno != EINTR) return false;
     pollfd writable{socket_.get(), POLLOUT, 0};
     ::poll(&writable, 1, 100);
-    if (Clock::now() > deadline) return false;
+    if (Clock::now() <= deadline) continue;
+    // After half a message nothing that follows would be understood.
+    if (sent > 0) ::shutdown(socket_.get(), SHUT_RDWR);
+    return false;
   }
   return true;
 }
@@ -84,6 +94,7 @@ Welcome Client::join(const Hello& hello, milliseconds timeout,
 }
 
 void Client::leave() noexcept {
+  if (in_child()) return;
   try {
     {
       std::lock_guard lock(mutex_);
@@ -99,6 +110,8 @@ void Client::leave() noexcept {
 
 StoreReply Client::ask(const StoreRequest& request, Clock::time_point deadline,
                        const std::function<bool()>& failed) {
+  if (in_child()) throw Error("this process was forked from a rank, and is none itself");
+  request.check();
   std::unique_lock lock(mutex_);
   const auto id = next_id_++;
   replies_[id];
@@ -118,11 +131,19 @@ StoreReply Client::ask(const StoreRequest& request, Clock::time_point deadline,
   if (refused_) throw ConfigError(*refused_);
   if (failed()) throw Error("the job has failed");
   if (!written || gone_) throw Error("the connection to the control plane is gone");
+  lock.unlock();
+  // Else the head would keep it for a rank that asks again and again.
+  if (request.call == StoreCall::get || request.call == StoreCall::wait)
+    write({.kind = Kind::store,
+           .rank = rank_,
+           .id = id,
+           .payload = StoreRequest{.call = StoreCall::forget, .number = id}.encode()});
   // "timeout": engines look for that word and try again.
   throw Error(fmt::format("a wait in the store hit its timeout for: {}", fmt::join(request.keys, ", ")));
 }
 
 std::shared_ptr<Pen> Client::pen() const {
+  if (in_child()) return nullptr;
   std::lock_guard lock(mutex_);
   return pen_;
 }
@@ -143,6 +164,7 @@ void Client::tell(const Fault& fault) noexcept {
 }
 
 bool Client::stop_requested() {
+  if (in_child()) return false;
   std::unique_lock lock(mutex_);
   if (stop_prepared_ && stop_at_ < 0) changed_.wait(lock, [&] { return stop_at_ >= 0 || failure_ || gone_; });
   const bool stops = stop_at_ >= 0 && stop_count_ >= stop_at_;
@@ -151,23 +173,27 @@ bool Client::stop_requested() {
 }
 
 void Client::request_stop(int signal) noexcept {
+  if (in_child()) return;
   stop_signal_ = signal;
   const std::uint64_t one = 1;
   [[maybe_unused]] auto written = ::write(stop_event_.get(), &one, sizeof one);
 }
 
 void Client::wake() {
+  if (in_child()) return;
   std::lock_guard lock(mutex_);
   changed_.notify_all();
 }
 
 std::optional<Failure> Client::failure(milliseconds limit) {
+  if (in_child()) return std::nullopt;
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, limit, [&] { return failure_.has_value(); });
   return failure_;
 }
 
 bool Client::usable() const {
+  if (in_child()) return false;
   std::lock_guard lock(mutex_);
   return !failure_ && !refused_ && !gone_;
 }
@@ -181,12 +207,14 @@ void Client::listen() {
   for (;;) {
     pollfd polled[] = {{socket_.get(), POLLIN, 0}, {stop_event_.get(), POLLIN, 0}};
     ::poll(polled, 2, static_cast<int>(kLookAtAgent.count()));
-    look_at_agent();
-    if (const int signal = stop_signal_.exchange(0)) {
+    const bool ended = agent_has_ended();
+    if (polled[1].revents != 0) {
       std::uint64_t count = 0;
       [[maybe_unused]] auto drained = ::read(stop_event_.get(), &count, sizeof count);
-      write({.kind = Kind::stop, .rank = rank_, .payload = Writer().number(signal).take()});
     }
+    if (const int signal = stop_signal_.exchange(0))
+      write({.kind = Kind::stop, .rank = rank_, .payload = Writer().number(signal).take()});
+    if (ended && ::poll(polled, 1, 0) == 0) break;  // what it said before that is heard first
     if (polled[0].revents == 0) continue;
     try {
       auto received = receive_fd(socket_.get(), bytes);
@@ -253,8 +281,20 @@ void Client::attach(const Attach& attach, Fd descriptor) {
   {
     std::lock_guard lock(mutex_);
     attach_ = attach;
+    // Not as it calls itself: it may live in another pid namespace.
+    agent_process_ = peer_of(socket_.get()).pid;
+    const auto process = look_at(agent_process_);
+    if (process)
+      agent_start_ = process->start;
+    else
+      agent_process_ = 0;
     if (!descriptor || board_) return;
-    board = board_ = std::make_shared<Board>(descriptor.release(), size_);
+    try {
+      board = board_ = std::make_shared<Board>(descriptor.release(), size_);
+    } catch (const std::system_error& error) {
+      log(LogLevel::warn, "this rank does without the page that says where it is: {}", error.what());
+      return;
+    }
     rank = rank_;
     pen_ = std::make_shared<Pen>(board_, rank);
     holding_ = board->hold(rank);
@@ -292,7 +332,9 @@ void Client::agent_is_gone() {
     gone_ = true;
     here = here_;
     if (here && attach_) {
-      auto ended = how_it_ended(attach_->agent_pid, look_at(attach_->agent_pid));
+      const auto process = look_at(agent_process_);
+      const bool same = process && process->start == agent_start_;
+      auto ended = how_it_ended(attach_->agent_pid, same ? process : std::nullopt);
       ended.note.clear();
       failure = failure_of_agent(ended.text() + ", and with it the control plane of this host");
     } else if (here) {
@@ -304,18 +346,20 @@ void Client::agent_is_gone() {
   if (failure) fail(std::move(*failure));
 }
 
-// An agent inside a rank that is stopped tells nobody anything.
-void Client::look_at_agent() {
+// The end of the connection tells, unless a copy of it is held by somebody whom the agent's process has
+// started. An agent inside a rank that is stopped tells nobody anything.
+bool Client::agent_has_ended() {
   std::optional<Failure> failure;
   {
     std::lock_guard lock(mutex_);
-    if (!attach_ || !here_ || attach_->agent_pid == ::getpid()) return;
-    const auto process = look_at(attach_->agent_pid);
-    if (!process || process->state != 'T') {
+    if (!attach_ || !here_ || agent_process_ == 0 || agent_process_ == process_) return false;
+    const auto process = look_at(agent_process_);
+    if (!process || process->ending || process->start != agent_start_) return true;
+    if (process->state != 'T') {
       if (agent_stopped_)
         log(LogLevel::warn, "the agent of this host (process {}) goes on", attach_->agent_pid);
       agent_stopped_.reset();
-      return;
+      return false;
     }
     const auto now = Clock::now();
     if (!agent_stopped_) {
@@ -329,6 +373,7 @@ void Client::look_at_agent() {
                                              std::chrono::duration<double>(now - *agent_stopped_).count()));
   }
   if (failure) fail(std::move(*failure));
+  return false;
 }
 
 }  // namespace lockstep::control

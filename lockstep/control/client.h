@@ -30,6 +30,7 @@ class AgentGone : public Error {
   using Error::Error;
 };
 
+// In a child of fork() it does nothing: the rank is the parent.
 class Client final : public Channel {
  public:
   // Takes a connection to the agent. The thread that listens runs until the process ends: it holds the lock
@@ -66,11 +67,14 @@ class Client final : public Channel {
   void attach(const Attach& attach, Fd descriptor);
   void fail(Failure failure);
   void agent_is_gone();
-  void look_at_agent();
+  bool agent_has_ended();
   bool write(const Frame& frame);
+  // A child of fork(): the connection is its parent's, and so are threads that may hold any lock here.
+  bool in_child() const;
   Failure failure_of_agent(std::string cause) const;
   [[noreturn]] void throw_failure() const;
 
+  const int process_;
   Fd socket_;
   std::mutex write_mutex_;
   std::atomic<int> stop_signal_ = 0;  // from a signal handler
@@ -91,6 +95,8 @@ class Client final : public Channel {
   std::map<std::uint32_t, std::optional<StoreReply>> replies_;
   std::int64_t stop_count_ = 0, stop_at_ = -1;
   bool stop_prepared_ = false;
+  int agent_process_ = 0;          // as this process sees it; 0: it does not, and /proc says nothing of it
+  std::uint64_t agent_start_ = 0;  // another process may have its number later
   std::optional<Clock::time_point> agent_stopped_;
 };
 

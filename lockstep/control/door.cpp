@@ -131,8 +131,13 @@ void Door::accept_some() {
     if (strangers_.size() == kMostStrangers)
       refuse(strangers_.begin(),
              fmt::format("it was the oldest of {} that had not proven the key", kMostStrangers));
-    watch(fd->get(), EPOLL_CTL_ADD);
     std::string from = remote_address_of(fd->get());
+    try {
+      watch(fd->get(), EPOLL_CTL_ADD);
+    } catch (const Error& error) {
+      count_refusal(std::move(from), error.what());
+      continue;
+    }
     strangers_.push_back(
         {{std::move(*fd), SecureLink(SecureLink::Side::listener, key_, context_), std::move(from)},
          Clock::now()});

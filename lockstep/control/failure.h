@@ -31,7 +31,7 @@ struct Failure {
 
   // "rank 2 (pid 4711) was killed by signal 9 (SIGKILL) in all_reduce #1841 of ..., step 12"
   std::string text() const;
-  // Whether another attempt came to the same end.
+  // Whether another attempt came to the same end, at the same place; not where the place is not known.
   bool same_as(const Failure& other) const;
 };
 

@@ -16,6 +16,8 @@ namespace {
 
 // A rank that failed in an operation was most likely failed by another, whose end is known in a moment.
 constexpr milliseconds kSuspicion(500);
+// Before another attempt: twice as long each time, so that a job that fails at once does not spin.
+constexpr milliseconds kFirstPause(100), kLongestPause(5000);
 
 int status_of(const Ended& ended) {
   if (ended.signal) return 128 + *ended.signal;
@@ -59,12 +61,14 @@ void Head::start() {
   }
   ranks_.clear();
   groups_.clear();
+  group_seen_.clear();
   told_.clear();
   store_ = {};
   failure_.reset();
   suspicion_.reset();
   refused_.reset();
   stop_at_.reset();
+  start_at_.reset();
   for (const auto& [number, node] : nodes_) {
     for (int r = node.first_rank; r < node.first_rank + node.local_ranks; ++r) ranks_[r].node = number;
     ports_.order(number, Start{.attempt = attempt_,
@@ -114,6 +118,7 @@ void Head::receive(int node, const Frame& frame) {
     case Kind::fault: return fault(rank(), Fault::decode(frame.payload));
     case Kind::group: {
       auto group = GroupMade::decode(frame.payload);
+      group_seen_[group.key] = Clock::now();
       groups_[group.key] = std::move(group);
       return;
     }
@@ -133,9 +138,11 @@ void Head::receive(int node, const Frame& frame) {
       auto answer = [this, who, id = frame.id](StoreReply reply) {
         send(who, {.kind = Kind::reply, .rank = who, .id = id, .payload = reply.encode()});
       };
-      return store_.handle(who, StoreRequest::decode(frame.payload), answer);
+      return store_.handle(who, StoreRequest::decode(frame.payload), answer, frame.id);
     }
     case Kind::missing: {  // somebody has waited long enough: all are told who is to blame
+      if (auto who = ranks_.find(rank()); who != ranks_.end() && who->second.welcomed)
+        return;  // the last one came meanwhile, and the welcome is on its way
       Failure failure;
       failure.cause = missing_text();
       return fail(std::move(failure));
@@ -162,27 +169,37 @@ void Head::hello(int node, std::uint32_t from, const Hello& hello) {
   auto refuse_it = [&](std::string text) {
     ports_.send(node, {.kind = Kind::refused, .rank = hello.rank, .id = from, .payload = std::move(text)});
   };
-  Rank& rank = ranks_[hello.rank];
-  came_.insert(hello.rank);
-  if (refused_) return refuse_it(*refused_);
+  // A job that has begun is not disturbed by one that comes late.
+  auto contradicts = [&](std::string text) {
+    if (has_begun()) return refuse_it(std::move(text));
+    came_.insert(hello.rank);
+    refuse(text);
+  };
+  if (refused_) {
+    came_.insert(hello.rank);
+    return refuse_it(*refused_);
+  }
   if (size_ == 0) size_ = hello.size;
   if (hello.size != size_)
-    return refuse(fmt::format("ranks disagree on WORLD_SIZE: it is {} on rank {} and {} for those before it",
-                              hello.size, hello.rank, size_));
-  if (rank.here) {
-    const auto text = fmt::format(
+    return contradicts(
+        fmt::format("ranks disagree on WORLD_SIZE: it is {} on rank {} and {} for those before it",
+                    hello.size, hello.rank, size_));
+  if (auto other = ranks_.find(hello.rank); other != ranks_.end() && other->second.here) {
+    const Hello& card = *other->second.card;
+    return contradicts(fmt::format(
         "two processes have RANK={}: process {} on {} and process {} on {}; each needs its own, from 0 to {}",
-        hello.rank, rank.card->pid, rank.card->host, hello.pid, hello.host, size_ - 1);
-    // A job that has begun is not disturbed by one that comes late.
-    return rank.welcomed ? refuse_it(text) : refuse(text);
+        hello.rank, card.pid, card.host, hello.pid, hello.host, size_ - 1));
   }
   if (options_.launches && hello.attempt != attempt_)
     return refuse_it(fmt::format("this process is of attempt {} of the job, which is at attempt {}",
                                  hello.attempt, attempt_));
   for (const auto& [number, other] : ranks_)
     if (other.card && other.card->version != hello.version)
-      return refuse(fmt::format("ranks run different versions of lockstep: {} on rank {} and {} on rank {}",
-                                other.card->version, number, hello.version, hello.rank));
+      return contradicts(
+          fmt::format("ranks run different versions of lockstep: {} on rank {} and {} on rank {}",
+                      other.card->version, number, hello.version, hello.rank));
+  Rank& rank = ranks_[hello.rank];
+  came_.insert(hello.rank);
   rank.node = node;
   rank.card = hello;
   rank.here = true;
@@ -232,6 +249,12 @@ void Head::all_came() {
     }
 }
 
+// Somebody is in its World.
+bool Head::has_begun() const {
+  return std::any_of(ranks_.begin(), ranks_.end(),
+                     [](const auto& each) { return each.second.here && each.second.welcomed; });
+}
+
 void Head::refuse(const std::string& text) {
   refused_ = text;
   broadcast({.kind = Kind::refused, .rank = -1, .payload = text});
@@ -258,9 +281,11 @@ void Head::fault(int number, const Fault& fault) {
   Rank& rank = ranks_[number];
   if (fault.kind == Fault::Kind::comm) {
     rank.comm_fault = fault.text;
+    rank.comm_fault_at = Clock::now();
     return;
   }
-  if (rank.comm_fault) return;  // its end tells
+  // Most likely the same exception: its end tells. Who caught that one has moved on.
+  if (rank.comm_fault && Clock::now() - rank.comm_fault_at < kSuspicion) return;
   fail(failure_of(number, fault.kind == Fault::Kind::exception ? "threw: " + fault.text
                                                                : "leaves the job because of an exception"));
 }
@@ -290,8 +315,6 @@ void Head::rank_ended(int number, const Ended& ended) {
     return;  // whoever waits for it is told by look_at_waits
   }
   auto failure = failure_of(number, ended.text());
-  failure.pid = ended.pid != 0 ? ended.pid : failure.pid;
-  failure.status = status_of(ended);
   if (!rank.comm_fault || (ended.signal && ended.signal != SIGABRT && ended.signal != SIGTERM))
     return fail(std::move(failure));
   failure.cause += ": " + *rank.comm_fault;
@@ -306,7 +329,8 @@ Failure Head::failure_of(int number, std::string cause) const {
   if (found == ranks_.end()) return failure;
   const Rank& rank = found->second;
   if (rank.card) failure.pid = rank.card->pid;
-  if (rank.ended && rank.ended->pid != 0 && !rank.card) failure.pid = rank.ended->pid;
+  if (rank.ended && rank.ended->pid != 0) failure.pid = rank.ended->pid;
+  if (rank.ended) failure.status = status_of(*rank.ended);
   failure.where = where(number);
   failure.step = rank.rows.step;
   for (const Row& row : rank.rows.rows)
@@ -325,7 +349,8 @@ void Head::fail(Failure failure) {
 void Head::stop(int signal) {
   if (stop_signal_ || finished_) return;
   stop_signal_ = signal;
-  if (options_.launches && size_ == 0) return finish({.status = 128 + signal});  // nothing has been started
+  if (options_.launches && (size_ == 0 || start_at_))
+    return finish({.status = 128 + signal});  // nothing runs
   if (options_.launches) order_all(Stop{signal});
   broadcast({.kind = Kind::stop_prepare, .rank = -1});
 }
@@ -351,15 +376,17 @@ void Head::node_done(int node) {
 
 void Head::all_done() {
   if (finished_ || !options_.launches || static_cast<int>(nodes_.size()) < options_.num_nodes) return;
-  if (!failure_ && suspicion_) failure_ = suspicion_->first;
   const bool whole =
       std::none_of(nodes_.begin(), nodes_.end(), [](const auto& each) { return each.second.lost; });
+  if (start_at_ && whole) return;
+  // Nobody else is left who could be to blame. Of ranks that were asked to stop nobody is.
+  if (!failure_ && suspicion_ && !stop_signal_) fail(suspicion_->first);
   Finish finish;
   if (stop_signal_) {
     finish.status = 128 + *stop_signal_;
   } else if (failure_) {
     finish.status = failure_->status;
-    if (last_failure_ && last_failure_->same_as(*failure_)) {
+    if (last_failure_ && last_failure_->same_as(*failure_) && !start_at_) {
       finish.why = fmt::format(
           "attempts {} and {} came to the same end, so there is no other: {}; what stands before that point "
           "is to be looked at",
@@ -369,7 +396,9 @@ void Head::all_done() {
       ++attempt_;
       ports_.say(
           fmt::format("starting again, attempt {} of {} after the first", attempt_, options_.max_restarts));
-      return start();
+      const auto pause = kFirstPause * (std::int64_t{1} << std::min(attempt_ - 1, 10));
+      start_at_ = Clock::now() + std::min<milliseconds>(pause, kLongestPause);
+      return;
     } else if (options_.max_restarts > 0) {
       finish.why = !whole ? "a lost host cannot be started again from here"
                           : fmt::format("all {} restarts are used up", options_.max_restarts);
@@ -380,6 +409,7 @@ void Head::all_done() {
 
 void Head::finish(Finish finish) {
   finished_ = true;
+  start_at_.reset();
   order_all(finish);
 }
 
@@ -400,8 +430,10 @@ void Head::tick(Clock::time_point now) {
                 "of {} hosts (--nnodes) these did not come in {:.1f} s: {}", options_.num_nodes,
                 std::chrono::duration<double>(options_.join_timeout).count(), fmt::join(missing, ", "))});
   }
+  if (start_at_ && now >= *start_at_) start();
   if (suspicion_ && now - suspicion_->second >= kSuspicion) fail(suspicion_->first);
   if (!failure_) look_at_waits(now);
+  if (now >= forgets_at_) forget_groups(now);
 }
 
 void Head::broadcast(const Frame& frame) {

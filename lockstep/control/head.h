@@ -53,6 +53,7 @@ class Head {
     std::optional<Hello> card;
     std::optional<Ended> ended;
     std::optional<std::string> comm_fault;
+    Clock::time_point comm_fault_at{};
     Rows rows;
     std::map<std::int64_t, std::int64_t> reached;  // the last collective that it began, by group
     Clock::time_point rows_at{};
@@ -85,6 +86,7 @@ class Head {
   void all_done();
   void finish(Finish finish);
   void start();
+  bool has_begun() const;
   void fail(Failure failure);
   Failure failure_of(int rank, std::string cause) const;
   std::string where(int rank) const;
@@ -92,6 +94,7 @@ class Head {
   std::string missing_text() const;
   std::vector<Wait> waits(Clock::time_point now) const;
   void look_at_waits(Clock::time_point now);
+  void forget_groups(Clock::time_point now);
   void broadcast(const Frame& frame);
   void order_all(const Order& order);
   void send(int rank, Frame frame);
@@ -102,6 +105,8 @@ class Head {
   std::map<int, Node> nodes_;
   std::map<int, Rank> ranks_;
   std::map<std::int64_t, GroupMade> groups_;
+  std::map<std::int64_t, Clock::time_point> group_seen_;  // on some rank's page
+  Clock::time_point forgets_at_{};
   StoreServer store_;
 
   int size_ = 0;  // of the job; 0: not known yet
@@ -112,6 +117,7 @@ class Head {
   std::optional<std::pair<Failure, Clock::time_point>> suspicion_;  // it may be another rank's doing
   std::optional<int> stop_signal_;
   std::optional<std::int64_t> stop_at_;
+  std::optional<Clock::time_point> start_at_;  // of the next attempt
   bool finished_ = false;
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> told_;  // of a wait: until when, in ms
   bool paused_ = false;

@@ -14,7 +14,8 @@ namespace {
 
 // A collective that a rank which has left never came to: what it did before it left is known by then.
 constexpr std::int64_t kLeftMs = 300;
-constexpr std::int64_t kFirstTell = 1000;
+constexpr std::chrono::seconds kForget(30);
+constexpr std::int64_t kFirstTell = 1000, kLastTell = std::int64_t{1} << 40;
 
 std::string seconds(std::int64_t ms) { return fmt::format("{:.1f} s", static_cast<double>(ms) / 1000); }
 
@@ -103,9 +104,14 @@ void Head::look_at_waits(Clock::time_point now) {
     return;
   }
   if (now < quiet_until_) return;
+  std::erase_if(told_, [&](const auto& told) {  // of waits that are over
+    return std::none_of(all.begin(), all.end(), [&](const Wait& wait) {
+      return told.first == std::pair(wait.row->key, wait.row->waits_for);
+    });
+  });
   auto& next = told_.try_emplace({longest->row->key, longest->row->waits_for}, kFirstTell).first->second;
   if (longest->waited_ms < next) return;
-  while (next <= longest->waited_ms) next *= 2;
+  while (next <= longest->waited_ms && next < kLastTell) next *= 2;
   std::vector<std::string> absent;
   for (int number : longest->missing) {
     auto place = where(number);
@@ -128,6 +134,21 @@ void Head::look_at_waits(Clock::time_point now) {
   ports_.say(fmt::format("rank {} has waited {} in {}; not there: {}", longest->rank,
                          seconds(longest->waited_ms), call_text(*longest->row, longest->row->waits_for),
                          fmt::join(absent, "; ")));
+}
+
+// Pages have room for few groups that are gone; of one that is on none nobody can wait. Another may be so new
+// that nobody's page has told.
+void Head::forget_groups(Clock::time_point now) {
+  forgets_at_ = now + kForget;
+  for (const auto& [number, rank] : ranks_)
+    for (const Row& row : rank.rows.rows)
+      if (auto seen = group_seen_.find(row.key); seen != group_seen_.end()) seen->second = now;
+  std::erase_if(group_seen_, [&](const auto& each) {
+    if (now - each.second < 2 * kForget) return false;
+    groups_.erase(each.first);
+    for (auto& [number, rank] : ranks_) rank.reached.erase(each.first);
+    return true;
+  });
 }
 
 std::string Head::pid_text(int number) const {

@@ -8,6 +8,17 @@ namespace {
 constexpr int kAny = std::numeric_limits<int>::max();
 constexpr std::int64_t kLong = std::numeric_limits<std::int64_t>::max();
 constexpr std::size_t kLine = 1024, kText = 65536;
+constexpr std::size_t kMostText = 8192;  // that is sent; a failure holds texts of others inside its own
+constexpr std::int64_t kMostMs = 24 * 3600 * 1000;  // of a wait, as the board has them
+
+// What people read, and what the parts of a longer message may hold: the beginning says what it is about.
+std::string cut(const std::string& text, std::size_t most) {
+  if (text.size() <= most) return text;
+  const auto rest = " ... (" + std::to_string(text.size()) + " bytes in all)";
+  auto end = most - rest.size();
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // no half characters
+  return text.substr(0, end) + rest;
+}
 
 void write(Writer& out, const std::vector<int>& list) {
   out.number(static_cast<std::int64_t>(list.size()));
@@ -90,7 +101,7 @@ Welcome Welcome::decode(std::string_view payload) {
 
 std::string GroupMade::encode() const {
   Writer out;
-  out.number(key).text(name);
+  out.number(key).text(cut(name, kLine));
   write(out, ranks);
   return out.take();
 }
@@ -105,7 +116,9 @@ GroupMade GroupMade::decode(std::string_view payload) {
   return group;
 }
 
-std::string Fault::encode() const { return Writer().number(static_cast<int>(kind)).text(text).take(); }
+std::string Fault::encode() const {
+  return Writer().number(static_cast<int>(kind)).text(cut(text, kMostText)).take();
+}
 
 Fault Fault::decode(std::string_view payload) {
   Reader in(payload);
@@ -148,8 +161,8 @@ Rows Rows::decode(std::string_view payload) {
     row.message = in.number(0, 1) != 0;
     row.peer = in.integer(-1, kAny);
     row.running = in.number(0, 1) != 0;
-    row.since_ms = in.number(0, kLong);
-    row.waited_ms = in.number(-1, kLong);
+    row.since_ms = in.number(0, kMostMs);
+    row.waited_ms = in.number(-1, kMostMs);
     row.waits_for = in.number(-1, kLong);
     rows.rows.push_back(std::move(row));
   }
@@ -189,7 +202,7 @@ std::string encode(const Ended& ended) {
       .number(ended.status.value_or(-1))
       .number(ended.signal.value_or(-1))
       .number(ended.core)
-      .text(ended.note)
+      .text(cut(ended.note, kMostText))
       .take();
 }
 
@@ -212,8 +225,8 @@ std::string encode(const Failure& failure) {
       .number(failure.step)
       .number(failure.sequence)
       .number(failure.status)
-      .text(failure.cause)
-      .text(failure.where)
+      .text(cut(failure.cause, kMostText))
+      .text(cut(failure.where, kMostText))
       .take();
 }
 
@@ -238,7 +251,8 @@ std::string encode(const Order& order) {
     out.number(start->attempt).number(start->first_rank).number(start->world_size).text(start->address);
   if (const auto* stop = std::get_if<Stop>(&order)) out.number(stop->signal);
   if (const auto* failed = std::get_if<Failed>(&order)) out.text(encode(failed->failure));
-  if (const auto* finish = std::get_if<Finish>(&order)) out.number(finish->status).text(finish->why);
+  if (const auto* finish = std::get_if<Finish>(&order))
+    out.number(finish->status).text(cut(finish->why, 4 * kMostText));
   return out.take();
 }
 

@@ -6,13 +6,17 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 
@@ -59,6 +63,7 @@ struct LocalAddress {
 Fd new_socket(int family, int flags) {
   Fd fd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | flags, 0));
   if (!fd) throw Error("a socket cannot be made: " + reason(errno));
+  fd.close_in_children();
   return fd;
 }
 
@@ -119,6 +124,13 @@ bool is_wildcard(const sockaddr* address) {
   return bytes_of(address).find_first_not_of('\0') == std::string_view::npos;
 }
 
+bool is_loopback(const sockaddr* address) {
+  const auto bytes = bytes_of(address);
+  if (bytes.size() == 4) return bytes[0] == 127;
+  return address->sa_family == AF_INET6 &&
+         IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
 bool is_of_this_host(const sockaddr* address) {
   const auto bytes = bytes_of(address);
   if (bytes.size() == 4 && bytes[0] == 127) return true;  // all of 127.0.0.0/8, though one alone is listed
@@ -164,8 +176,54 @@ bool is_its_own_peer(int fd) {
 
 }  // namespace
 
+// ---- forks ----------------------------------------------------------------------------------------------
+
+namespace {
+
+std::atomic<unsigned> forks = 1;  // this process's, and those of its parents before it
+// A bit for each descriptor that children do not keep. Higher numbers than it has room for, they do keep.
+std::array<std::atomic<std::uint64_t>, 1024> kept_from_children;
+
+std::atomic<std::uint64_t>* bits_of(int fd) noexcept {
+  const auto word = static_cast<std::size_t>(fd) / 64;
+  return fd >= 0 && word < kept_from_children.size() ? &kept_from_children[word] : nullptr;
+}
+std::uint64_t bit_of(int fd) noexcept { return std::uint64_t{1} << (static_cast<unsigned>(fd) % 64); }
+
+// In a child: other threads may have held any lock when it was made, so only atomics and close() are used.
+void close_parents_descriptors() noexcept {
+  forks.fetch_add(1, std::memory_order_relaxed);
+  for (std::size_t word = 0; word < kept_from_children.size(); ++word) {
+    auto bits = kept_from_children[word].exchange(0, std::memory_order_relaxed);
+    for (; bits != 0; bits &= bits - 1) ::close(static_cast<int>(word) * 64 + __builtin_ctzll(bits));
+  }
+}
+
+}  // namespace
+
+bool Fd::is_here() const noexcept {
+  return process_ == 0 || process_ == forks.load(std::memory_order_relaxed);
+}
+
+void Fd::close_in_children() noexcept {
+  [[maybe_unused]] static const int registered =
+      ::pthread_atfork(nullptr, nullptr, &close_parents_descriptors);
+  auto* bits = bits_of(fd_);
+  if (!bits) return;
+  process_ = forks.load(std::memory_order_relaxed);
+  bits->fetch_or(bit_of(fd_), std::memory_order_relaxed);
+}
+
+int Fd::release() noexcept {
+  const int fd = get();
+  if (process_ != 0 && fd >= 0) bits_of(fd)->fetch_and(~bit_of(fd), std::memory_order_relaxed);
+  fd_ = -1;
+  process_ = 0;
+  return fd;
+}
+
 void Fd::reset(int fd) noexcept {
-  if (fd_ >= 0) ::close(fd_);
+  if (const int old = release(); old >= 0) ::close(old);
   fd_ = fd;
 }
 
@@ -184,6 +242,7 @@ std::optional<Fd> listen_local(const std::string& name) {
 std::optional<Fd> accept_local(int listener) {
   Fd fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!fd) return std::nullopt;
+  fd.close_in_children();
   return fd;
 }
 
@@ -276,7 +335,9 @@ TcpListener listen_tcp(const std::string& address, int first_port, int last_port
           fmt::format("'{}' means every interface of this host; give the one address at which the "
                       "other hosts reach it",
                       address));
-    if (!own && is_of_this_host(one->ai_addr)) own = one;
+    // Many hosts map their own name to 127.0.1.1 first, which nobody else reaches.
+    if (is_of_this_host(one->ai_addr) && (!own || (is_loopback(own->ai_addr) && !is_loopback(one->ai_addr))))
+      own = one;
   }
   if (!own)
     throw ConfigError(
@@ -312,6 +373,7 @@ std::optional<Fd> accept_tcp(int listener) {
   for (;;) {
     Fd fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd) {
+      fd.close_in_children();
       set_tcp_options(fd.get());
       return fd;
     }
@@ -331,6 +393,7 @@ Fd connect_tcp(const std::string& address, int port, milliseconds timeout) {
     // Each has its share of the time: the first may be one that never answers.
     const auto now = steady_clock::now();
     Fd fd(::socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    fd.close_in_children();
     int error = fd && ::connect(fd.get(), one->ai_addr, one->ai_addrlen) == 0 ? 0 : errno;
     if (error == EINPROGRESS) error = finish_connect(fd.get(), now + (deadline - now) / left);
     if (error == 0 && is_its_own_peer(fd.get())) error = ECONNREFUSED;
@@ -343,6 +406,13 @@ Fd connect_tcp(const std::string& address, int port, milliseconds timeout) {
         with_port(number_of(one->ai_addr, one->ai_addrlen), std::to_string(port)) + ": " + reason(error);
   }
   throw ConnectError(fmt::format("'{}' does not answer: {}", address, problems));
+}
+
+bool acknowledged_within(int fd, milliseconds time) {
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return false;
+  return info.tcpi_state == TCP_ESTABLISHED && milliseconds(info.tcpi_last_ack_recv) <= time;
 }
 
 std::string local_address_of(int fd) { return address_of(fd, &::getsockname); }

@@ -1,4 +1,4 @@
-// Sockets of the control plane. Every descriptor here is closed on exec and does not block.
+// Sockets of the control plane. Every descriptor here is closed on exec and in children, and does not block.
 #pragma once
 
 #include <sys/types.h>
@@ -19,20 +19,29 @@ class Fd {
  public:
   Fd() = default;
   explicit Fd(int fd) noexcept : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(other.release()) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)), process_(std::exchange(other.process_, 0)) {}
   Fd& operator=(Fd&& other) noexcept {
-    if (this != &other) reset(other.release());
+    if (this == &other) return *this;
+    reset();
+    fd_ = std::exchange(other.fd_, -1);
+    process_ = std::exchange(other.process_, 0);
     return *this;
   }
   ~Fd() { reset(); }
 
-  int get() const noexcept { return fd_; }
-  explicit operator bool() const noexcept { return fd_ >= 0; }
-  int release() noexcept { return std::exchange(fd_, -1); }
+  int get() const noexcept { return is_here() ? fd_ : -1; }
+  explicit operator bool() const noexcept { return get() >= 0; }
+  int release() noexcept;
   void reset(int fd = -1) noexcept;
+  // A child of fork() does not keep it: there it is closed, and counts as none. The end of a connection is
+  // how its other side learns that this process has ended, and a copy in a child that lives on would hide it.
+  void close_in_children() noexcept;
 
  private:
+  bool is_here() const noexcept;
+
   int fd_ = -1;
+  unsigned process_ = 0;  // how many forks lay behind it when it was closed to children; 0: it is not
 };
 
 // ---- on one host ----------------------------------------------------------------------------------------
@@ -83,6 +92,10 @@ std::optional<Fd> accept_tcp(int listener);  // nothing where nobody waits; errn
 
 // Tries each address that the name has. ConfigError for a name that is of no host; else ConnectError.
 Fd connect_tcp(const std::string& address, int port, std::chrono::milliseconds timeout);
+
+// Whether the other host's kernel has acknowledged anything for so long, whatever its processes do. Something
+// must have been sent meanwhile.
+bool acknowledged_within(int fd, std::chrono::milliseconds time);
 
 std::string local_address_of(int fd);   // a number: "10.0.0.1"
 std::string remote_address_of(int fd);  // empty where there is none any longer

@@ -3,6 +3,7 @@
 #include <charconv>
 #include <limits>
 #include <optional>
+#include <system_error>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -28,6 +29,23 @@ std::vector<std::string> read_list(Reader& in, std::size_t most_length) {
 
 }  // namespace
 
+void StoreRequest::check() const {
+  std::size_t bytes = 0;
+  for (const auto& key : keys) {
+    bytes += sizeof(std::uint32_t) + key.size();
+    if (key.size() > kMostKey)
+      throw Error(fmt::format("a key of {} bytes is not allowed in the store: at most {} are ({}...)",
+                              key.size(), kMostKey, key.substr(0, 64)));
+  }
+  for (const auto& value : values) bytes += sizeof(std::uint32_t) + value.size();
+  if (keys.size() > kMostKeys)
+    throw Error(fmt::format("{} keys in one request to the store are not allowed: at most {} are",
+                            keys.size(), kMostKeys));
+  if (bytes > kMostReply)
+    throw Error(
+        fmt::format("a request of {} bytes to the store is not allowed: at most {} are", bytes, kMostReply));
+}
+
 std::string StoreRequest::encode() const {
   Writer out;
   out.number(static_cast<int>(call));
@@ -40,7 +58,7 @@ std::string StoreRequest::encode() const {
 StoreRequest StoreRequest::decode(std::string_view payload) {
   Reader in(payload);
   StoreRequest request;
-  request.call = static_cast<StoreCall>(in.number(0, static_cast<int>(StoreCall::multi_set)));
+  request.call = static_cast<StoreCall>(in.number(0, static_cast<int>(StoreCall::forget)));
   request.keys = read_list(in, kMostKey);
   request.values = read_list(in, kMostPayload);
   request.number = in.number();
@@ -54,7 +72,9 @@ StoreRequest StoreRequest::decode(std::string_view payload) {
       case StoreCall::add:
       case StoreCall::erase: return keys == 1 && values == 0;
       case StoreCall::get:
+      case StoreCall::wait:
       case StoreCall::check: return values == 0;
+      case StoreCall::forget:
       case StoreCall::count: return keys == 0 && values == 0;
       case StoreCall::multi_set: return keys == values;
     }
@@ -105,15 +125,44 @@ void StoreServer::put(const std::string& key, std::string value) {
   place->second = std::move(value);
 }
 
-void StoreServer::handle(int who, StoreRequest request, Answer answer) {
+void StoreServer::erase(std::map<std::string, std::string>::iterator place) {
+  bytes_ -= place->first.size() + place->second.size();
+  values_.erase(place);
+}
+
+// All of them or none.
+void StoreServer::put_all(StoreRequest& request) {
+  std::vector<std::optional<std::string>> before;
+  try {
+    for (std::size_t i = 0; i < request.keys.size(); ++i) {
+      auto old = values_.find(request.keys[i]);
+      before.push_back(old == values_.end() ? std::nullopt : std::optional(old->second));
+      put(request.keys[i], std::move(request.values[i]));
+    }
+  } catch (const Error&) {
+    before.pop_back();  // of the one that did not fit, which is as it was
+    for (auto i = before.size(); i-- > 0;) {
+      auto place = values_.find(request.keys[i]);
+      if (before[i])
+        put(request.keys[i], std::move(*before[i]));
+      else
+        erase(place);
+    }
+    throw;
+  }
+}
+
+void StoreServer::handle(int who, StoreRequest request, Answer answer, std::int64_t id) {
   StoreReply reply;
   try {
     switch (request.call) {
       case StoreCall::set:
-      case StoreCall::multi_set:
-        for (std::size_t i = 0; i < request.keys.size(); ++i)
-          put(request.keys[i], std::move(request.values[i]));
-        break;
+      case StoreCall::multi_set: put_all(request); break;
+      case StoreCall::forget:
+        std::erase_if(waiting_, [&](const auto& each) {
+          return each.second.who == who && each.second.id == request.number;
+        });
+        return;
       case StoreCall::append: {
         auto old = values_.find(request.keys[0]);
         put(request.keys[0], (old == values_.end() ? "" : old->second) + request.values[0]);
@@ -122,8 +171,13 @@ void StoreServer::handle(int who, StoreRequest request, Answer answer) {
       case StoreCall::add: {
         auto old = values_.find(request.keys[0]);
         std::int64_t value = 0;
-        if (old != values_.end())
-          std::from_chars(old->second.data(), old->second.data() + old->second.size(), value);
+        if (old != values_.end()) {
+          const char* end = old->second.data() + old->second.size();
+          const auto [rest, problem] = std::from_chars(old->second.data(), end, value);
+          if (problem != std::errc() || rest != end)
+            throw Error(fmt::format("the value of key '{}' in the store is no number: it cannot be added to",
+                                    request.keys[0]));
+        }
         if (__builtin_add_overflow(value, request.number, &value))
           throw Error("a counter in the store overflows");
         put(request.keys[0], std::to_string(value));
@@ -143,20 +197,19 @@ void StoreServer::handle(int who, StoreRequest request, Answer answer) {
       case StoreCall::erase: {
         auto old = values_.find(request.keys[0]);
         reply.number = old != values_.end();
-        if (old != values_.end()) {
-          bytes_ -= old->first.size() + old->second.size();
-          values_.erase(old);
-        }
+        if (old != values_.end()) erase(old);
         break;
       }
       case StoreCall::check: reply.number = lacking(request.keys) == nullptr; break;
       case StoreCall::count: reply.number = static_cast<std::int64_t>(values_.size()); break;
+      case StoreCall::wait:
       case StoreCall::get: {
         if (const auto* key = lacking(request.keys)) {
           auto place = *key;
-          waiting_.emplace(std::move(place), Waiting{who, std::move(request), std::move(answer)});
+          waiting_.emplace(std::move(place), Waiting{who, id, std::move(request), std::move(answer)});
           return;
         }
+        if (request.call == StoreCall::wait) break;
         std::size_t bytes = 0;
         for (const auto& key : request.keys) {
           const auto& value = values_.at(key);
@@ -185,7 +238,7 @@ void StoreServer::settle(const std::string& key) {
   std::vector<Waiting> ready;
   for (auto each = first; each != last; ++each) ready.push_back(std::move(each->second));
   waiting_.erase(first, last);
-  for (auto& each : ready) handle(each.who, std::move(each.request), std::move(each.answer));
+  for (auto& each : ready) handle(each.who, std::move(each.request), std::move(each.answer), each.id);
 }
 
 void StoreServer::forget(int who) {
@@ -194,6 +247,7 @@ void StoreServer::forget(int who) {
 
 StoreReply LocalStore::ask(const StoreRequest& request, Clock::time_point deadline,
                            const std::function<bool()>& failed) {
+  request.check();
   std::unique_lock lock(mutex_);
   const int who = next_++;
   auto answer = std::make_shared<std::optional<StoreReply>>();

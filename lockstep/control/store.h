@@ -19,16 +19,29 @@ namespace lockstep::control {
 
 using Clock = std::chrono::steady_clock;
 
-enum class StoreCall : std::uint8_t { set, get, add, compare_set, erase, check, count, append, multi_set };
+enum class StoreCall : std::uint8_t {
+  set,
+  get,
+  add,
+  compare_set,
+  erase,
+  check,
+  count,
+  append,
+  multi_set,
+  wait,
+  forget,
+};
 
-// Requests: the call, then keys and values. get and check take any number of keys; get answers when all of
-// them are there.
+// Requests: the call, then keys and values. get, wait and check take any number of keys; get and wait answer
+// when all of them are there, wait without their values. forget ends such a request, and has no answer.
 struct StoreRequest {
   StoreCall call{};
   std::vector<std::string> keys = {};
   std::vector<std::string> values = {};  // of set, compare_set (expected, desired), append, multi_set
-  std::int64_t number = 0;               // of add
+  std::int64_t number = 0;               // of add; of forget: the request that it ends
 
+  void check() const;  // throws Error where a server would not take it, and would cut off who sent it
   std::string encode() const;
   static StoreRequest decode(std::string_view payload);  // throws FrameError
 };
@@ -47,18 +60,22 @@ class StoreServer {
  public:
   using Answer = std::function<void(StoreReply)>;
   // Answers at once, or when the keys that it asks for are there.
-  void handle(int who, StoreRequest request, Answer answer);
+  void handle(int who, StoreRequest request, Answer answer, std::int64_t id = 0);
   // Whoever it is does not want its answers any more.
   void forget(int who);
   std::size_t size() const { return values_.size(); }
+  std::size_t num_waiting() const { return waiting_.size(); }
 
  private:
   struct Waiting {
     int who = 0;
+    std::int64_t id = 0;
     StoreRequest request;
     Answer answer;
   };
   void put(const std::string& key, std::string value);
+  void put_all(StoreRequest& request);
+  void erase(std::map<std::string, std::string>::iterator place);
   // The first key that is not there; null: all are.
   const std::string* lacking(const std::vector<std::string>& keys) const;
   void settle(const std::string& key);

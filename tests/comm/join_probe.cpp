@@ -1,10 +1,15 @@
 // Joins and says what it sees, or why it could not; the tests start several of these.
 #include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdlib>
+#include <ctime>
 #include <iostream>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
@@ -49,10 +54,54 @@ int leave_stopped_server(lockstep::World& world) {
   return seconds_since(start) < 2 ? 0 : 1;
 }
 
+// Rank 0 has done its part, and is gone, long before rank 2 comes.
+int gather_late(lockstep::World& world) {
+  std::vector<at::Tensor> all;
+  for (int r = 0; world.rank() == 1 && r < 3; ++r) all.push_back(at::zeros({16}));
+  if (world.rank() == 2) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  world.group().gather(all, at::ones({16}), {.root = 1}).wait();
+  std::cout << "gathered" << std::endl;
+  return 0;
+}
+
+// Children of a rank: one that is asked to end, one that throws. Neither is the rank.
+int have_helpers(lockstep::World& world) {
+  world.stop_requested();
+  for (const bool throws : {false, true}) {
+    const pid_t helper = ::fork();
+    if (helper == 0 && throws) std::thread([] { throw std::runtime_error("a helper's trouble"); }).join();
+    if (helper == 0)
+      for (;;) ::pause();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    if (!throws) ::kill(helper, SIGTERM);
+    int status = 0;
+    ::waitpid(helper, &status, 0);
+    if (!WIFSIGNALED(status) || WTERMSIG(status) != (throws ? SIGABRT : SIGTERM)) return 6;
+  }
+  const auto before = std::clock();
+  std::this_thread::sleep_for(std::chrono::milliseconds(1000));
+  if (static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC > 0.5) return 7;  // somebody spins
+  world.group().barrier().wait();
+  std::cout << "helped" << std::endl;
+  return world.stop_requested() ? 8 : 0;
+}
+
+// Rank 0, through whose process they meet, leaves first; rank 1 goes on for longer than joining may take.
+int work_alone(lockstep::World& world) {
+  if (world.rank() == 0) return 0;
+  std::this_thread::sleep_for(std::chrono::milliseconds(4000));
+  world.group({1}).barrier().wait();
+  std::cout << "worked alone" << std::endl;
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
+    const char* rank = std::getenv("RANK");
+    if (argc > 2 && std::string(argv[2]) == "stays" && rank && rank[0] != '0')
+      std::this_thread::sleep_for(std::chrono::milliseconds(1000));  // so that rank 0 holds the agent
     auto world = lockstep::World::from_environment({.backend = argc > 1 ? argv[1] : ""});
     std::cout << "rank " << world.rank() << " of " << world.size() << ", local " << world.local_rank()
               << " of " << world.local_size() << ", " << world.group().backend() << std::endl;
@@ -65,6 +114,9 @@ int main(int argc, char** argv) {
       std::cout << "joined again" << std::endl;
       return 0;
     }
+    if (what == "late") return gather_late(world);
+    if (what == "helpers") return have_helpers(world);
+    if (what == "stays") return work_alone(world);
     if (what == "vanish") return end_inside(world);
     if (what == "stopped server") return leave_stopped_server(world);
     if (!what.empty()) throw std::runtime_error(what);  // unwinds through ~World

@@ -151,6 +151,35 @@ TEST(Join, a_peer_that_ends_in_the_middle_is_noticed_and_named) {
       AllOf(HasSubstr("rank 1 (pid "), AnyOf(HasSubstr("exited with status 0"), HasSubstr("has ended"))));
 }
 
+TEST(Join, a_rank_that_is_done_may_leave_while_others_are_in_the_operation) {
+  const int port = free_port();
+  std::vector<Program> ranks;
+  for (int r = 0; r < 3; ++r) ranks.push_back(probe(port, r, 3, {}, {"gloo", "late"}));
+  for (const auto& outcome : run_together(ranks)) {
+    EXPECT_EQ(outcome.status, 0) << outcome.output;
+    EXPECT_THAT(outcome.output, HasSubstr("gathered"));
+  }
+}
+
+TEST(Join, children_of_a_rank_are_none) {
+  const int port = free_port();
+  for (const auto& outcome : run_together(
+           {probe(port, 0, 2, {}, {"gloo", "helpers"}), probe(port, 1, 2, {}, {"gloo", "helpers"})})) {
+    EXPECT_EQ(outcome.status, 0) << outcome.output;
+    EXPECT_THAT(outcome.output, HasSubstr("helped"));
+  }
+}
+
+TEST(Join, who_holds_the_agent_stays_as_long_as_others_work) {
+  const int port = free_port();
+  const std::map<std::string, std::string> soon{{"LOCKSTEP_JOIN_TIMEOUT", "3s"}};
+  const auto outcomes =
+      run_together({probe(port, 0, 2, soon, {"gloo", "stays"}), probe(port, 1, 2, soon, {"gloo", "stays"})});
+  EXPECT_EQ(outcomes[1].status, 0) << outcomes[1].output;
+  EXPECT_THAT(outcomes[1].output, HasSubstr("worked alone"));
+  EXPECT_EQ(outcomes[0].status, 0) << outcomes[0].output;
+}
+
 TEST(Join, a_stopped_server_of_the_store_keeps_nobody) {
   const int port = free_port();
   const auto outcomes = run_together(

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <thread>
 
 #include "support/errors.h"
@@ -67,6 +68,29 @@ TEST(Board, long_names_are_cut) {
   const auto rows = board->rows(0);
   EXPECT_LT(rows.rows[0].group.size(), 64u);
   EXPECT_EQ(Rows::decode(rows.encode()).rows[0].site, rows.rows[0].site);
+}
+
+// By a stray write of the program; what is read of it can still be sent and read.
+TEST(Board, a_page_that_was_written_over_harms_nobody) {
+  auto board = std::make_shared<Board>(1);
+  auto* bytes = reinterpret_cast<char*>(&board->page(0));
+  for (int fill : {0x02, 0x7e, 0x80, 0xfe}) {  // even: the lines count as complete
+    board->prepare(0);
+    Pen pen(board, 0);
+    const int line = pen.add_line(1, "g", false);
+    pen.began(line, 5, "all_reduce", "train.cpp:42", -1);
+    std::memset(bytes + sizeof(pthread_mutex_t), fill, 8192 - sizeof(pthread_mutex_t));
+    const auto rows = board->rows(0);
+    ASSERT_THAT(rows.rows, ::testing::Not(IsEmpty()));
+    const auto read = Rows::decode(rows.encode());
+    EXPECT_GE(read.step, -1);
+    for (const Row& row : read.rows) {
+      EXPECT_GE(row.sequence, -1);
+      EXPECT_GE(row.peer, -1);
+      EXPECT_GE(row.since_ms, 0);
+      EXPECT_LE(row.waited_ms, 24 * 3600 * 1000);
+    }
+  }
 }
 
 TEST(Board, a_reader_never_sees_half_a_line) {

@@ -4,6 +4,8 @@
 
 #include <signal.h>
 
+#include <thread>
+
 #include "support/errors.h"
 
 namespace lockstep::control {
@@ -348,6 +350,7 @@ TEST_F(HeadTest, a_job_starts_again_and_ends_when_it_comes_to_the_same_end) {
     is_at(head, 1, step, -1, step);
     ends(head, 1, {.pid = 101, .status = {}, .signal = SIGSEGV});
     head.receive(0, {.kind = Kind::node_done});
+    head.tick(Clock::now() + seconds(1));
   };
   fails_at(10, 0);
   ASSERT_THAT(orders_of<Start>(), SizeIs(2));
@@ -366,9 +369,156 @@ TEST_F(HeadTest, an_older_attempt_is_refused) {
   Head head = running(2, 1);
   ends(head, 1, {.pid = 101, .status = 1});
   head.receive(0, {.kind = Kind::node_done});
+  head.tick(Clock::now() + seconds(1));
   come(head, 0, 2, 0);
   ASSERT_THAT(of_kind(Kind::refused), SizeIs(1));
   EXPECT_THAT(of_kind(Kind::refused)[0].payload, HasSubstr("attempt 0 of the job, which is at attempt 1"));
+}
+
+TEST_F(HeadTest, each_attempt_waits_longer_than_the_one_before) {
+  Head head = running(2, /*max_restarts=*/20);
+  auto fails = [&](int attempt) {
+    if (attempt > 0) all_come(head, 2, attempt);
+    is_at(head, 1, attempt, -1, attempt);
+    ends(head, 1, {.pid = 101, .status = 3});
+    head.receive(0, {.kind = Kind::node_done});
+    return Clock::now();
+  };
+  for (int attempt = 0; attempt < 10; ++attempt) {
+    const auto at = fails(attempt);
+    const auto pause = milliseconds(std::min(100 << attempt, 5000));
+    head.tick(at + pause - milliseconds(60));
+    EXPECT_THAT(orders_of<Start>(), SizeIs(attempt + 1)) << "too soon";
+    head.tick(at + pause);
+    ASSERT_THAT(orders_of<Start>(), SizeIs(attempt + 2));
+  }
+  fails(10);
+  head.receive(0, {.kind = Kind::stop, .payload = Writer().number(SIGINT).take()});
+  ASSERT_THAT(orders_of<Finish>(), SizeIs(1)) << "nothing runs that could be waited for";
+  EXPECT_EQ(orders_of<Finish>()[0].status, 130);
+  head.tick(Clock::now() + seconds(60));
+  EXPECT_THAT(orders_of<Start>(), SizeIs(11));
+}
+
+TEST_F(HeadTest, all_restarts_are_used_where_nobody_says_how_far_it_came) {
+  Head head = running(2, /*max_restarts=*/3);
+  for (int attempt = 0; attempt < 4; ++attempt) {
+    if (attempt > 0) all_come(head, 2, attempt);
+    ends(head, 1, {.pid = 101, .status = 3});
+    head.receive(0, {.kind = Kind::node_done});
+    head.tick(Clock::now() + seconds(10));
+  }
+  EXPECT_THAT(orders_of<Start>(), SizeIs(4));
+  ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
+  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("all 3 restarts are used up"));
+}
+
+TEST_F(HeadTest, failures_are_the_same_whatever_the_pids_and_times) {
+  auto failure = [](const std::string& cause) {
+    return Failure{.rank = 1, .pid = 7, .cause = cause, .where = {}, .step = 3};
+  };
+  const auto first =
+      failure("exited with status 3: all_reduce #5 failed after 0.018 s: rank 0 (pid 17) has ended");
+  EXPECT_TRUE(first.same_as(
+      failure("exited with status 3: all_reduce #5 failed after 12.400 s: rank 0 (pid 4711) has ended")));
+  EXPECT_FALSE(first.same_as(
+      failure("exited with status 4: all_reduce #5 failed after 0.018 s: rank 0 (pid 17) has ended")));
+  EXPECT_FALSE(first.same_as(
+      failure("exited with status 3: all_reduce #6 failed after 0.018 s: rank 0 (pid 17) has ended")));
+}
+
+// Two ranks fail in an operation, and end at once.
+TEST_F(HeadTest, a_failed_operation_is_told_though_all_end_within_a_moment) {
+  Head head = running(2);
+  for (int r : {0, 1}) {
+    fault(head, r, Fault::Kind::comm, "recv #0: deadline");
+    ends(head, r, {.pid = 100 + r, .status = 3});
+  }
+  EXPECT_THAT(orders_of<Failed>(), IsEmpty());
+  head.receive(0, {.kind = Kind::node_done});
+  ASSERT_THAT(orders_of<Failed>(), SizeIs(1));
+  EXPECT_THAT(orders_of<Failed>()[0].failure.text(),
+              HasSubstr("rank 0 (pid 100) exited with status 3: recv #0"));
+  ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
+  EXPECT_EQ(orders_of<Finish>()[0].status, 3);
+}
+
+TEST_F(HeadTest, who_caught_an_error_and_throws_another_is_told) {
+  Head head = running(2);
+  fault(head, 1, Fault::Kind::comm, "recv #0: deadline");
+  fault(head, 1, Fault::Kind::unwinding, "");
+  EXPECT_EQ(verdict(), "") << "most likely the same one";
+  std::this_thread::sleep_for(milliseconds(550));
+  fault(head, 1, Fault::Kind::exception, "the loss is not finite");
+  EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) threw: the loss is not finite"));
+}
+
+TEST_F(HeadTest, a_long_text_keeps_its_beginning_and_harms_nobody) {
+  Head head = running(2);
+  fault(head, 1, Fault::Kind::exception, "the cause" + std::string(200'000, 'x'));
+  EXPECT_THAT(verdict(), AllOf(HasSubstr("rank 1 (pid 101) threw: the cause"), HasSubstr("bytes in all")));
+  EXPECT_LT(verdict().size(), 10'000u);
+  const auto order = decode_order(encode(Order(Failed{decode_failure(of_kind(Kind::verdict)[0].payload)})));
+  EXPECT_THAT(std::get<Failed>(order).failure.text(), HasSubstr("the cause"));
+  const auto finish = decode_order(encode(Order(Finish{.status = 1, .why = std::string(200'000, 'y')})));
+  EXPECT_LT(std::get<Finish>(finish).why.size(), 40'000u);
+}
+
+TEST_F(HeadTest, a_job_is_not_refused_for_one_that_contradicts_it_late) {
+  Head head = make({.num_nodes = 0, .launches = false});
+  head.add_node({.address = "10.0.0.1"});
+  come(head, 0, 2);
+  come(head, 1, 2);
+  auto late = [&](Hello hello) {
+    sent.clear();
+    head.receive(0, {.kind = Kind::hello, .rank = hello.rank, .id = 7, .payload = hello.encode()});
+    ASSERT_THAT(sent, SizeIs(1));
+    EXPECT_EQ(sent[0].frame.kind, Kind::refused);
+    EXPECT_EQ(sent[0].frame.id, 7) << "to the late one alone";
+  };
+  late(card(5, 6));
+  auto newer = card(1, 2);
+  newer.version = "2";
+  late(newer);
+  head.receive(0, {.kind = Kind::leave, .rank = 1});
+  late(newer);  // its place is free, and the job goes on
+  // Both join again: nothing is left of the others.
+  head.receive(0, {.kind = Kind::leave, .rank = 0});
+  sent.clear();
+  come(head, 0, 2);
+  come(head, 1, 2);
+  EXPECT_THAT(of_kind(Kind::welcome), SizeIs(2));
+}
+
+TEST_F(HeadTest, nobody_is_missing_from_a_job_that_is_complete) {
+  Head head = make({.num_nodes = 0, .launches = false});
+  head.add_node({});
+  come(head, 0, 2);
+  come(head, 1, 2);
+  head.receive(0, {.kind = Kind::missing, .rank = 0});  // the welcome was on its way
+  EXPECT_EQ(verdict(), "");
+}
+
+TEST_F(HeadTest, the_longest_wait_that_can_be_said_is_told_and_over) {
+  Head head = running(2);
+  is_at(head, 0, 8, 24 * 3600 * 1000);
+  is_at(head, 1, 7, -1);
+  head.tick(Clock::now());
+  EXPECT_THAT(said, SizeIs(1));
+  EXPECT_THROW(is_at(head, 0, 8, INT64_MAX), FrameError);
+}
+
+TEST_F(HeadTest, the_status_and_pid_are_those_of_who_ended) {
+  Head head = running(2);
+  is_at(head, 0, 5, 1000);
+  is_at(head, 1, 4, -1);
+  head.receive(0, {.kind = Kind::leave, .rank = 1});
+  fault(head, 1, Fault::Kind::comm, "recv #0: deadline");
+  ends(head, 1, {.pid = 222, .status = 4});  // a wrapper's
+  head.tick(Clock::now());
+  EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 222) exited with status 4 while rank 0 waits for it"));
+  head.receive(0, {.kind = Kind::node_done});
+  EXPECT_EQ(orders_of<Finish>().at(0).status, 4);
 }
 
 TEST_F(HeadTest, a_lost_host_is_named_with_its_ranks) {

@@ -92,6 +92,54 @@ TEST_F(Store, a_full_store_says_so_and_keeps_what_it_has) {
   EXPECT_EQ(server.size(), static_cast<std::size_t>(kept));
 }
 
+TEST_F(Store, what_is_no_number_is_not_counted_from) {
+  for (const char* value : {"abc", "12x", ""}) {
+    ask({.call = StoreCall::set, .keys = {"n"}, .values = {value}});
+    EXPECT_THAT(ask({.call = StoreCall::add, .keys = {"n"}, .values = {}, .number = 1}).error,
+                HasSubstr("no number"));
+    EXPECT_THAT(ask({.call = StoreCall::get, .keys = {"n"}, .values = {}}).values, ElementsAre(value));
+  }
+}
+
+TEST_F(Store, several_values_are_set_all_or_none) {
+  ask({.call = StoreCall::set, .keys = {"a"}, .values = {"old"}});
+  std::optional<StoreReply> answer;
+  server.handle(0,
+                {.call = StoreCall::multi_set,
+                 .keys = {"a", "new", "large"},
+                 .values = {"other", "1", std::string(2 << 20, 'x')}},
+                [&](StoreReply reply) { answer = std::move(reply); });
+  EXPECT_THAT(answer->error, HasSubstr("not allowed"));
+  EXPECT_THAT(ask({.call = StoreCall::get, .keys = {"a"}, .values = {}}).values, ElementsAre("old"));
+  EXPECT_EQ(server.size(), 1u);
+}
+
+TEST_F(Store, a_wait_has_no_values_however_large_they_are) {
+  for (const char* key : {"a", "b", "c"})
+    ask({.call = StoreCall::set, .keys = {key}, .values = {std::string(1 << 19, 'x')}});
+  const auto reply = ask({.call = StoreCall::wait, .keys = {"a", "b", "c"}, .values = {}});
+  EXPECT_EQ(reply.error, "");
+  EXPECT_TRUE(reply.values.empty());
+}
+
+TEST_F(Store, a_request_that_is_given_up_is_forgotten) {
+  int answered = 0;
+  for (int id : {1, 2})
+    server.handle(
+        7, {.call = id == 1 ? StoreCall::get : StoreCall::wait, .keys = {"a"}, .values = {}},
+        [&](StoreReply) { ++answered; }, id);
+  auto forget = [&](int who) {
+    server.handle(who, StoreRequest::decode(StoreRequest{.call = StoreCall::forget, .number = 1}.encode()),
+                  [](StoreReply) { ADD_FAILURE() << "nobody waits for that"; });
+  };
+  forget(8);  // of somebody else
+  EXPECT_EQ(server.num_waiting(), 2u);
+  forget(7);
+  EXPECT_EQ(server.num_waiting(), 1u);
+  ask({.call = StoreCall::set, .keys = {"a"}, .values = {"1"}});
+  EXPECT_EQ(answered, 1);
+}
+
 TEST_F(Store, an_answer_is_no_longer_than_a_message) {
   ask({.call = StoreCall::set, .keys = {"k"}, .values = {std::string(1 << 19, 'x')}});
   EXPECT_THAT(ask({.call = StoreCall::get, .keys = std::vector<std::string>(1000, "k")}).error,

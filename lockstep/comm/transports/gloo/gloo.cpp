@@ -68,16 +68,16 @@ class GlooTransport final : public Transport {
   }
 
   // Gone for a while: what it sent before it went has been read by now.
-  std::optional<int> lost_peer(std::optional<int> peer) override {
+  std::vector<int> lost_peers() override {
     std::lock_guard lock(mutex_);
     const auto now = std::chrono::steady_clock::now();
+    std::vector<int> lost;
     for (Connection& connection : connections_) {
       if (!connection.closed && has_ended(connection.socket)) connection.closed = now;
-      const bool concerns = !peer || *peer == connection.rank;
-      if (concerns && connection.closed && now - *connection.closed > std::chrono::milliseconds(500))
-        return connection.rank;
+      if (connection.closed && now - *connection.closed > std::chrono::milliseconds(500))
+        lost.push_back(connection.rank);
     }
-    return std::nullopt;
+    return lost;
   }
 
  private:
