@@ -157,6 +157,7 @@ Work Group::all_reduce(at::Tensor tensor, AllReduceOptions options, Site site) {
   auto start = [&](Transport& engine, Pending& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     auto target = dense_target(pending, tensor, true);
+    if (auto* parts = engine.parts()) return pending.post(*parts, {}, {target});
     std::vector<at::Tensor> tensors{to_reduce(engine, target)};
     pending.works.push_back(
         engine.backend().allreduce(tensors, reducing<c10d::AllreduceOptions>(engine, pending)));
@@ -201,6 +202,7 @@ Work Group::broadcast(at::Tensor tensor, RootOptions options, Site site) {
     if (nothing_to_do(engine, tensor.numel())) return;
     auto target = rank() == options.root ? dense(tensor) : dense_target(pending, tensor, false);
     pending.keep.push_back(target);
+    if (auto* parts = engine.parts()) return pending.post(*parts, {}, {target});
     std::vector<at::Tensor> tensors{to_move(engine, target)};
     auto engine_options = with_timeout<c10d::BroadcastOptions>(pending);
     engine_options.rootRank = options.root;
@@ -527,6 +529,7 @@ Work Group::barrier(GatherAllOptions options, Site site) {
   call.tag = std::move(options.tag);
   const auto device = state_->control_device();
   auto start = [&](Transport& engine, Pending& pending) {
+    if (auto* parts = engine.parts()) return pending.post(*parts, {}, {});
     auto engine_options = with_timeout<c10d::BarrierOptions>(pending);
     if (device.is_cuda()) engine_options.device = device;
     pending.works.push_back(engine.backend().barrier(engine_options));

@@ -42,6 +42,15 @@ int GroupState::line_of(const Call& call) {
   return point_to_point(call.operation) ? message_line_ : collective_line_;
 }
 
+const std::string& GroupState::Place::text(const Call& call) {
+  if (!call.far_site.empty() || call.site.file_name() != file_ || call.site.line() != line_) {
+    file_ = call.far_site.empty() ? call.site.file_name() : nullptr;
+    line_ = call.site.line();
+    text_ = site_text(call);
+  }
+  return text_;
+}
+
 void GroupState::note_begin(const Call& call) {
   if (!pen_) return;
   const bool message = point_to_point(call.operation);
@@ -50,7 +59,7 @@ void GroupState::note_begin(const Call& call) {
     message_line_ = pen_->add_line(key_, name_, true);
   }
   pen_->began(line_of(call), static_cast<std::int64_t>(call.sequence), lockstep::name(call.operation),
-              site_text(call), message ? call.root : -1);
+              (message ? messages_place_ : collectives_place_).text(call), message ? call.root : -1);
 }
 
 void GroupState::note_end(const Call& call) noexcept {
@@ -90,7 +99,7 @@ at::Device GroupState::control_device() const {
   return transport(at::kCPU) ? at::Device(at::kCPU) : world_->device();
 }
 
-Work GroupState::issue(Call call, at::Device device, Timeout timeout, const Start& start) {
+Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start start) {
   const auto limit = timeout ? checked_timeout(*timeout) : timeout_;
   std::unique_lock order(point_to_point(call.operation) ? message_mutex_ : issue_mutex_);
   reap();

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/FunctionRef.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/group.h>
 #include <lockstep/comm/transport.h>
@@ -54,8 +55,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   // Starts an operation: order, sequence number, observers, the comparison of calls. `start` hands the
   // tensors to the engine. Errors that the caller can fix have been thrown before.
-  using Start = std::function<void(Transport&, Pending&)>;
-  Work issue(Call call, at::Device device, Timeout timeout, const Start& start);
+  using Start = c10::function_ref<void(Transport&, Pending&)>;
+  Work issue(Call call, at::Device device, Timeout timeout, Start start);
 
   // The group is of no use from here on: wakes whoever waits in its engines. The first verdict stays.
   void fail(Verdict verdict) noexcept;
@@ -118,6 +119,16 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::shared_ptr<control::Pen> pen_;  // null where there is no control plane
   std::atomic<int> collective_line_ = -1, message_line_ = -1;
   bool has_message_line_ = false;
+  // A loop calls from the same line again and again: its text is made once.
+  struct Place {
+    const std::string& text(const Call& call);
+
+   private:
+    const char* file_ = nullptr;
+    std::uint_least32_t line_ = 0;
+    std::string text_;
+  };
+  Place collectives_place_, messages_place_;  // under the mutexes above
 
   mutable std::mutex state_mutex_;
   std::optional<Verdict> verdict_;

@@ -1,11 +1,14 @@
 // One rank's share of an operation, as the engines of our own take it. No LibTorch.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <vector>
 
+#include <lockstep/base/awake_clock.h>
 #include <lockstep/comm/call.h>
 
 namespace lockstep::detail {
@@ -24,6 +27,28 @@ struct Part {
   std::size_t item_size = 0;  // bytes an element
   // Called exactly once, by any thread, without a lock of the engine's; source is set for a receive.
   std::function<void(std::exception_ptr error, int source)> done;
+};
+
+// A part while an engine works on it.
+struct PartItem {
+  Part part;
+  AwakeClock::time_point posted{}, deadline{};
+  bool begun = false, settled = false;  // under the engine's mutex
+
+  virtual ~PartItem() = default;
+  // Called exactly once, by any thread, without a lock of the engine's.
+  virtual void done(const std::exception_ptr& error, int source) = 0;
+};
+
+// An engine of our own, without c10d between: c10d's objects cost more than a small operation does.
+class PartEngine {
+ public:
+  virtual ~PartEngine() = default;
+  // Never waits. soon: nobody is going to wait for it in a moment.
+  virtual void post(std::shared_ptr<PartItem> item, std::chrono::nanoseconds timeout, bool soon) = 0;
+  // Returns when item.done has been called or is about to be. After the deadline everything in the engine
+  // fails.
+  virtual void wait(PartItem& item, AwakeClock::time_point deadline) = 0;
 };
 
 }  // namespace lockstep::detail

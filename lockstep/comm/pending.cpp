@@ -72,13 +72,38 @@ class Bell {
   bool rung_ = false;
 };
 
-Pending::Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
+Pending::Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call its_call,
                  milliseconds timeout)
     : group_(std::move(group)),
       transport_(std::move(transport)),
-      call_(std::move(call)),
       timeout_(timeout),
-      deadline_(start_ + timeout) {}
+      deadline_(start_ + timeout) {
+  item_.part.call = std::move(its_call);
+}
+
+void Pending::Item::done(const std::exception_ptr& its_error, int /*source*/) {
+  error = its_error;
+  finished.store(true, std::memory_order_release);
+  finished.notify_all();
+}
+
+void Pending::post(PartEngine& engine, std::initializer_list<at::Tensor> inputs,
+                   std::initializer_list<at::Tensor> outputs) {
+  for (const auto& tensor : inputs) item_.part.inputs.push_back(tensor.const_data_ptr());
+  for (const auto& tensor : outputs) item_.part.outputs.push_back(tensor.mutable_data_ptr());
+  for (const auto* tensors : {&inputs, &outputs})
+    for (const auto& tensor : *tensors) item_.part.item_size = tensor.element_size();
+  parts_ = &engine;
+  engine.post({shared_from_this(), &item_}, timeout_, false);
+}
+
+void Pending::wait_for_part(Clock::time_point deadline) {
+  if (!item_.finished.load(std::memory_order_acquire)) {
+    parts_->wait(item_, deadline);
+    item_.finished.wait(false, std::memory_order_acquire);
+  }
+  if (item_.error) std::rethrow_exception(item_.error);
+}
 
 bool Pending::needs_watching() const { return by_messages && !transport_->traits().completes_unwatched; }
 
@@ -90,26 +115,27 @@ std::optional<int> Pending::source() const {
 void Pending::wait(std::optional<milliseconds> limit) {
   auto deadline = limit ? std::min(deadline_, Clock::now() + checked_timeout(*limit)) : deadline_;
   if (!settled()) {
-    group_->note_wait(call_, true);
+    group_->note_wait(call(), true);
     std::unique_lock lock(mutex_, std::defer_lock);
     if (lock.try_lock_until(deadline)) {
       if (!settled()) wait_locked(deadline);
     } else {
       // Somebody else waits in the engine, with a later deadline than ours: the verdict wakes them.
       group_->fail(
-          {fmt::format("{} #{} was not complete within {:.3f} s, its deadline", name(call_.operation),
-                       call_.sequence, duration<double>(Clock::now() - start_).count()),
+          {fmt::format("{} #{} was not complete within {:.3f} s, its deadline", name(call().operation),
+                       call().sequence, duration<double>(Clock::now() - start_).count()),
            std::nullopt});
       lock.lock();
       if (!settled()) wait_locked(deadline);
     }
-    group_->note_wait(call_, false);
+    group_->note_wait(call(), false);
   }
   if (state_ == State::failed) throw_error();
 }
 
 void Pending::wait_locked(Clock::time_point deadline) {
   try {
+    if (parts_) wait_for_part(deadline);
     for (; waited_ < works.size(); ++waited_) wait_for(*works[waited_], deadline);
     settle_complete();
   } catch (const std::exception& error) {
@@ -199,16 +225,16 @@ void Pending::wait_for_bell(Bell& bell, Clock::time_point deadline) {
 // Of those who are gone, one that this operation needs.
 std::optional<int> Pending::lost_peer() const {
   const auto lost = transport_->lost_peers();
-  if (!point_to_point(call_.operation)) {
+  if (!point_to_point(call().operation)) {
     // Who left in order has done its part of whatever it had begun.
     for (int rank : lost)
-      if (auto begun = group_->left_after(rank); !begun || *begun <= call_.sequence) return rank;
+      if (auto begun = group_->left_after(rank); !begun || *begun <= call().sequence) return rank;
     return std::nullopt;
   }
   for (int rank : lost)
-    if (rank == call_.root) return rank;
+    if (rank == call().root) return rank;
   // A message of anybody: as long as there is anybody.
-  if (call_.root >= 0 || lost.empty()) return std::nullopt;
+  if (call().root >= 0 || lost.empty()) return std::nullopt;
   for (int rank : lost)
     if (!group_->left_after(rank)) return rank;
   return static_cast<int>(lost.size()) + 1 < group_->size() ? std::nullopt : std::optional(lost.front());
@@ -218,7 +244,7 @@ std::string Pending::cause_of(const std::exception& error, Clock::time_point dea
   if (Clock::now() < deadline) return plain_text(error);
   auto cause = fmt::format("it was not complete within {:.3f} s, its deadline",
                            duration<double>(deadline - start_).count());
-  auto absent = point_to_point(call_.operation) ? "" : transport_->absent(call_.sequence);
+  auto absent = point_to_point(call().operation) ? "" : transport_->absent(call().sequence);
   return absent.empty() ? cause : cause + "; " + absent;
 }
 
@@ -231,8 +257,9 @@ bool Pending::done() {
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return false;
   if (settled()) return true;
-  for (std::size_t i = waited_; i < works.size(); ++i) {
-    if (works[i]->isCompleted()) continue;
+  const std::size_t last = parts_ ? waited_ + 1 : works.size();
+  for (std::size_t i = waited_; i < last; ++i) {
+    if (parts_ ? item_.finished.load(std::memory_order_acquire) : works[i]->isCompleted()) continue;
     if (group_->verdict()) {
       settle_failed({});
       return true;
@@ -252,25 +279,25 @@ void Pending::hear_control_plane(const std::exception& error, Clock::time_point 
 void Pending::settle_complete() {
   c10::NoGradGuard no_grad;
   for (const auto& step : finish) step();
-  if (call_.operation == Operation::recv)
-    source_ = call_.root != kAnyRank ? call_.root : works.back()->sourceRank();
+  if (call().operation == Operation::recv)
+    source_ = call().root != kAnyRank ? call().root : works.back()->sourceRank();
   // Engines' works keep their tensors.
   works.clear();
   finish.clear();
   keep.clear();
   const auto elapsed = Clock::now() - start_;
-  group_->note_end(call_);
-  group_->world().observe([&](Observer& observer) { observer.finished(call_, elapsed); });
+  group_->note_end(call());
+  group_->world().observe([&](Observer& observer) { observer.finished(call(), elapsed); });
   state_.store(State::complete, std::memory_order_release);
 }
 
 void Pending::settle_failed(std::string cause) {
   const auto elapsed = Clock::now() - start_;
   const auto peer = error_.peer;  // known already where a connection has ended
-  error_ = details_of(call_);
+  error_ = details_of(call());
   error_.peer = peer;
   error_.elapsed = elapsed;
-  if (point_to_point(call_.operation) && call_.root >= 0) error_.peer = call_.root;
+  if (point_to_point(call().operation) && call().root >= 0) error_.peer = call().root;
 
   // A verdict says more than the engine that it interrupted.
   if (auto verdict = group_->verdict()) {
@@ -278,14 +305,15 @@ void Pending::settle_failed(std::string cause) {
     if (auto place = group_->place_of(verdict->rank)) error_.peer = place;
   }
   error_.cause = cause;
-  group_->note_end(call_);  // the program may catch the error and go on
-  group_->fail(
-      {fmt::format("{} #{} at {} failed: {}", name(call_.operation), call_.sequence, site_text(call_), cause),
-       std::nullopt});
+  group_->note_end(call());  // the program may catch the error and go on
+  group_->fail({fmt::format("{} #{} at {} failed: {}", name(call().operation), call().sequence,
+                            site_text(call()), cause),
+                std::nullopt});
   if (auto* client = group_->world().client())
     client->tell(control::Fault{control::Fault::Kind::comm, CommError(error_).what()});
-  group_->world().observe([&](Observer& observer) { observer.failed(call_, elapsed, error_.cause); });
+  group_->world().observe([&](Observer& observer) { observer.failed(call(), elapsed, error_.cause); });
   // The tensors stay: the engine may still write to them.
+  if (parts_) transport_->abandon(keep);
   state_.store(State::failed, std::memory_order_release);
 }
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -28,8 +29,11 @@ class Pending : public std::enable_shared_from_this<Pending> {
   std::vector<at::Tensor> keep;
   std::vector<std::function<void()>> finish;  // in order: what is left when the engine is done
   bool by_messages = false;                   // it is made of the engine's sends and receives
+  // In place of works, for an engine that takes parts.
+  void post(PartEngine& engine, std::initializer_list<at::Tensor> inputs,
+            std::initializer_list<at::Tensor> outputs);
 
-  const Call& call() const { return call_; }
+  const Call& call() const { return item_.part.call; }
   GroupState& group() const { return *group_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
   // What the engine is told.
@@ -47,7 +51,14 @@ class Pending : public std::enable_shared_from_this<Pending> {
  private:
   enum class State { running, complete, failed };
 
+  struct Item final : PartItem {
+    std::exception_ptr error;
+    std::atomic<bool> finished = false;
+    void done(const std::exception_ptr& its_error, int source) override;
+  };
+
   void wait_locked(Clock::time_point deadline);
+  void wait_for_part(Clock::time_point deadline);
   void hear_control_plane(const std::exception& error, Clock::time_point deadline);
   void wait_for(c10d::Work& work, Clock::time_point deadline);
   void wait_in_engine(c10d::Work& work, Clock::time_point deadline);
@@ -62,7 +73,8 @@ class Pending : public std::enable_shared_from_this<Pending> {
 
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Transport> transport_;
-  const Call call_;
+  Item item_;  // has the call, whichever engine it goes to
+  PartEngine* parts_ = nullptr;
   const Clock::time_point start_ = Clock::now();
   const std::chrono::milliseconds timeout_;
   const Clock::time_point deadline_;

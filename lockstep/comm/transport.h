@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/comm/call.h>
+#include <lockstep/comm/part.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -39,6 +39,10 @@ class Transport {
   // Ends every wait inside the engine, now and later, with an error. Any thread, any number of times.
   // The engine is of no use afterwards, and destroying it does not wait for peers.
   virtual void interrupt(const std::string& cause) noexcept = 0;
+  // Where collectives may be given as parts, without c10d; null elsewhere.
+  virtual PartEngine* parts() { return nullptr; }
+  // Of a part that failed: peers may still read or write them.
+  virtual void abandon(std::vector<at::Tensor> /*tensors*/) noexcept {}
   // This rank will start nothing more, though works of its own may still hold the engine.
   virtual void leave() noexcept {}
   // Ranks whose connection has ended, where the engine cannot tell by itself and we can. Asked some times a

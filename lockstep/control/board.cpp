@@ -16,10 +16,11 @@ namespace {
 constexpr int kLines = 28;
 constexpr std::int64_t kDay = 24 * 3600 * 1000;  // in ms; waits and looks back end there
 
+// To a few milliseconds, which is what it takes to tell a wait; a finer clock costs several times as much.
 std::int64_t now_ms() {
-  return std::chrono::duration_cast<std::chrono::milliseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return static_cast<std::int64_t>(now.tv_sec) * 1000 + now.tv_nsec / 1'000'000;
 }
 
 std::int64_t time_since(std::int64_t then, std::int64_t now) {
@@ -78,7 +79,10 @@ class VersionedLine {
     std::memcpy(words, &line, sizeof line);
     const auto version = version_.load(std::memory_order_relaxed);
     version_.store(version + 1, std::memory_order_relaxed);
-    for (std::size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
+    // Most stay as they are: a rank that does the same again changes a number and a time.
+    for (std::size_t i = 0; i < kWords; ++i)
+      if (words_[i].load(std::memory_order_relaxed) != words[i])
+        words_[i].store(words[i], std::memory_order_release);
     version_.store(version + 2, std::memory_order_release);
   }
 

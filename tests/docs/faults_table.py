@@ -25,7 +25,7 @@ How it was measured:
 - Seconds, from the injection to what the column "until" says, on CLOCK_MONOTONIC, which the harness and the ranks
   share. Where a fault was injected several times: median / p99 / max. Ratios are marked with x.
 - Kills come at random times. In all phases together: {kills}.
-- Ranks are LibTorch processes that train on gloo, all on one machine with {processors} processors, so times include
+- Ranks are LibTorch processes that train in shared memory (on gloo between hosts), all on one machine with {processors} processors, so times include
   what it takes to get a processor. "A host" is a network namespace.
 - After each job the harness looks for processes, sockets of the control plane, listening ports and entries of /dev/shm
   that are left; none may be there 2 s later.

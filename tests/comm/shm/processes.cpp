@@ -57,7 +57,7 @@ Member join(const std::filesystem::path& folder, const std::string& name, int ra
 
 void Member::run(Part part) {
   std::promise<void> done;  // told by whichever thread does the work
-  part.done = [&](const std::exception_ptr& error, int) {
+  auto tell = [&](const std::exception_ptr& error, int) {
     if (error)
       done.set_exception(error);
     else
@@ -65,10 +65,18 @@ void Member::run(Part part) {
   };
   if (detail::point_to_point(part.call.operation)) {
     const auto tag = std::stoll(part.call.tag);
+    part.done = tell;
     auto item = messages->post(std::move(part), tag, seconds(60));
     messages->wait(*item, Clock::now() + seconds(60));
   } else {
-    auto item = lane->post(std::move(part), seconds(60), false);
+    struct Item : detail::PartItem {
+      std::function<void(const std::exception_ptr&, int)> tell;
+      void done(const std::exception_ptr& error, int source) override { tell(error, source); }
+    };
+    auto item = std::make_shared<Item>();
+    item->part = std::move(part);
+    item->tell = tell;
+    lane->post(item, seconds(60), false);
     lane->wait(*item, Clock::now() + seconds(60));
   }
   done.get_future().get();

@@ -35,6 +35,10 @@ class ShmWork final : public EngineWork {
       : EngineWork(rank, type, std::move(inputs), std::move(outputs)), engine_(std::move(engine)) {}
 
   void set_item(ItemPtr item) { item_ = std::move(item); }
+  void settle_or_abandon(const std::exception_ptr& error, int source) {
+    if (error) abandon(tensors());
+    settle(error, source);
+  }
 
   bool wait(milliseconds timeout) override {
     if (!isCompleted()) {
@@ -47,6 +51,13 @@ class ShmWork final : public EngineWork {
  private:
   const std::shared_ptr<Engine> engine_;
   ItemPtr item_;
+};
+
+struct LaneItem final : PartItem {
+  c10::intrusive_ptr<ShmWork<shm::Lane>> work;
+  void done(const std::exception_ptr& error, int source) override {
+    std::exchange(work, {})->settle_or_abandon(error, source);
+  }
 };
 
 shm::Engine::Tuning tuning(bool roomy) {
@@ -92,23 +103,22 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
 
 PartBackend::WorkPtr ShmBackend::post(Request request) {
   const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_;
-  auto prepare = [&](const auto& engine) {
-    using Engine = typename std::decay_t<decltype(engine)>::element_type;
-    auto work = c10::make_intrusive<ShmWork<Engine>>(rank_, request.type, std::move(request.inputs),
-                                                     std::move(request.outputs), engine);
-    request.part.done = [work](const std::exception_ptr& error, int source) {
-      if (error) abandon(work->tensors());
-      work->settle(error, source);
-    };
-    return work;
-  };
   if (point_to_point(request.part.call.operation)) {
-    auto work = prepare(messages_);
+    auto work = c10::make_intrusive<ShmWork<shm::Messages>>(rank_, request.type, std::move(request.inputs),
+                                                            std::move(request.outputs), messages_);
+    request.part.done = [work](const std::exception_ptr& error, int source) {
+      work->settle_or_abandon(error, source);
+    };
     work->set_item(messages_->post(std::move(request.part), request.tag, timeout));
     return work;
   }
-  auto work = prepare(lane_);
-  work->set_item(lane_->post(std::move(request.part), timeout, request.asynchronous));
+  auto work = c10::make_intrusive<ShmWork<shm::Lane>>(rank_, request.type, std::move(request.inputs),
+                                                      std::move(request.outputs), lane_);
+  auto item = std::make_shared<LaneItem>();
+  item->part = std::move(request.part);
+  item->work = work;
+  work->set_item(item);
+  lane_->post(std::move(item), timeout, request.asynchronous);
   return work;
 }
 
@@ -145,6 +155,13 @@ class ShmTransport final : public Transport {
     }
   }
   void leave() noexcept override { backend_->leave(); }
+  PartEngine* parts() override { return &backend_->lane(); }
+  void abandon(std::vector<at::Tensor> tensors) noexcept override {
+    try {
+      detail::abandon(std::move(tensors));
+    } catch (...) {  // no memory to note them in: they are not freed either
+    }
+  }
   std::string absent(std::uint64_t /*sequence*/) override { return backend_->absent(); }
 
  private:

@@ -27,6 +27,7 @@ class ShmBackend final : public PartBackend {
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
+  shm::Lane& lane() { return *lane_; }
   void interrupt(const std::string& cause);
   void leave();
   std::string absent() const { return lane_->meeting().absent(); }

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/base/error.h>
 #include <lockstep/comm/part.h>
 #include <lockstep/comm/transports/shm/arena.h>
 #include <lockstep/comm/transports/shm/meeting.h>
@@ -33,9 +34,9 @@ class Memory {
 };
 
 // The ranks' calls differ: the same text on every rank, and nothing has been written.
-class Mismatch : public std::runtime_error {
+class Mismatch : public Error {
  public:
-  using runtime_error::runtime_error;
+  using Error::Error;
 };
 
 struct Source;  // where a rank's data is

@@ -19,9 +19,7 @@ Lane::Lane(std::unique_ptr<Engine> engine, std::shared_ptr<void> keep)
 
 Lane::~Lane() = default;
 
-std::shared_ptr<Lane::Item> Lane::post(Part part, std::chrono::nanoseconds timeout, bool soon) {
-  auto item = std::make_shared<Item>();
-  item->part = std::move(part);
+void Lane::post(std::shared_ptr<Item> item, std::chrono::nanoseconds timeout, bool soon) {
   item->posted = Clock::now();
   item->deadline = item->posted + timeout;
   Lock lock(mutex_);
@@ -30,9 +28,9 @@ std::shared_ptr<Lane::Item> Lane::post(Part part, std::chrono::nanoseconds timeo
   if (queue_.empty() && !busy_ && !broken_) begin(*item);
   if (broken_) {
     settle(lock, item, broken_);
-    return item;
+    return;
   }
-  queue_.push_back(item);
+  queue_.push_back(std::move(item));
   soon_ = soon_ || soon;
   if (!has_thread_) {
     has_thread_ = true;
@@ -44,7 +42,6 @@ std::shared_ptr<Lane::Item> Lane::post(Part part, std::chrono::nanoseconds timeo
   } else if (asleep_ || soon) {
     posted_.notify_one();
   }
-  return item;
 }
 
 void Lane::begin(Item& item) {
@@ -85,10 +82,8 @@ void Lane::drive(Lock& lock, Clock::time_point deadline) {
 void Lane::settle(Lock& lock, const std::shared_ptr<Item>& item, const std::exception_ptr& error) {
   item->settled = true;
   if (waiting_ > 0) settled_.notify_all();
-  auto done = std::move(item->part.done);
   lock.unlock();
-  done(error, -1);
-  done = nullptr;
+  item->done(error, -1);
   lock.lock();
 }
 

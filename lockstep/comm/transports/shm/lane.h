@@ -11,23 +11,16 @@
 
 namespace lockstep::shm {
 
-class Lane : public std::enable_shared_from_this<Lane> {
+class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane> {
  public:
-  struct Item {
-    Part part;
-    Clock::time_point posted, deadline;
-    bool begun = false, settled = false;  // under the lane's mutex
-  };
+  using Item = detail::PartItem;
 
   // keep: what the engine needs as long as it lives.
   Lane(std::unique_ptr<Engine> engine, std::shared_ptr<void> keep);
-  ~Lane();
+  ~Lane() override;
 
-  // Never waits. soon: nobody is going to wait for it in a moment, so the lane's thread is told at once.
-  std::shared_ptr<Item> post(Part part, std::chrono::nanoseconds timeout, bool soon);
-  // Returns when part.done has been called or is about to be. After the deadline everything in the lane
-  // fails.
-  void wait(Item& item, Clock::time_point deadline);
+  void post(std::shared_ptr<Item> item, std::chrono::nanoseconds timeout, bool soon) override;
+  void wait(Item& item, Clock::time_point deadline) override;
   // Every operation ends with this cause, now and later. Any thread.
   void interrupt(const std::string& cause);
   // No more is posted. What is under way is not waited for.
