@@ -70,7 +70,7 @@ std::vector<std::string> mpi_launcher(const std::string& flavour, const std::str
 }  // namespace
 
 const std::vector<std::string>& transport_names() {
-  static const std::vector<std::string> names = {"threads", "gloo", "mpi", "nccl"};
+  static const std::vector<std::string> names = {"threads", "shm", "gloo", "mpi", "nccl"};
   return names;
 }
 

@@ -170,7 +170,7 @@ int main(int argc, char** argv) {
   std::string transport;
   int num_ranks = 1;
   auto* describe_option = app.add_flag("--describe", described, "LibTorch and the GPUs, as JSON");
-  app.add_option("--measure", transport, "A transport's times, as JSON: threads, gloo, mpi or nccl")
+  app.add_option("--measure", transport, "A transport's times, as JSON: threads, shm, gloo, mpi or nccl")
       ->excludes(describe_option);
   app.add_option("--ranks", num_ranks, "How many ranks there are; for threads, how many to start")
       ->check(CLI::Range(1, 4096));

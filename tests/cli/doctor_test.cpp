@@ -131,13 +131,13 @@ TEST(Doctor, a_low_limit_is_bad_and_the_hint_says_how_to_raise_it) {
   EXPECT_THAT(limited("-n 64").row("open files")["hint"].get<std::string>(), HasSubstr("limits.conf"));
 }
 
-TEST(Doctor, ranks_measure_threads_and_gloo) {
+TEST(Doctor, ranks_measure_threads_shared_memory_and_gloo) {
   // What launched doctor itself is not the measured ranks' business.
   const Report report(
-      doctor({"-n", "2", "--backend", "threads,gloo", "--json"},
+      doctor({"-n", "2", "--backend", "threads,shm,gloo", "--json"},
              {{"RANK", "1"}, {"WORLD_SIZE", "3"}, {"SLURM_PROCID", "1"}, {"LOCKSTEP_CHECK", "x"}}));
   EXPECT_EQ(report.json["ranks"], 2);
-  for (const char* name : {"transport threads", "transport gloo"}) {
+  for (const char* name : {"transport threads", "transport shm", "transport gloo"}) {
     const auto row = report.row(name);
     EXPECT_EQ(row["verdict"], "ok") << row;
     EXPECT_EQ(row["values"]["ranks"], 2);
@@ -260,7 +260,7 @@ TEST(Doctor, misuse_is_explained) {
   explained({"-n", "0"}, "0");
   explained({"-n", "many"}, "many");
   explained({"-n", "2", "--backend", "wibble"},
-            "--backend='wibble' is not allowed: threads, gloo, mpi, nccl are");
+            "--backend='wibble' is not allowed: threads, shm, gloo, mpi, nccl are");
   explained({"--backend", "gloo"}, "-n");
   explained({"--wibble"}, "--wibble");
   const auto help = doctor({"--help"});

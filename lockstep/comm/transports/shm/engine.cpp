@@ -6,19 +6,13 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/reduce.h>
+#include <lockstep/comm/transports/shm/round.h>
 
 namespace lockstep::shm {
 
 using lockstep::Operation;
 
 namespace {
-
-constexpr std::size_t kLine = 64;
-// In place, a chunk is at least this large: less is not worth the taking.
-constexpr std::size_t kLeastClaim = 16384;
-
-std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
-std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
 // Each pair of ranks has a size of its own, which both of them know and nobody else.
 bool pairwise(Operation o) {
@@ -53,51 +47,6 @@ class Digest {
 };
 
 }  // namespace
-
-// Where a rank's data is.
-struct Source {
-  enum class Kind { nothing, slot, direct, staged };
-  Kind kind = Kind::nothing;
-  std::size_t bytes = 0;
-  const char* base = nullptr;  // of the slot or the memory
-  char* stage = nullptr;       // of its staging, the first of two
-  std::size_t stage_size = 0;
-};
-
-// The operation that is under way. It is used again and again, with the memory that it has.
-struct Engine::Round {
-  Part* part = nullptr;
-  std::vector<const char*> own;    // this rank's pieces
-  std::vector<std::size_t> sizes;  // of them, in bytes
-  std::size_t bytes = 0;
-  bool adjacent = true;
-  std::uint64_t first_step = 0;
-  std::size_t window = 0;  // of each piece, staged at a time
-  std::vector<Source> sources;
-  std::size_t each_has = 1;         // pieces
-  std::vector<std::size_t> pieces;  // of every rank, in bytes
-  std::vector<const void*> inputs;  // of a reduction
-  std::vector<void*> outputs;
-
-  void start(Part& its_part, std::uint64_t step, std::size_t ranks) {
-    part = &its_part;
-    own.clear();
-    sizes.clear();
-    bytes = 0;
-    adjacent = true;
-    first_step = step;
-    sources.assign(ranks, {});
-    inputs.resize(ranks);
-    outputs.resize(ranks);
-  }
-  const Call& call() const { return part->call; }
-  std::size_t length(std::int64_t elements) const {
-    return static_cast<std::size_t>(elements) * part->item_size;
-  }
-  std::span<const std::size_t> pieces_of(int rank) const {
-    return std::span(pieces).subspan(static_cast<std::size_t>(rank) * each_has, each_has);
-  }
-};
 
 Engine::Engine(Region region, int rank, Tuning tuning, Memory& memory)
     : meeting_(region, rank, tuning.spin),
@@ -336,7 +285,11 @@ const char* Engine::piece(const Round& op, int rank, int number, std::size_t fro
 }
 
 void Engine::exchange(Round& op, Clock::time_point deadline) {
-  const bool all_reduce = op.call().operation == Operation::all_reduce && op.bytes > kInline;
+  const bool in_slots = op.bytes <= kInline;
+  const bool all_reduce = op.call().operation == Operation::all_reduce && !in_slots;
+  if (op.call().operation == Operation::all_reduce && in_slots &&
+      op.bytes * at(meeting_.ranks()) > tuning_.slot_pull)
+    return reduce_slots(op, deadline);
   auto any = [&](Source::Kind kind) {
     return std::any_of(op.sources.begin(), op.sources.end(),
                        [&](const auto& each) { return each.kind == kind; });
@@ -425,55 +378,6 @@ void Engine::take(Round& op, std::size_t from, std::size_t to) {
     case Operation::reduce_scatter: reduce(rank, op.part->outputs[0]); break;
     default: break;
   }
-}
-
-// Chunks are taken by whoever is awake, until all are done.
-template <typename Work>
-void Engine::share_out(std::uint64_t chunks, Clock::time_point deadline, Work work) {
-  Claims& claims = meeting_.region().claims(meeting_.step());
-  for (;;) {
-    LOCKSTEP_SHM_PAUSE();
-    const auto chunk = claims.taken.fetch_add(1, std::memory_order_relaxed);
-    if (chunk >= chunks) break;
-    work(static_cast<std::size_t>(chunk));
-    LOCKSTEP_SHM_PAUSE();
-    if (claims.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) meeting_.tell();
-  }
-  meeting_.await([&] { return claims.finished.load(std::memory_order_acquire) >= chunks; }, deadline);
-}
-
-void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
-  const auto ranks = at(meeting_.ranks());
-  const auto share = round_up((op.bytes + ranks - 1) / ranks, kLeastClaim);
-  const auto chunk = std::min(share, round_up(tuning_.claim, kLine));
-  std::vector<char*> buffers;
-  for (int r = 0; r < meeting_.ranks(); ++r)
-    buffers.push_back(r == meeting_.rank() ? static_cast<char*>(op.part->outputs[0])
-                                           : const_cast<char*>(op.sources[at(r)].base));
-  share_out((op.bytes + chunk - 1) / chunk, deadline, [&](std::size_t i) {
-    for (std::size_t r = 0; r < ranks; ++r) op.inputs[r] = op.outputs[r] = buffers[r] + i * chunk;
-    detail::reduce_tree_to_all(op.call().dtype, op.call().reduction, op.inputs, op.outputs,
-                               std::min(chunk, op.bytes - i * chunk) / op.part->item_size);
-  });
-}
-
-void Engine::reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline) {
-  const auto ranks = at(meeting_.ranks());
-  const auto bytes = std::min(op.window, op.bytes - from);
-  const auto share = round_up((bytes + ranks - 1) / ranks, kLine);
-  std::vector<char*> stages;
-  for (int r = 0; r < meeting_.ranks(); ++r)
-    stages.push_back(r == meeting_.rank() ? stage_ + stage_size_ * (meeting_.step() % 2)
-                                          : const_cast<char*>(piece(op, r, 0, from)));
-  auto length = [&](std::size_t s) { return s * share < bytes ? std::min(share, bytes - s * share) : 0; };
-  share_out((bytes + share - 1) / share, deadline, [&](std::size_t s) {
-    for (std::size_t r = 0; r < ranks; ++r) op.inputs[r] = stages[r] + s * share;
-    detail::reduce_tree(op.call().dtype, op.call().reduction, op.inputs, stages[s] + s * share,
-                        length(s) / op.part->item_size);
-  });
-  auto* output = static_cast<char*>(op.part->outputs[0]) + from;
-  for (std::size_t s = 0; s < ranks; ++s)
-    if (length(s) != 0) std::memcpy(output + s * share, stages[s] + s * share, length(s));
 }
 
 }  // namespace lockstep::shm

@@ -48,6 +48,7 @@ class Engine {
     std::size_t chunk = std::size_t{256} << 10;  // staged at a time, by each rank
     std::size_t claim = std::size_t{256} << 10;  // taken at a time, in place
     int pull_up_to = 3;  // ranks: each sums everything for itself; with more, each sums a share for all
+    std::size_t slot_pull = 16384;  // bytes in all slots together up to which each sums them for itself
   };
   Engine(Region region, int rank, Tuning tuning, Memory& memory);
   ~Engine();
@@ -74,6 +75,7 @@ class Engine {
   const char* piece(const Round& op, int rank, int number, std::size_t from) const;
   void reduce_in_place(Round& op, Clock::time_point deadline);
   void reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline);
+  void reduce_slots(Round& op, Clock::time_point deadline);
   template <typename Work>
   void share_out(std::uint64_t chunks, Clock::time_point deadline, Work work);
   char* stage(std::size_t bytes);
