@@ -65,6 +65,15 @@ shm::Engine::Tuning tuning(bool roomy) {
   tuning.spin = roomy ? std::chrono::microseconds(50) : std::chrono::microseconds(0);
   // Each chunk is a meeting: where ranks must take turns on a processor, few and large ones.
   tuning.chunk = roomy ? std::size_t{256} << 10 : std::size_t{2} << 20;
+  // To measure other values; ranks that have different ones are told.
+  auto size = [](const char* name, std::size_t fallback) {
+    return static_cast<std::size_t>(
+        env::integer(name, 64, 1 << 30).value_or(static_cast<std::int64_t>(fallback)));
+  };
+  tuning.chunk = size("LOCKSTEP_SHM_CHUNK", tuning.chunk);
+  tuning.claim = size("LOCKSTEP_SHM_CLAIM", tuning.claim);
+  tuning.pull_up_to =
+      static_cast<int>(env::integer("LOCKSTEP_SHM_PULL", 1, 1024).value_or(tuning.pull_up_to));
   return tuning;
 }
 

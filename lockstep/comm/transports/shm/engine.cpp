@@ -97,7 +97,7 @@ void Engine::begin(Part& part) {
   const int rank = meeting_.rank(), ranks = meeting_.ranks();
   Round& op = *round_;
   op.start(part, meeting_.step() + 1, at(ranks));
-  op.window = tuning_.chunk;
+  op.window = round_up(tuning_.chunk, kLine);
 
   auto add = [&](const void* data, std::int64_t elements) {
     const auto* bytes = static_cast<const char*>(data);
@@ -135,7 +135,10 @@ void Engine::begin(Part& part) {
   const auto& region = meeting_.region();
   Header& header = region.header(rank, op.first_step);
   Digest digest;
-  digest.add(operations_++).add(static_cast<std::uint64_t>(call.operation)).add(tuning_.chunk);
+  digest.add(operations_++)
+      .add(static_cast<std::uint64_t>(call.operation))
+      .add(tuning_.chunk)
+      .add(static_cast<std::uint64_t>(tuning_.pull_up_to));
   digest.add(static_cast<std::uint64_t>(call.dtype)).add(static_cast<std::uint64_t>(call.root)).add(call.tag);
   if (detail::reduces(call.operation)) digest.add(static_cast<std::uint64_t>(call.reduction));
   if (call.operation == Operation::all_gather || call.operation == Operation::reduce_scatter)
