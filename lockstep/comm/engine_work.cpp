@@ -1,5 +1,7 @@
 #include <lockstep/comm/engine_work.h>
 
+#include <algorithm>
+
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 #include <lockstep/base/log.h>
@@ -35,6 +37,16 @@ void EngineWork::resolve(c10::ivalue::Future& future) const {
 }
 
 void EngineWork::settle(std::exception_ptr error, int source) noexcept {
+  try {
+    if (!error && finish_) finish_();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  finish_ = nullptr;
+  try {
+    if (error && explain_) error = explain_(error);
+  } catch (...) {  // then it is told as it is
+  }
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard lock(mutex_);
@@ -59,6 +71,35 @@ std::vector<at::Tensor> EngineWork::tensors() const {
   auto all = inputs_;
   all.insert(all.end(), outputs_.begin(), outputs_.end());
   return all;
+}
+
+bool JoinedWork::isCompleted() {
+  return std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->isCompleted(); });
+}
+
+bool JoinedWork::isSuccess() const { return !exception(); }
+
+std::exception_ptr JoinedWork::exception() const {
+  for (const auto& part : parts_)
+    if (auto error = part->exception()) return error;
+  return nullptr;
+}
+
+bool JoinedWork::wait(std::chrono::milliseconds timeout) {
+  for (const auto& part : parts_) part->wait(timeout);
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
+  const auto type = c10::ListType::create(c10::TensorType::get());
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(type));
+  for (const auto& part : parts_) futures.push_back(part->getFuture());
+  return c10::collectAll(futures)->then(
+      [results = results_](c10::ivalue::Future& all) {
+        all.value();  // throws what one of them failed with
+        return c10::IValue(c10::List<at::Tensor>(results));
+      },
+      type);
 }
 
 }  // namespace lockstep::detail

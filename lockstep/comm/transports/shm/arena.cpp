@@ -1,6 +1,9 @@
 #include <lockstep/comm/transports/shm/arena.h>
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <new>
 
 #include <lockstep/base/error.h>
 
@@ -16,8 +19,22 @@ std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit
 }  // namespace
 
 Arena& Arena::instance() {
-  static auto* arena = new Arena;
+  static auto* arena = [] {
+    auto* made = new Arena;
+    ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                     [] { instance().after_fork(); });
+    return made;
+  }();
   return *arena;
+}
+
+// The memory is shared with the parent, which goes on to use it: nothing of it is given out or given back here.
+void Arena::after_fork() {
+  new (&mutex_) std::shared_mutex;  // it was locked by a thread of another number
+  by_length_.clear();
+  used_.clear();
+  for (auto& [base, owned] : segments_) owned.free.clear();
+  held_bytes_ = used_bytes_ = 0;
 }
 
 void Arena::insert_free(Owned& owned, std::size_t offset, std::size_t length) {

@@ -50,6 +50,7 @@ class Arena {
   void insert_free(Owned& owned, std::size_t offset, std::size_t length);
   void erase_free(Owned& owned, std::map<std::size_t, std::size_t>::iterator block);
   void give_back_what_is_too_much();
+  void after_fork();
 
   mutable std::shared_mutex mutex_;
   Segments segments_;

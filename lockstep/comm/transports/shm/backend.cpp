@@ -61,7 +61,7 @@ shm::Engine::Tuning tuning(bool roomy) {
 }  // namespace
 
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ShmOptions options)
-    : PartBackend(rank, size), timeout_(options.timeout) {
+    : PartBackend(rank, size), timeout_(options.timeout.count()) {
   shm::Words words;
   words.set = [&](const std::string& key, const std::string& value) {
     store->set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
@@ -92,11 +92,13 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 PartBackend::WorkPtr ShmBackend::post(Request request) {
-  const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_;
+  TORCH_CHECK(is_own(), "a process that was forked from a rank cannot use the rank's groups");
+  const auto timeout = request.timeout.count() > 0 ? request.timeout : this->timeout();
   auto prepare = [&](const auto& engine) {
     using Engine = typename std::decay_t<decltype(engine)>::element_type;
-    auto work = c10::make_intrusive<ShmWork<Engine>>(rank_, request.type, std::move(request.inputs),
-                                                     std::move(request.outputs), engine);
+    auto work = c10::make_intrusive<ShmWork<Engine>>(rank_, request.type, std::move(request.keep),
+                                                     std::move(request.results), engine);
+    work->prepare(std::move(request.finish), std::move(request.explain));
     request.part.done = [work](const std::exception_ptr& error, int source) {
       if (error) abandon(work->tensors());
       work->settle(error, source);
@@ -119,6 +121,7 @@ void ShmBackend::interrupt(const std::string& cause) {
 }
 
 void ShmBackend::leave() {
+  if (!is_own()) return;
   messages_->close();
   lane_->close();
 }

@@ -86,10 +86,12 @@ void Lane::settle(Lock& lock, const std::shared_ptr<Item>& item, const std::exce
   item->settled = true;
   if (waiting_ > 0) settled_.notify_all();
   auto done = std::move(item->part.done);
+  ++settling_;
   lock.unlock();
   done(error, -1);
   done = nullptr;
   lock.lock();
+  --settling_;
 }
 
 void Lane::fail_queued(Lock& lock) {
@@ -124,6 +126,24 @@ void Lane::interrupt(const std::string& cause) {
   broken_ = std::make_exception_ptr(Interrupted(cause));
   engine_->give_up();
   fail_queued(lock);
+}
+
+void Lane::drain() {
+  Lock lock(mutex_);
+  while (busy_ || !queue_.empty()) {
+    if (!busy_) {
+      drive(lock, queue_.front()->deadline);
+      continue;
+    }
+    ++waiting_;
+    settled_.wait(lock);
+    --waiting_;
+  }
+}
+
+bool Lane::is_idle() {
+  Lock lock(mutex_);
+  return !busy_ && settling_ == 0 && queue_.empty();
 }
 
 void Lane::close() {

@@ -30,6 +30,9 @@ class Lane : public std::enable_shared_from_this<Lane> {
   void wait(Item& item, Clock::time_point deadline);
   // Every operation ends with this cause, now and later. Any thread.
   void interrupt(const std::string& cause);
+  // Until all that was posted is done, or has failed.
+  void drain();
+  bool is_idle();
   // No more is posted. What is under way is not waited for.
   void close();
   Meeting& meeting() { return engine_->meeting(); }
@@ -48,7 +51,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   std::condition_variable settled_, posted_;
   std::deque<std::shared_ptr<Item>> queue_;
   std::exception_ptr broken_;  // no operation can succeed after one has failed
-  int waiting_ = 0;
+  int waiting_ = 0, settling_ = 0;
   bool busy_ = false, asleep_ = false, soon_ = false, closed_ = false, has_thread_ = false;
   Clock::time_point last_post_{};
 };

@@ -68,7 +68,9 @@ Station::Station(int rank, int ranks, const Words& words, Clock::time_point dead
   if (rank == 0) Post::instance().withdraw(offered);
 }
 
-Station::~Station() { Holder::let_go(region().line(rank_).alive); }
+Station::~Station() {
+  if (fork_generation() == generation_) Holder::let_go(region().line(rank_).alive);
+}
 
 bool Station::roomy(int local_ranks, int threads) const {
   const bool bound = std::any_of(processors_.begin(), processors_.end(),

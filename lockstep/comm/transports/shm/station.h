@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <lockstep/comm/transports/shm/engine.h>
+#include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/transports/shm/post.h>
 
 namespace lockstep::shm {
@@ -39,6 +40,7 @@ class Station final : public Memory {
 
  private:
   const int rank_, ranks_;
+  const std::uint64_t generation_ = fork_generation();
   std::shared_ptr<Segment> segment_;
   std::vector<std::shared_ptr<Peer>> peers_;
   std::vector<std::string> processors_;  // that each rank may run on
