@@ -17,6 +17,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
+constexpr char kTimedOut[] = "Timed out waiting for other ranks";  // PyTorch looks for the first two words
+
 std::string first_line(const char* path) {
   std::ifstream file(path);
   std::string line;
@@ -110,7 +112,20 @@ TorchBackend::~TorchBackend() {
 c10::intrusive_ptr<c10d::Backend::Options> TorchBackend::getBackendOptions() { return options_; }
 
 void TorchBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
-  barrier(options)->wait();
+  auto given = options;
+  if (given.timeout == c10d::kUnsetTimeout) given.timeout = timeout();
+  given.timeout = std::max(given.timeout, milliseconds(1));
+  given.asyncOp = false;
+  auto work = barrier(given);
+  try {
+    work->wait();
+  } catch (const c10::DistBackendError& error) {
+    const std::string text = error.what_without_backtrace();
+    if (text.find(kTimedOut) == std::string::npos) throw;
+    throw c10::DistBackendError(
+        {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)},
+        fmt::format("Rank {} timed out in monitoredBarrier after {} ms: {}", rank_, given.timeout.count(), text));
+  }
 }
 
 void TorchBackend::shutdown() {
@@ -150,8 +165,7 @@ std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(
     try {
       std::rethrow_exception(error);
     } catch (const shm::TimedOut&) {
-      // PyTorch looks for these words.
-      what = where + "Timed out waiting for other ranks";
+      what = where + kTimedOut;
       if (const auto absent = lane->meeting().absent(); !absent.empty()) what += ": " + absent;
     } catch (const shm::Mismatch& mismatch) {
       what = std::string("lockstep: ") + mismatch.what();
