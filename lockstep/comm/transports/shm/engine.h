@@ -80,6 +80,8 @@ class Engine {
   void stage_all(Round& op, Clock::time_point deadline);
   void tell_stage(Header& header) const;
   void find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline);
+  void meet_new_stages(std::uint64_t step, Clock::time_point deadline);
+  void reach(Round& op, Clock::time_point deadline);
 
   Meeting meeting_;
   const Tuning tuning_;
@@ -87,6 +89,8 @@ class Engine {
   char* stage_ = nullptr;  // two of them, used in turn
   std::size_t stage_size_ = 0;
   Place stage_place_;
+  bool stage_is_new_ = false;       // this rank's
+  bool somebodys_is_new_ = false;  // any rank's, in this operation
   std::vector<char*> old_stages_;
   std::uint64_t operations_ = 0;
   const std::unique_ptr<Round> round_;

@@ -23,6 +23,7 @@ struct Header {
   std::uint64_t digest;           // of what all calls must share
   std::uint64_t segment, offset;  // of its data; 0: not in shared memory
   std::uint64_t stage_segment, stage_offset, stage_size;
+  std::uint64_t stage_is_new;  // the others have not met it yet
 };
 
 // Of one rank.
