@@ -11,6 +11,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/comm/engine_work.h>
 
 namespace lockstep::python {
 namespace {
@@ -66,10 +67,11 @@ void check_places(c10d::Store& store, int rank, int size) {
   for (const auto& [_, each] : places)
     text += fmt::format("\n  rank{} {}: host {}, user {}, network {}", each.second.size() > 1 ? "s" : "",
                         fmt::join(each.second, ", "), each.first.host, each.first.user, each.first.network);
-  TORCH_CHECK(false,
-              "the backend 'lockstep' connects processes that share memory: of one host, one user and one network "
-              "namespace, and the ranks of this group are in several:",
-              text, "\nGroups that span hosts need another backend, such as gloo.");
+  TORCH_CHECK(
+      false,
+      "the backend 'lockstep' connects processes that share memory: of one host, one user and one network "
+      "namespace, and the ranks of this group are in several:",
+      text, "\nGroups that span hosts need another backend, such as gloo.");
 }
 
 detail::ShmOptions shm_options(const c10d::DistributedBackendOptions& options) {
@@ -122,9 +124,9 @@ void TorchBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*
   } catch (const c10::DistBackendError& error) {
     const std::string text = error.what_without_backtrace();
     if (text.find(kTimedOut) == std::string::npos) throw;
-    throw c10::DistBackendError(
-        {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)},
-        fmt::format("Rank {} timed out in monitoredBarrier after {} ms: {}", rank_, given.timeout.count(), text));
+    throw c10::DistBackendError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)},
+                                fmt::format("Rank {} timed out in monitoredBarrier after {} ms: {}", rank_,
+                                            given.timeout.count(), text));
   }
 }
 
@@ -153,8 +155,8 @@ void TorchBackend::leave_all() {
   for (const auto& each : messages) each->close();
   for (const auto& each : lanes) each->close();
   const auto until = shm::Clock::now() + kPatience;
-  for (const auto& each : lanes)
-    while (!each->is_idle() && shm::Clock::now() < until) std::this_thread::sleep_for(milliseconds(1));
+  while (detail::EngineWork::Telling::count() > 0 && shm::Clock::now() < until)
+    std::this_thread::sleep_for(milliseconds(1));
 }
 
 std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(const Call& call) {

@@ -1,12 +1,22 @@
 #include <lockstep/comm/engine_work.h>
 
 #include <algorithm>
+#include <atomic>
+#include <system_error>
+#include <thread>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 #include <lockstep/base/log.h>
 
 namespace lockstep::detail {
+
+namespace {
+
+thread_local int waiting = 0;
+std::atomic<int> telling = 0;
+
+}  // namespace
 
 EngineWork::EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs,
                        std::vector<at::Tensor> outputs)
@@ -58,14 +68,38 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
   }
   cv_.notify_all();
   if (!future) return;
+  auto self = c10::intrusive_ptr<EngineWork>::unsafe_reclaim_from_nonowning(this);
+  if (waiting == 0) return tell(self, *future);
+  telling.fetch_add(1);
   try {
-    resolve(*future);  // runs callbacks of the caller's
+    std::thread([self, future]() mutable {
+      tell(self, *future);
+      future.reset();
+      self.reset();
+      telling.fetch_sub(1);
+    }).detach();
+  } catch (const std::system_error&) {  // no more threads
+    tell(self, *future);
+    telling.fetch_sub(1);
+  }
+}
+
+// Runs callbacks of the caller's.
+void EngineWork::tell(const c10::intrusive_ptr<EngineWork>& work, c10::ivalue::Future& future) noexcept {
+  try {
+    work->resolve(future);
   } catch (const std::exception& problem) {
     log(LogLevel::error, "a callback of an operation threw: {}", problem.what());
   } catch (...) {
     log(LogLevel::error, "a callback of an operation threw");
   }
 }
+
+EngineWork::Waiting::Waiting() { ++waiting; }
+EngineWork::Waiting::~Waiting() { --waiting; }
+EngineWork::Telling::Telling() { telling.fetch_add(1); }
+EngineWork::Telling::~Telling() { telling.fetch_sub(1); }
+int EngineWork::Telling::count() { return telling.load(); }
 
 std::vector<at::Tensor> EngineWork::tensors() const {
   auto all = inputs_;

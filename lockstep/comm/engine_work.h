@@ -24,6 +24,27 @@ class EngineWork : public c10d::Work {
   // The first call decides; wakes the waiters. Any thread. source: of a receive.
   void settle(std::exception_ptr error, int source = -1) noexcept;
 
+  // While a thread waits in an engine, and so may come to settle works of others: their callbacks, which may
+  // wait for that very thread, are not run on it.
+  class Waiting {
+   public:
+    Waiting();
+    ~Waiting();
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+  };
+
+  // Threads that settle a work, run callbacks or let go of what belongs to them: an interpreter must not end
+  // meanwhile.
+  class Telling {
+   public:
+    Telling();
+    ~Telling();
+    Telling(const Telling&) = delete;
+    Telling& operator=(const Telling&) = delete;
+    static int count();
+  };
+
   std::vector<at::Tensor> tensors() const;  // all of them
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
@@ -31,6 +52,7 @@ class EngineWork : public c10d::Work {
 
  private:
   void resolve(c10::ivalue::Future& future) const;
+  static void tell(const c10::intrusive_ptr<EngineWork>& work, c10::ivalue::Future& future) noexcept;
 
   const std::vector<at::Tensor> inputs_, outputs_;
   std::function<void()> finish_;

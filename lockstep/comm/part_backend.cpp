@@ -28,8 +28,8 @@ WorkPtr join(int rank, OpType type, std::vector<WorkPtr> works, Tensors results)
 
 }  // namespace
 
-// A call's tensors as the engine takes them: dense. Values of what is not are copied now, and results to where
-// they belong when the operation has succeeded.
+// A call's tensors as the engine takes them: dense. Values of what is not are copied now, and results to
+// where they belong when the operation has succeeded.
 class PartBackend::Operands {
  public:
   Tensors inputs, outputs, results;
@@ -186,8 +186,8 @@ WorkPtr PartBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o
 
 WorkPtr PartBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::AllgatherOptions& options) {
-  return start(Operation::all_gather, OpType::ALLGATHER, Operands().read(only(inputs)).write(first_of(outputs)),
-               options);
+  return start(Operation::all_gather, OpType::ALLGATHER,
+               Operands().read(only(inputs)).write(first_of(outputs)), options);
 }
 
 WorkPtr PartBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -262,9 +262,9 @@ WorkPtr PartBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                    std::vector<std::int64_t>& output_splits,
                                    std::vector<std::int64_t>& input_splits,
                                    const c10d::AllToAllOptions& options) {
-  return start(
-      Operation::all_to_all, OpType::ALLTOALL_BASE,
-      Operands().read_pieces(input, size_, input_splits).write_pieces(output, size_, output_splits), options);
+  return start(Operation::all_to_all, OpType::ALLTOALL_BASE,
+               Operands().read_pieces(input, size_, input_splits).write_pieces(output, size_, output_splits),
+               options);
 }
 
 WorkPtr PartBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
@@ -326,8 +326,9 @@ PartBackend::Request PartBackend::request(Operation operation, OpType type, Oper
   for (const auto* tensors : {&operands.inputs, &operands.outputs})
     for (const auto& tensor : *tensors) {
       if (first == nullptr) first = &tensor;
-      TORCH_CHECK(tensor.scalar_type() == first->scalar_type(), "the tensors of a call must have one dtype, not ",
-                  first->scalar_type(), " and ", tensor.scalar_type());
+      TORCH_CHECK(tensor.scalar_type() == first->scalar_type(),
+                  "the tensors of a call must have one dtype, not ", first->scalar_type(), " and ",
+                  tensor.scalar_type());
       part.item_size = tensor.element_size();
     }
   part.call = describe(operation, operands.inputs, operands.outputs, reduction, static_cast<int>(root));

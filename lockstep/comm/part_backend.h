@@ -55,13 +55,13 @@ class PartBackend : public c10d::Backend {
   struct Request {
     Part part;  // without `done`
     c10d::OpType type;
-    Tensors keep;                  // what the part points into
-    Tensors results;               // as the caller has them
-    std::function<void()> finish;  // after success, before anybody hears of it; or null
-    std::function<std::exception_ptr(std::exception_ptr)> explain;  // what the caller is told; or null
-    int tag = 0;                                                    // of a message
-    std::chrono::milliseconds timeout{};  // 0: none was given
-    bool asynchronous = true;             // nobody waits for it at once
+    Tensors keep{};                  // what the part points into
+    Tensors results{};               // as the caller has them
+    std::function<void()> finish{};  // after success, before anybody hears of it; or null
+    std::function<std::exception_ptr(std::exception_ptr)> explain{};  // what the caller is told; or null
+    int tag = 0;                                                      // of a message
+    std::chrono::milliseconds timeout{};                              // 0: none was given
+    bool asynchronous = true;                                         // nobody waits for it at once
   };
   virtual WorkPtr post(Request request) = 0;
   // Request::explain for this call.

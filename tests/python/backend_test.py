@@ -251,6 +251,23 @@ def callbacks(rank, size):
 
 
 @body
+def patient_callbacks(rank, size):
+    """Callbacks that wait for what comes later, on whatever thread they run."""
+    import threading
+
+    for wait in (lambda work: work.wait(), lambda work: work.get_future().wait()):
+        later = threading.Event()
+        dist.barrier()
+        time.sleep(0.3 * rank)  # the first is not done when rank 0 has its callback
+        first = dist.all_reduce(torch.ones(1000), async_op=True).get_future()
+        if rank == 0:
+            first = first.then(lambda _: later.wait(20))
+        wait(dist.all_reduce(torch.ones(1000), async_op=True))
+        later.set()
+        assert rank == 1 or first.wait() is True
+
+
+@body
 def loaders(rank, size):
     """Processes that are forked meanwhile do not disturb."""
     from torch.utils.data import DataLoader
@@ -430,6 +447,7 @@ class Backend(unittest.TestCase):
 
     def test_callbacks_may_communicate(self):
         self.check(run("callbacks"))
+        self.check(run("patient_callbacks"))
 
     def test_forked_processes_do_not_disturb(self):
         self.check(run("loaders"))

@@ -79,6 +79,7 @@ def enter(environment, args, kwargs):
     import torch.distributed as dist
     from torch.testing._internal.distributed import distributed_test as suite
 
+    suite.INIT_METHOD = os.environ["INIT_METHOD"]  # another file for each test
     backend = os.environ["TORCH_SUITE_BACKEND"]
     if backend != "gloo" and args[1].startswith(READ_THE_VARIABLE):
         dist.init_process_group = functools.partial(replace_backend, dist.init_process_group, backend)
@@ -119,9 +120,7 @@ class Outcomes(unittest.TestResult):
 
 def run_here(backend, ranks, names, report):
     """Runs those tests in this process and its children."""
-    folder = tempfile.mkdtemp()  # goes with the last of the tests' own
-    os.environ.update(BACKEND="gloo", TORCH_SUITE_BACKEND=backend, WORLD_SIZE=str(ranks),
-                      INIT_METHOD=f"file://{folder}/shared_init_file")
+    os.environ.update(BACKEND="gloo", TORCH_SUITE_BACKEND=backend, WORLD_SIZE=str(ranks), INIT_METHOD="file://")
     os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     multiprocessing.set_forkserver_preload(["torch.testing._internal.distributed.distributed_test"])

@@ -288,7 +288,8 @@ thread_local std::set<std::pair<int, std::uint64_t>> seen;  // whose memory, and
 // A rank may end when its operation has: nobody asks for its memory afterwards.
 TEST_F(EngineTest, nobody_looks_for_the_memory_of_a_rank_that_is_done) {
   constexpr int kRanks = 3;
-  for (const auto& shared : {std::vector<bool>{false, false, false}, {true, true, true}, {true, false, false}})
+  for (const auto& shared :
+       {std::vector<bool>{false, false, false}, {true, true, true}, {true, false, false}})
     for (const auto& operations : {std::vector<Operation>{Operation::broadcast},
                                    {Operation::all_reduce},
                                    {Operation::gather, Operation::broadcast}})

@@ -28,7 +28,8 @@ Arena& Arena::instance() {
   return *arena;
 }
 
-// The memory is shared with the parent, which goes on to use it: nothing of it is given out or given back here.
+// The memory is shared with the parent, which goes on to use it: nothing of it is given out or given back
+// here.
 void Arena::after_fork() {
   new (&mutex_) std::shared_mutex;  // it was locked by a thread of another number
   by_length_.clear();

@@ -43,7 +43,8 @@ class ShmBackend : public PartBackend {
   const std::shared_ptr<shm::Messages>& messages() const { return messages_; }
 
  private:
-  // A child that was forked has the memory and none of the threads: whatever it does is not this rank's doing.
+  // A child that was forked has the memory and none of the threads: whatever it does is not this rank's
+  // doing.
   bool is_own() const { return shm::fork_generation() == generation_; }
 
   const std::uint64_t generation_ = shm::fork_generation();

@@ -476,7 +476,8 @@ void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
   const auto chunk = std::min(share, round_up(tuning_.claim, kLine));
   std::vector<char*> buffers;
   share_out((op.bytes + chunk - 1) / chunk, deadline, [&](std::size_t i) {
-    // While there is a chunk to do, nobody has left: whoever comes when all are done need not see the others' memory.
+    // While there is a chunk to do, nobody has left: whoever comes when all are done need not see the others'
+    // memory.
     if (buffers.empty()) {
       reach(op, deadline);
       for (int r = 0; r < meeting_.ranks(); ++r)

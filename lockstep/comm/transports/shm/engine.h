@@ -89,7 +89,7 @@ class Engine {
   char* stage_ = nullptr;  // two of them, used in turn
   std::size_t stage_size_ = 0;
   Place stage_place_;
-  bool stage_is_new_ = false;       // this rank's
+  bool stage_is_new_ = false;      // this rank's
   bool somebodys_is_new_ = false;  // any rank's, in this operation
   std::vector<char*> old_stages_;
   std::uint64_t operations_ = 0;

@@ -9,7 +9,8 @@ namespace lockstep::shm {
 // Another number in every child that is forked after the first call.
 std::uint64_t fork_generation();
 
-// The one of this process, which is never destroyed; what needs a thread has none in a child, which makes its own.
+// The one of this process, which is never destroyed; what needs a thread has none in a child, which makes its
+// own.
 template <typename Thing, typename Make>
 Thing& of_this_process(Make make) {
   static std::mutex mutex;

@@ -246,7 +246,9 @@ namespace {
 
 class Keeper {
  public:
-  static Keeper& instance() { return of_this_process<Keeper>([] { return new Keeper; }); }
+  static Keeper& instance() {
+    return of_this_process<Keeper>([] { return new Keeper; });
+  }
   void run(const std::function<void()>& task) {
     std::unique_lock turn(turns_);
     std::unique_lock lock(mutex_);
