@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <map>
 #include <sstream>
@@ -11,7 +12,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/comm/engine_work.h>
 
 namespace lockstep::python {
 namespace {
@@ -155,8 +155,11 @@ void TorchBackend::leave_all() {
   for (const auto& each : messages) each->close();
   for (const auto& each : lanes) each->close();
   const auto until = shm::Clock::now() + kPatience;
-  while (detail::EngineWork::Telling::count() > 0 && shm::Clock::now() < until)
-    std::this_thread::sleep_for(milliseconds(1));
+  auto all_quiet = [&] {
+    return std::all_of(lanes.begin(), lanes.end(), [](const auto& each) { return each->is_idle(); }) &&
+           detail::Settling::count() == 0;
+  };
+  while (!all_quiet() && shm::Clock::now() < until) std::this_thread::sleep_for(milliseconds(1));
 }
 
 std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(const Call& call) {

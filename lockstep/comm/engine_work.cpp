@@ -1,20 +1,19 @@
 #include <lockstep/comm/engine_work.h>
 
 #include <algorithm>
-#include <atomic>
-#include <system_error>
+#include <memory>
 #include <thread>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 #include <lockstep/base/log.h>
+#include <lockstep/comm/part.h>
 
 namespace lockstep::detail {
 
 namespace {
 
 thread_local int waiting = 0;
-std::atomic<int> telling = 0;
 
 }  // namespace
 
@@ -70,17 +69,16 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
   if (!future) return;
   auto self = c10::intrusive_ptr<EngineWork>::unsafe_reclaim_from_nonowning(this);
   if (waiting == 0) return tell(self, *future);
-  telling.fetch_add(1);
   try {
-    std::thread([self, future]() mutable {
+    auto settling = std::make_unique<Settling>();
+    std::thread([self, future, settling = std::move(settling)]() mutable {
       tell(self, *future);
       future.reset();
       self.reset();
-      telling.fetch_sub(1);
+      settling.reset();
     }).detach();
-  } catch (const std::system_error&) {  // no more threads
+  } catch (...) {  // no more threads
     tell(self, *future);
-    telling.fetch_sub(1);
   }
 }
 
@@ -97,9 +95,6 @@ void EngineWork::tell(const c10::intrusive_ptr<EngineWork>& work, c10::ivalue::F
 
 EngineWork::Waiting::Waiting() { ++waiting; }
 EngineWork::Waiting::~Waiting() { --waiting; }
-EngineWork::Telling::Telling() { telling.fetch_add(1); }
-EngineWork::Telling::~Telling() { telling.fetch_sub(1); }
-int EngineWork::Telling::count() { return telling.load(); }
 
 std::vector<at::Tensor> EngineWork::tensors() const {
   auto all = inputs_;

@@ -34,17 +34,6 @@ class EngineWork : public c10d::Work {
     Waiting& operator=(const Waiting&) = delete;
   };
 
-  // Threads that settle a work, run callbacks or let go of what belongs to them: an interpreter must not end
-  // meanwhile.
-  class Telling {
-   public:
-    Telling();
-    ~Telling();
-    Telling(const Telling&) = delete;
-    Telling& operator=(const Telling&) = delete;
-    static int count();
-  };
-
   std::vector<at::Tensor> tensors() const;  // all of them
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }

@@ -1,6 +1,7 @@
 // One rank's share of an operation, as the engines of our own take it. No LibTorch.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <exception>
 #include <functional>
@@ -24,6 +25,20 @@ struct Part {
   std::size_t item_size = 0;  // bytes an element
   // Called exactly once, by any thread, without a lock of the engine's; source is set for a receive.
   std::function<void(std::exception_ptr error, int source)> done;
+};
+
+// A thread that calls Part::done, or lets go of it. An interpreter must not end while there is one: what is
+// called may want it.
+class Settling {
+ public:
+  Settling() { count_.fetch_add(1); }
+  ~Settling() { count_.fetch_sub(1); }
+  Settling(const Settling&) = delete;
+  Settling& operator=(const Settling&) = delete;
+  static int count() { return count_.load(); }
+
+ private:
+  static inline std::atomic<int> count_ = 0;
 };
 
 }  // namespace lockstep::detail

@@ -100,11 +100,9 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
     auto work = c10::make_intrusive<ShmWork<Engine>>(rank_, request.type, std::move(request.keep),
                                                      std::move(request.results), engine);
     work->prepare(std::move(request.finish), std::move(request.explain));
-    request.part.done = [work](const std::exception_ptr& error, int source) mutable {
-      EngineWork::Telling here;
-      const auto own = std::exchange(work, nullptr);
-      if (error) abandon(own->tensors());
-      own->settle(error, source);
+    request.part.done = [work](const std::exception_ptr& error, int source) {
+      if (error) abandon(work->tensors());
+      work->settle(error, source);
     };
     return work;
   };

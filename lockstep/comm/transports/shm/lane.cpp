@@ -95,6 +95,7 @@ void Lane::settle(Lock& lock, const std::shared_ptr<Item>& item, const std::exce
   item->settled = true;
   if (waiting_ > 0) settled_.notify_all();
   auto done = std::move(item->part.done);
+  const detail::Settling here;
   const bool is_ours = std::this_thread::get_id() == thread_;
   if (is_ours) {
     away_ = true;
@@ -152,6 +153,11 @@ void Lane::drain() {
     settled_.wait(lock);
     --waiting_;
   }
+}
+
+bool Lane::is_idle() {
+  Lock lock(mutex_);
+  return !busy_ && queue_.empty();
 }
 
 void Lane::close() {

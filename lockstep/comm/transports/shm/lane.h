@@ -34,6 +34,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   void interrupt(const std::string& cause);
   // Until all that was posted is done, or has failed.
   void drain();
+  bool is_idle();  // nothing is under way, but perhaps what is called at the end of it
   // No more is posted. What is under way is not waited for.
   void close();
   Meeting& meeting() { return engine_->meeting(); }
