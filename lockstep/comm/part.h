@@ -1,6 +1,7 @@
 // One rank's share of an operation, as the engines of our own take it. No LibTorch.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <exception>
@@ -49,6 +50,20 @@ class PartEngine {
   // Returns when item.done has been called or is about to be. After the deadline everything in the engine
   // fails.
   virtual void wait(PartItem& item, AwakeClock::time_point deadline) = 0;
+};
+
+// A thread that calls done, or lets go of it. An interpreter must not end while there is one: what is called
+// may want it.
+class Settling {
+ public:
+  Settling() { count_.fetch_add(1); }
+  ~Settling() { count_.fetch_sub(1); }
+  Settling(const Settling&) = delete;
+  Settling& operator=(const Settling&) = delete;
+  static int count() { return count_.load(); }
+
+ private:
+  static inline std::atomic<int> count_ = 0;
 };
 
 }  // namespace lockstep::detail

@@ -1,6 +1,8 @@
 #include <lockstep/comm/part_backend.h>
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <lockstep/comm/engine_work.h>
 #include <lockstep/comm/reduce.h>
 #include <lockstep/comm/tensors.h>
 
@@ -19,74 +21,259 @@ const at::Tensor& only(const Tensors& tensors) {
 
 Tensors first_of(const std::vector<Tensors>& tensors) { return tensors.empty() ? Tensors{} : tensors[0]; }
 
+// What has become of them, as one.
+WorkPtr join(int rank, OpType type, std::vector<WorkPtr> works, Tensors results) {
+  return c10::make_intrusive<JoinedWork>(rank, type, std::move(works), std::move(results));
+}
+
 }  // namespace
 
+// A call's tensors as the engine takes them: dense. Values of what is not are copied now, and results to
+// where they belong when the operation has succeeded.
+class PartBackend::Operands {
+ public:
+  Tensors inputs, outputs, results;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
+
+  Operands& read(const at::Tensor& tensor) {
+    inputs.push_back(source(tensor));
+    return *this;
+  }
+  Operands& read(const Tensors& tensors) {
+    for (const auto& each : tensors) read(each);
+    return *this;
+  }
+  // The tensor's pieces, one for each rank: by their lengths along the first dimension, or all alike.
+  Operands& read_pieces(const at::Tensor& tensor, int size, const std::vector<std::int64_t>& lengths = {}) {
+    inputs = pieces(source(tensor), size, lengths);
+    return *this;
+  }
+  Operands& write(const at::Tensor& tensor, bool reads_too = false) {
+    outputs.push_back(target(tensor, reads_too));
+    results.push_back(tensor);
+    return *this;
+  }
+  Operands& write(const Tensors& tensors) {
+    for (const auto& each : tensors) write(each);
+    return *this;
+  }
+  Operands& write_pieces(const at::Tensor& tensor, int size, const std::vector<std::int64_t>& lengths = {}) {
+    outputs = pieces(target(tensor, false), size, lengths);
+    results.push_back(tensor);
+    return *this;
+  }
+
+  std::function<void()> copy_back() {
+    if (copies.empty()) return nullptr;
+    return [copies = std::move(copies)] {
+      at::AutoDispatchBelowAutograd guard;
+      for (const auto& [to, from] : copies) to.copy_(from);
+    };
+  }
+
+ private:
+  static void check(const at::Tensor& tensor) {
+    TORCH_CHECK(tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided,
+                "this transport takes dense CPU tensors");
+  }
+  static at::Tensor source(const at::Tensor& tensor) {
+    check(tensor);
+    return dense(tensor);
+  }
+  at::Tensor target(const at::Tensor& tensor, bool reads_too) {
+    check(tensor);
+    auto memory = dense(tensor);
+    if (memory.is_same(tensor)) return memory;
+    check_tensor(tensor, "a tensor that takes a result", true);
+    if (!reads_too) memory = at::empty(tensor.sizes(), tensor.options());
+    copies.emplace_back(tensor.detach(), memory);
+    return memory;
+  }
+  static Tensors pieces(const at::Tensor& tensor, int size, const std::vector<std::int64_t>& lengths) {
+    if (!lengths.empty()) return tensor.split_with_sizes(lengths);
+    TORCH_CHECK(tensor.numel() % size == 0, "a tensor of ", tensor.numel(),
+                " elements cannot be cut into equal pieces for ", size, " ranks");
+    auto flat = tensor.view({-1});
+    return flat.split_with_sizes(
+        std::vector<std::int64_t>(static_cast<std::size_t>(size), flat.numel() / size));
+  }
+
+  at::AutoDispatchBelowAutograd guard_;
+};
+
 WorkPtr PartBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return start(Operation::all_reduce, OpType::ALLREDUCE, {}, {only(tensors)}, options,
+  if (only(tensors).layout() == at::kSparse) return allreduce_sparse(tensors, options);
+  return start(Operation::all_reduce, OpType::ALLREDUCE, Operands().write(only(tensors), true), options,
                from_c10d(options.reduceOp));
 }
 
+WorkPtr PartBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  std::vector<WorkPtr> works;
+  for (const auto& tensor : tensors) {
+    Tensors one{tensor};
+    works.push_back(allreduce(one, options));
+  }
+  return join(rank_, OpType::ALLREDUCE_COALESCED, std::move(works), tensors);
+}
+
+WorkPtr PartBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const auto& tensor = only(tensors);
+  TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kSparse, "a sparse CPU tensor is needed");
+  TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "sparse tensors can be summed, and nothing else");
+  at::AutoDispatchBelowAutograd guard;
+  const auto own = tensor.coalesce();
+  c10d::AllgatherOptions gather;
+  gather.timeout = options.timeout;
+  gather.asyncOp = false;
+  auto from_each = [&](const at::Tensor& mine, auto shape_of) {
+    std::vector<Tensors> outputs(1);
+    for (int r = 0; r < size_; ++r) outputs[0].push_back(at::empty(shape_of(r), mine.options()));
+    Tensors inputs{mine};
+    allgather(outputs, inputs, gather)->wait();
+    return outputs[0];
+  };
+
+  // How many values each rank has, and of what.
+  constexpr std::size_t kHead = 3, kDims = 16;
+  TORCH_CHECK(static_cast<std::size_t>(own.dim()) <= kDims, "sparse tensors may have ", kDims, " dimensions");
+  std::vector<std::int64_t> head{own._nnz(), own.sparse_dim(), own.dense_dim()};
+  head.insert(head.end(), own.sizes().begin(), own.sizes().end());
+  head.resize(kHead + kDims, 0);
+  const auto heads =
+      from_each(at::tensor(head, at::kLong), [&](int) { return std::vector<std::int64_t>{kHead + kDims}; });
+  std::vector<std::int64_t> counts;
+  for (int r = 0; r < size_; ++r) {
+    const auto* other = heads[static_cast<std::size_t>(r)].const_data_ptr<std::int64_t>();
+    TORCH_CHECK(std::equal(head.begin() + 1, head.end(), other + 1), "the sparse tensors of rank ", rank_,
+                " and rank ", r, " differ in shape or in their sparse dimensions");
+    counts.push_back(other[0]);
+  }
+
+  auto shaped = [&](const at::Tensor& like, std::int64_t dim) {
+    return [&counts, like, dim](int r) {
+      auto sizes = like.sizes().vec();
+      sizes[static_cast<std::size_t>(dim)] = counts[static_cast<std::size_t>(r)];
+      return sizes;
+    };
+  };
+  const auto own_indices = own._indices().contiguous(), own_values = own._values().contiguous();
+  const auto indices = from_each(own_indices, shaped(own_indices, 1));
+  const auto values = from_each(own_values, shaped(own_values, 0));
+  Tensors sums;
+  for (std::size_t r = 0; r < indices.size(); ++r)
+    sums.push_back(
+        at::_sparse_coo_tensor_unsafe(indices[r], values[r], own.sizes(), own.options())._coalesced_(true));
+  // The tree over ranks, as in every other sum.
+  for (std::size_t step = 1; step < sums.size(); step *= 2)
+    for (std::size_t i = 0; i + step < sums.size(); i += 2 * step)
+      sums[i] = (sums[i] + sums[i + step]).coalesce();
+  tensor.copy_(sums[0]);
+  auto work = c10::make_intrusive<EngineWork>(rank_, OpType::_ALLREDUCE_SPARSE, Tensors{}, tensors);
+  work->settle(nullptr);
+  return work;
+}
+
 WorkPtr PartBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return start(Operation::reduce, OpType::REDUCE, {}, {only(tensors)}, options, from_c10d(options.reduceOp),
-               options.rootRank);
+  return start(Operation::reduce, OpType::REDUCE, Operands().write(only(tensors), true), options,
+               from_c10d(options.reduceOp), options.rootRank);
 }
 
 WorkPtr PartBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return start(Operation::broadcast, OpType::BROADCAST, {}, {only(tensors)}, options, ReduceOp::SUM,
+  return start(Operation::broadcast, OpType::BROADCAST,
+               Operands().write(only(tensors), options.rootRank == rank_), options, ReduceOp::SUM,
                options.rootRank);
 }
 
 WorkPtr PartBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::AllgatherOptions& options) {
-  return start(Operation::all_gather, OpType::ALLGATHER, {only(inputs)}, first_of(outputs), options);
+  return start(Operation::all_gather, OpType::ALLGATHER,
+               Operands().read(only(inputs)).write(first_of(outputs)), options);
 }
 
 WorkPtr PartBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                      const c10d::AllgatherOptions& options) {
-  return start(Operation::all_gather, OpType::_ALLGATHER_BASE, {input}, equal_parts(output), options);
+  return start(Operation::all_gather, OpType::_ALLGATHER_BASE,
+               Operands().read(input).write_pieces(output, size_), options);
+}
+
+WorkPtr PartBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                         const c10d::AllgatherOptions& options) {
+  TORCH_CHECK(outputs.size() == static_cast<std::size_t>(size_),
+              "a list of outputs is needed for each rank: ", size_, ", not ", outputs.size());
+  std::vector<WorkPtr> works;
+  Tensors results;
+  for (const auto& of_rank : outputs) {
+    TORCH_CHECK(of_rank.size() == inputs.size(), "an output is needed for each input: ", inputs.size(),
+                ", not ", of_rank.size());
+    results.insert(results.end(), of_rank.begin(), of_rank.end());
+  }
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    std::vector<Tensors> from_each(1);
+    for (const auto& of_rank : outputs) from_each[0].push_back(of_rank[i]);
+    Tensors input{inputs[i]};
+    works.push_back(allgather(from_each, input, options));
+  }
+  return join(rank_, OpType::ALLGATHER_COALESCED, std::move(works), std::move(results));
+}
+
+WorkPtr PartBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                     const c10d::AllgatherOptions& options) {
+  TORCH_CHECK(outputs.size() == inputs.size(), "as many outputs as inputs are needed");
+  std::vector<WorkPtr> works;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    works.push_back(_allgather_base(outputs[i], inputs[i], options));
+  return join(rank_, OpType::ALLGATHER_COALESCED, std::move(works), outputs);
 }
 
 WorkPtr PartBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                             const c10d::GatherOptions& options) {
-  return start(Operation::gather, OpType::GATHER, {only(inputs)}, first_of(outputs), options, ReduceOp::SUM,
-               options.rootRank);
+  return start(Operation::gather, OpType::GATHER, Operands().read(only(inputs)).write(first_of(outputs)),
+               options, ReduceOp::SUM, options.rootRank);
 }
 
 WorkPtr PartBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                              const c10d::ScatterOptions& options) {
-  return start(Operation::scatter, OpType::SCATTER, first_of(inputs), {only(outputs)}, options, ReduceOp::SUM,
-               options.rootRank);
+  return start(Operation::scatter, OpType::SCATTER, Operands().read(first_of(inputs)).write(only(outputs)),
+               options, ReduceOp::SUM, options.rootRank);
 }
 
 WorkPtr PartBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                     const c10d::ReduceScatterOptions& options) {
-  return start(Operation::reduce_scatter, OpType::REDUCE_SCATTER, first_of(inputs), {only(outputs)}, options,
-               from_c10d(options.reduceOp));
+  return start(Operation::reduce_scatter, OpType::REDUCE_SCATTER,
+               Operands().read(first_of(inputs)).write(only(outputs)), options, from_c10d(options.reduceOp));
 }
 
 WorkPtr PartBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::ReduceScatterOptions& options) {
-  return start(Operation::reduce_scatter, OpType::_REDUCE_SCATTER_BASE, equal_parts(input), {output}, options,
-               from_c10d(options.reduceOp));
+  return start(Operation::reduce_scatter, OpType::_REDUCE_SCATTER_BASE,
+               Operands().read_pieces(input, size_).write(output), options, from_c10d(options.reduceOp));
+}
+
+WorkPtr PartBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                     const c10d::ReduceScatterOptions& options) {
+  TORCH_CHECK(outputs.size() == inputs.size(), "as many outputs as inputs are needed");
+  std::vector<WorkPtr> works;
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
+  return join(rank_, OpType::REDUCE_SCATTER, std::move(works), outputs);
 }
 
 WorkPtr PartBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                    std::vector<std::int64_t>& output_splits,
                                    std::vector<std::int64_t>& input_splits,
                                    const c10d::AllToAllOptions& options) {
-  auto parts = [&](const at::Tensor& tensor, const std::vector<std::int64_t>& splits) {
-    return splits.empty() ? equal_parts(tensor) : Tensors(tensor.split_with_sizes(splits));
-  };
-  return start(Operation::all_to_all, OpType::ALLTOALL_BASE, parts(input, input_splits),
-               parts(output, output_splits), options);
+  return start(Operation::all_to_all, OpType::ALLTOALL_BASE,
+               Operands().read_pieces(input, size_, input_splits).write_pieces(output, size_, output_splits),
+               options);
 }
 
 WorkPtr PartBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return start(Operation::all_to_all, OpType::ALLTOALL, inputs, outputs, options);
+  return start(Operation::all_to_all, OpType::ALLTOALL, Operands().read(inputs).write(outputs), options);
 }
 
 WorkPtr PartBackend::barrier(const c10d::BarrierOptions& options) {
-  return start(Operation::barrier, OpType::BARRIER, {}, {}, options);
+  Operands nothing;
+  return start(Operation::barrier, OpType::BARRIER, nothing, options);
 }
 
 WorkPtr PartBackend::send(Tensors& tensors, int peer, int tag) {
@@ -99,12 +286,6 @@ WorkPtr PartBackend::recv(Tensors& tensors, int peer, int tag) {
 
 WorkPtr PartBackend::recvAnysource(Tensors& tensors, int tag) {
   return start_message(Operation::recv, OpType::RECVANYSOURCE, tensors, kAnySource, tag);
-}
-
-Tensors PartBackend::equal_parts(const at::Tensor& tensor) const {
-  auto flat = tensor.view({-1});
-  return flat.split_with_sizes(
-      std::vector<std::int64_t>(static_cast<std::size_t>(size_), flat.numel() / size_));
 }
 
 // The call as Group describes it, or as c10d's arguments tell.
@@ -137,28 +318,38 @@ Call PartBackend::describe(Operation operation, const Tensors& inputs, const Ten
   return call;
 }
 
-PartBackend::Request PartBackend::request(Operation operation, OpType type, Tensors inputs, Tensors outputs,
+PartBackend::Request PartBackend::request(Operation operation, OpType type, Operands& operands,
                                           ReduceOp reduction, std::int64_t root) {
-  Request request{.part = {}, .type = type, .inputs = std::move(inputs), .outputs = std::move(outputs)};
+  Request request{.part = {}, .type = type};
   Part& part = request.part;
-  for (const auto* tensors : {&request.inputs, &request.outputs})
+  const at::Tensor* first = nullptr;
+  for (const auto* tensors : {&operands.inputs, &operands.outputs})
     for (const auto& tensor : *tensors) {
-      TORCH_CHECK(tensor.is_contiguous() && tensor.is_cpu(), "this transport takes dense CPU tensors");
+      if (first == nullptr) first = &tensor;
+      TORCH_CHECK(tensor.scalar_type() == first->scalar_type(),
+                  "the tensors of a call must have one dtype, not ", first->scalar_type(), " and ",
+                  tensor.scalar_type());
       part.item_size = tensor.element_size();
     }
-  part.call = describe(operation, request.inputs, request.outputs, reduction, static_cast<int>(root));
+  part.call = describe(operation, operands.inputs, operands.outputs, reduction, static_cast<int>(root));
   if (reduces(operation))
     TORCH_CHECK(reducible(part.call.dtype, part.call.reduction), "no ", name(part.call.reduction), " of ",
                 name(part.call.dtype));
-  for (const auto& tensor : request.inputs) part.inputs.push_back(tensor.const_data_ptr());
-  for (const auto& tensor : request.outputs) part.outputs.push_back(tensor.mutable_data_ptr());
+  for (const auto& tensor : operands.inputs) part.inputs.push_back(tensor.const_data_ptr());
+  for (const auto& tensor : operands.outputs) part.outputs.push_back(tensor.mutable_data_ptr());
+  request.finish = operands.copy_back();
+  request.explain = explanation(part.call);
+  request.keep = std::move(operands.inputs);
+  request.keep.insert(request.keep.end(), std::make_move_iterator(operands.outputs.begin()),
+                      std::make_move_iterator(operands.outputs.end()));
+  request.results = std::move(operands.results);
   return request;
 }
 
 template <typename CallOptions>
-WorkPtr PartBackend::start(Operation operation, OpType type, Tensors inputs, Tensors outputs,
-                           const CallOptions& options, ReduceOp reduction, std::int64_t root) {
-  auto wanted = request(operation, type, std::move(inputs), std::move(outputs), reduction, root);
+WorkPtr PartBackend::start(Operation operation, OpType type, Operands& operands, const CallOptions& options,
+                           ReduceOp reduction, std::int64_t root) {
+  auto wanted = request(operation, type, operands, reduction, root);
   if (options.timeout > std::chrono::milliseconds(0)) wanted.timeout = options.timeout;
   wanted.asynchronous = options.asyncOp && current_call() == nullptr;  // Group's calls are mostly waited for
   return post(std::move(wanted));
@@ -166,10 +357,12 @@ WorkPtr PartBackend::start(Operation operation, OpType type, Tensors inputs, Ten
 
 WorkPtr PartBackend::start_message(Operation operation, OpType type, const Tensors& tensors, int peer,
                                    int tag) {
-  const bool sends = operation == Operation::send;
-  const Tensors own{only(tensors)};
-  auto wanted =
-      request(operation, type, sends ? own : Tensors{}, sends ? Tensors{} : own, ReduceOp::SUM, peer);
+  Operands operands;
+  if (operation == Operation::send)
+    operands.read(only(tensors));
+  else
+    operands.write(only(tensors));
+  auto wanted = request(operation, type, operands, ReduceOp::SUM, peer);
   wanted.tag = tag;
   return post(std::move(wanted));
 }

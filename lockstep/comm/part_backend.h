@@ -1,8 +1,10 @@
 // c10d's calls as parts of operations: what the engines of our own have in common as c10d::Backends.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -18,10 +20,17 @@ class PartBackend : public c10d::Backend {
   using Backend::Backend;
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  // Returns when it is done: how much the others have to say is known only when they have said so.
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions&) override;
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                   const c10d::ScatterOptions& options) override;
@@ -29,6 +38,8 @@ class PartBackend : public c10d::Backend {
                          const c10d::ReduceScatterOptions& options) override;
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_splits,
                         std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions&) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions&) override;
@@ -37,29 +48,37 @@ class PartBackend : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
+  void setSequenceNumberForGroup() override {}  // all begin with 0
+  std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
+
  protected:
   struct Request {
     Part part;  // without `done`
     c10d::OpType type;
-    Tensors inputs, outputs;              // what the part points into
-    int tag = 0;                          // of a message
-    std::chrono::milliseconds timeout{};  // 0: none was given
-    bool asynchronous = true;             // nobody waits for it at once
+    Tensors keep{};                  // what the part points into
+    Tensors results{};               // as the caller has them
+    std::function<void()> finish{};  // after success, before anybody hears of it; or null
+    std::function<std::exception_ptr(std::exception_ptr)> explain{};  // what the caller is told; or null
+    int tag = 0;                                                      // of a message
+    std::chrono::milliseconds timeout{};                              // 0: none was given
+    bool asynchronous = true;                                         // nobody waits for it at once
   };
   virtual WorkPtr post(Request request) = 0;
+  // Request::explain for this call.
+  virtual std::function<std::exception_ptr(std::exception_ptr)> explanation(const Call&) { return nullptr; }
 
  private:
-  Tensors equal_parts(const at::Tensor& tensor) const;
+  class Operands;
   Call describe(Operation operation, const Tensors& inputs, const Tensors& outputs, ReduceOp reduction,
                 int root);
   template <typename CallOptions>
-  WorkPtr start(Operation operation, c10d::OpType type, Tensors inputs, Tensors outputs,
-                const CallOptions& options, ReduceOp reduction = ReduceOp::SUM, std::int64_t root = -1);
+  WorkPtr start(Operation operation, c10d::OpType type, Operands& operands, const CallOptions& options,
+                ReduceOp reduction = ReduceOp::SUM, std::int64_t root = -1);
   WorkPtr start_message(Operation operation, c10d::OpType type, const Tensors& tensors, int peer, int tag);
-  Request request(Operation operation, c10d::OpType type, Tensors inputs, Tensors outputs, ReduceOp reduction,
+  Request request(Operation operation, c10d::OpType type, Operands& operands, ReduceOp reduction,
                   std::int64_t root);
 
-  std::uint64_t sequence_ = 0;
+  std::atomic<std::uint64_t> sequence_ = 0;
 };
 
 }  // namespace lockstep::detail

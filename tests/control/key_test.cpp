@@ -115,9 +115,9 @@ TEST_F(Key, what_is_not_a_file_is_refused_at_once) {
 
 TEST_F(Key, what_is_not_a_key_is_refused_without_being_shown) {
   for (const std::string& bad :
-       {std::string(), std::string("abc"), kDigits.substr(1), kDigits + "0", kDigits + "\n\n", " " + kDigits,
-        "x" + kDigits.substr(1), kDigits.substr(1) + "\n", kDigits + "\n" + kDigits, std::string(100000, 'a'),
-        kDigits.substr(2) + std::string(2, '\0')}) {
+       {std::string(), std::string("abc"), kDigits.substr(1), kDigits + "0", kDigits + "\n\n",
+        std::string(" ").append(kDigits), std::string("x").append(kDigits, 1), kDigits.substr(1) + "\n",
+        kDigits + "\n" + kDigits, std::string(100000, 'a'), kDigits.substr(2) + std::string(2, '\0')}) {
     const auto text = refusal(file(bad));
     EXPECT_THAT(text, HasSubstr("64 hexadecimal digits")) << bad.size();
     EXPECT_THAT(text, Not(HasSubstr("778899")));

@@ -1,10 +1,15 @@
 #include <lockstep/comm/transports/shm/arena.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <random>
 #include <thread>
 #include <vector>
+
+#include <lockstep/comm/transports/shm/fork.h>
 
 #include "support/errors.h"
 
@@ -82,6 +87,35 @@ TEST(Arena, gives_nothing_to_two) {
     });
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(arena.figures().used, 0);
+}
+
+// What a child that was forked frees and takes is not its parent's.
+TEST(Arena, is_left_alone_by_forked_children) {
+  Arena& arena = Arena::instance();
+  constexpr std::size_t kBytes = std::size_t{300} << 20;  // more than is held in reserve
+  auto* memory = static_cast<char*>(arena.allocate(kBytes));
+  auto* small = static_cast<char*>(arena.allocate(1000));
+  std::memset(memory, 7, kBytes);
+  std::memset(small, 7, 1000);
+  const auto before = fork_generation();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    arena.free(memory);
+    arena.free(small);
+    auto* other = static_cast<char*>(arena.allocate(1000));
+    std::memset(other, 9, 1000);
+    const bool right = other != small && arena.find(other, 1000).segment != arena.find(small, 1000).segment &&
+                       fork_generation() != before && memory[kBytes - 1] == 7;
+    ::_exit(right ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(fork_generation(), before);
+  for (std::size_t i = 0; i < kBytes; i += 4096) ASSERT_EQ(memory[i], 7);
+  for (std::size_t i = 0; i < 1000; ++i) ASSERT_EQ(small[i], 7);
+  arena.free(memory);
+  arena.free(small);
 }
 
 }  // namespace

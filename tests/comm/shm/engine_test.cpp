@@ -1,8 +1,11 @@
 // The collectives in shared memory, with ranks as threads on one mapping: a sanitizer sees both ends.
 #include <lockstep/comm/transports/shm/engine.h>
 
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <random>
+#include <set>
 #include <thread>
 
 #include <fmt/format.h>
@@ -277,6 +280,52 @@ TEST_F(EngineTest, a_wait_ends_at_its_deadline_when_it_is_interrupted_and_when_t
       }
     });
   }
+}
+
+thread_local int self = -1;
+thread_local std::set<std::pair<int, std::uint64_t>> seen;  // whose memory, and where
+
+// A rank may end when its operation has: nobody asks for its memory afterwards.
+TEST_F(EngineTest, nobody_looks_for_the_memory_of_a_rank_that_is_done) {
+  constexpr int kRanks = 3;
+  for (const auto& shared :
+       {std::vector<bool>{false, false, false}, {true, true, true}, {true, false, false}})
+    for (const auto& operations : {std::vector<Operation>{Operation::broadcast},
+                                   {Operation::all_reduce},
+                                   {Operation::gather, Operation::broadcast}})
+      for (int held_up = 0; held_up < kRanks; ++held_up) {
+        SCOPED_TRACE(fmt::format("{} {} {}", name(operations[0]), shared[0], held_up));
+        Ranks ranks(kRanks);
+        std::array<std::atomic<bool>, kRanks> ended{};
+        ranks.memory().on_map = [&](int rank, Place place) {
+          if (!seen.insert({rank, place.offset}).second) return;  // what was seen once is there for good
+          if (self == held_up) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+          if (ended[static_cast<std::size_t>(rank)]) throw std::runtime_error("it has ended");
+        };
+        ranks.run([&](int rank, Engine& engine) {
+          self = rank;
+          Tensors tensors(ranks.memory(), shared[static_cast<std::size_t>(rank)]);
+          for (auto each : operations) {
+            constexpr std::int64_t kCount = 4000;  // one window
+            // After a gather the root alone has seen the others' stages.
+            const int root = operations.size() > 1 && each == Operation::broadcast ? 1 : 0;
+            Part part;
+            part.call = call(each, rank, kRanks, kCount);
+            if (each != Operation::all_reduce) part.call.root = root;
+            float* data = tensors.make(kCount, rank);
+            part.outputs = {data};
+            if (each == Operation::gather) {
+              part.inputs = {data};
+              part.outputs.clear();
+              if (rank == root)
+                for (int r = 0; r < kRanks; ++r) part.outputs.push_back(tensors.make(kCount, r));
+              if (rank == root) part.call.from.assign(kRanks, kCount);
+            }
+            EXPECT_NO_THROW(run(engine, part));
+          }
+          ended[static_cast<std::size_t>(rank)] = true;
+        });
+      }
 }
 
 // Many operations of different kinds and sizes, one after another, without a pause between.

@@ -47,7 +47,8 @@ Member join(const std::filesystem::path& folder, const std::string& name, int ra
   Member member;
   member.rank = rank;
   member.ranks = ranks;
-  member.station = std::make_shared<Station>(rank, ranks, words, Clock::now() + seconds(60), [] {});
+  member.station =
+      std::make_shared<Station>(rank, ranks, Company{}, words, Clock::now() + seconds(60), [] {});
   member.lane = std::make_shared<Lane>(
       std::make_unique<Engine>(member.station->region(), rank, tuning, *member.station), member.station);
   member.messages =

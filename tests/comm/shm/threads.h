@@ -37,11 +37,14 @@ class ThreadMemory final : public Memory {
     if (address + bytes > above->first + above->second) return {};
     return {1, reinterpret_cast<std::uint64_t>(address)};
   }
-  char* map(int, Place place, std::size_t, const Patience&) override {
+  char* map(int rank, Place place, std::size_t, const Patience&) override {
+    if (on_map) on_map(rank, place);
     return reinterpret_cast<char*>(place.offset);
   }
   char* allocate(std::size_t bytes) override { return take(bytes, true); }
   void free(char* memory) noexcept override { drop(memory); }
+
+  std::function<void(int rank, Place place)> on_map;  // whose memory somebody wants to see; may throw
 
  private:
   std::mutex mutex_;

@@ -1,5 +1,7 @@
 #include <lockstep/comm/transports/shm/arena.h>
 
+#include <pthread.h>
+
 #include <algorithm>
 
 #include <lockstep/base/error.h>
@@ -16,8 +18,24 @@ std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit
 }  // namespace
 
 Arena& Arena::instance() {
-  static auto* arena = new Arena;
+  static auto* arena = [] {
+    auto* made = new Arena;
+    ::pthread_atfork([] { instance().mutex_->lock(); }, [] { instance().mutex_->unlock(); },
+                     [] { instance().after_fork(); });
+    return made;
+  }();
   return *arena;
+}
+
+// The memory is shared with the parent, which goes on to use it: nothing of it is given out or given back
+// here.
+void Arena::after_fork() {
+  (void)mutex_.release();  // it was locked by a thread that is not here
+  mutex_ = std::make_unique<std::shared_mutex>();
+  by_length_.clear();
+  used_.clear();
+  for (auto& [base, owned] : segments_) owned.free.clear();
+  held_bytes_ = used_bytes_ = 0;
 }
 
 void Arena::insert_free(Owned& owned, std::size_t offset, std::size_t length) {
@@ -47,7 +65,7 @@ void Arena::erase_free(Owned& owned, std::map<std::size_t, std::size_t>::iterato
 void* Arena::allocate(std::size_t bytes) {
   const auto unit = bytes >= kPage ? kPage : kLine;
   const auto length = round_up(std::max<std::size_t>(bytes, 1), unit);
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(*mutex_);
   // The smallest that fits, where its start does too: small pieces leave odd starts to large ones.
   auto fits = [&](const auto& block) {
     return round_up(block.second, unit) - block.second + length <= block.first;
@@ -79,7 +97,7 @@ void* Arena::allocate(std::size_t bytes) {
 }
 
 void Arena::free(void* pointer) noexcept {
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(*mutex_);
   auto used = used_.find(reinterpret_cast<std::uintptr_t>(pointer));
   if (used == used_.end()) return;
   auto& [base, owned] = *std::prev(segments_.upper_bound(used->first));
@@ -108,7 +126,7 @@ void Arena::give_back_what_is_too_much() {
 
 Place Arena::find(const void* pointer, std::size_t bytes) const {
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
-  std::shared_lock lock(mutex_);
+  std::shared_lock lock(*mutex_);
   auto above = segments_.upper_bound(address);
   if (above == segments_.begin()) return {};
   const auto& [base, owned] = *std::prev(above);
@@ -117,13 +135,13 @@ Place Arena::find(const void* pointer, std::size_t bytes) const {
 }
 
 std::shared_ptr<Segment> Arena::segment(std::uint64_t id) const {
-  std::shared_lock lock(mutex_);
+  std::shared_lock lock(*mutex_);
   auto found = by_id_.find(id);
   return found == by_id_.end() ? nullptr : segments_.at(found->second).segment;
 }
 
 Arena::Figures Arena::figures() const {
-  std::shared_lock lock(mutex_);
+  std::shared_lock lock(*mutex_);
   return {held_bytes_, used_bytes_, segments_.size()};
 }
 

@@ -50,8 +50,9 @@ class Arena {
   void insert_free(Owned& owned, std::size_t offset, std::size_t length);
   void erase_free(Owned& owned, std::map<std::size_t, std::size_t>::iterator block);
   void give_back_what_is_too_much();
+  void after_fork();
 
-  mutable std::shared_mutex mutex_;
+  std::unique_ptr<std::shared_mutex> mutex_ = std::make_unique<std::shared_mutex>();
   Segments segments_;
   std::map<std::uint64_t, std::uintptr_t> by_id_;
   std::set<std::pair<std::size_t, std::uintptr_t>> by_length_;  // free blocks: length, address

@@ -43,6 +43,7 @@ class ShmWork final : public EngineWork {
   bool wait(milliseconds timeout) override {
     if (!isCompleted()) {
       const auto limit = timeout > milliseconds(0) ? timeout : milliseconds(std::chrono::hours(24 * 365));
+      Waiting here;
       engine_->wait(*item_, shm::Clock::now() + limit);
     }
     return EngineWork::wait(kNoTimeout);
@@ -60,11 +61,11 @@ struct LaneItem final : PartItem {
   }
 };
 
-shm::Engine::Tuning tuning(bool roomy) {
+shm::Engine::Tuning tuning(bool roomy, int ranks) {
   shm::Engine::Tuning tuning;
   tuning.spin = roomy ? std::chrono::microseconds(50) : std::chrono::microseconds(0);
   // Each chunk is a meeting: where ranks must take turns on a processor, few and large ones.
-  tuning.chunk = roomy ? std::size_t{256} << 10 : std::size_t{2} << 20;
+  tuning.chunk = !roomy ? std::size_t{2} << 20 : ranks <= 4 ? std::size_t{256} << 10 : std::size_t{1} << 20;
   // To measure other values; ranks that have different ones are told.
   auto size = [](const char* name, std::size_t fallback) {
     return static_cast<std::size_t>(
@@ -80,7 +81,7 @@ shm::Engine::Tuning tuning(bool roomy) {
 }  // namespace
 
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ShmOptions options)
-    : PartBackend(rank, size), timeout_(options.timeout) {
+    : PartBackend(rank, size), timeout_(options.timeout.count()) {
   shm::Words words;
   words.set = [&](const std::string& key, const std::string& value) {
     store->set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
@@ -93,8 +94,9 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
     if (options.failed()) throw std::runtime_error("the job has failed");
   };
   auto station =
-      std::make_shared<shm::Station>(rank, size, words, shm::Clock::now() + options.timeout, check);
-  const auto how = tuning(station->roomy(options.local_ranks, std::max(options.threads, 1)));
+      std::make_shared<shm::Station>(rank, size, shm::Company{options.local_ranks, options.threads}, words,
+                                     shm::Clock::now() + options.timeout, check);
+  const auto how = tuning(station->roomy(), size);
   lane_ = std::make_shared<shm::Lane>(std::make_unique<shm::Engine>(station->region(), rank, how, *station),
                                       station);
   messages_ = std::make_shared<shm::Messages>(lane_->meeting(), *station, how.spin, lane_);
@@ -111,18 +113,24 @@ at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 PartBackend::WorkPtr ShmBackend::post(Request request) {
-  const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_;
+  TORCH_CHECK(is_own(), "a process that was forked from a rank cannot use the rank's groups");
+  const auto timeout = request.timeout.count() > 0 ? request.timeout : this->timeout();
+  auto prepare = [&](const auto& engine) {
+    using Engine = typename std::decay_t<decltype(engine)>::element_type;
+    auto work = c10::make_intrusive<ShmWork<Engine>>(rank_, request.type, std::move(request.keep),
+                                                     std::move(request.results), engine);
+    work->prepare(std::move(request.finish), std::move(request.explain));
+    return work;
+  };
   if (point_to_point(request.part.call.operation)) {
-    auto work = c10::make_intrusive<ShmWork<shm::Messages>>(rank_, request.type, std::move(request.inputs),
-                                                            std::move(request.outputs), messages_);
+    auto work = prepare(messages_);
     request.part.done = [work](const std::exception_ptr& error, int source) {
       work->settle_or_abandon(error, source);
     };
     work->set_item(messages_->post(std::move(request.part), request.tag, timeout));
     return work;
   }
-  auto work = c10::make_intrusive<ShmWork<shm::Lane>>(rank_, request.type, std::move(request.inputs),
-                                                      std::move(request.outputs), lane_);
+  auto work = prepare(lane_);
   auto item = std::make_shared<LaneItem>();
   item->part = std::move(request.part);
   item->work = work;
@@ -137,6 +145,7 @@ void ShmBackend::interrupt(const std::string& cause) {
 }
 
 void ShmBackend::leave() {
+  if (!is_own()) return;
   messages_->close();
   lane_->close();
 }

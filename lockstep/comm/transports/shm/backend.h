@@ -1,10 +1,12 @@
 // Shared memory as a c10d::Backend: Group's transport, and PyTorch's.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 
 #include <lockstep/comm/part_backend.h>
+#include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/transports/shm/lane.h>
 #include <lockstep/comm/transports/shm/messages.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -18,7 +20,7 @@ struct ShmOptions {
   std::function<bool()> failed = [] { return false; };
 };
 
-class ShmBackend final : public PartBackend {
+class ShmBackend : public PartBackend {
  public:
   ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ShmOptions options);
   ~ShmBackend() override;
@@ -28,15 +30,26 @@ class ShmBackend final : public PartBackend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
   shm::Lane& lane() { return *lane_; }
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout.count(); }
+
   void interrupt(const std::string& cause);
   void leave();
   std::string absent() const { return lane_->meeting().absent(); }
 
  protected:
   WorkPtr post(Request request) override;
+  void drain() { lane_->drain(); }
+  std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_); }
+  const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
+  const std::shared_ptr<shm::Messages>& messages() const { return messages_; }
 
  private:
-  const std::chrono::milliseconds timeout_;
+  // A child that was forked has the memory and none of the threads: whatever it does is not this rank's
+  // doing.
+  bool is_own() const { return shm::fork_generation() == generation_; }
+
+  const std::uint64_t generation_ = shm::fork_generation();
+  std::atomic<std::chrono::milliseconds::rep> timeout_;
   std::shared_ptr<shm::Lane> lane_;
   std::shared_ptr<shm::Messages> messages_;
 };

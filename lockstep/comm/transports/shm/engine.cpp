@@ -73,6 +73,7 @@ char* Engine::stage(std::size_t bytes) {
     stage_ = larger;
     stage_size_ = bytes;
     stage_place_ = memory_.find(stage_, 2 * stage_size_);
+    stage_is_new_ = true;
   }
   return stage_ + stage_size_ * ((meeting_.step() + 1) % 2);
 }
@@ -176,6 +177,18 @@ void Engine::tell_stage(Header& header) const {
   header.stage_segment = stage_place_.segment;
   header.stage_offset = stage_place_.offset;
   header.stage_size = stage_size_;
+  header.stage_is_new = stage_is_new_;
+}
+
+// Whoever has a new stage may end after this operation: all reach it now, also those who do not need it yet.
+void Engine::meet_new_stages(std::uint64_t step, Clock::time_point deadline) {
+  for (int r = 0; r < meeting_.ranks(); ++r) {
+    const Header& header = meeting_.region().header(r, step);
+    if (header.stage_is_new == 0) continue;
+    somebodys_is_new_ = true;
+    Source met;
+    find_stage(r, header, met, deadline);
+  }
 }
 
 void Engine::find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline) {
@@ -190,8 +203,11 @@ void Engine::finish(Part& part, Clock::time_point deadline) {
   LOCKSTEP_ASSERT(op.part == &part, "another operation has begun meanwhile");
   meet(deadline);
   check(op, deadline);
+  somebodys_is_new_ = false;
+  meet_new_stages(op.first_step, deadline);
   find_sources(op, deadline);
   exchange(op, deadline);
+  stage_is_new_ = false;
 }
 
 void Engine::check(const Round& op, Clock::time_point deadline) {
@@ -260,12 +276,21 @@ void Engine::find_sources(Round& op, Clock::time_point deadline) {
       source.base = region.data(r, op.first_step);
     } else if (header.segment != 0) {
       source.kind = Source::Kind::direct;
-      source.base = own ? op.own[0]
-                        : memory_.map(r, {header.segment, header.offset}, source.bytes, {meeting_, deadline});
+      source.place = {header.segment, header.offset};
+      if (own) source.base = op.own[0];
     } else {
       source.kind = Source::Kind::staged;
     }
     if (source.kind == Source::Kind::staged) find_stage(r, header, source, deadline);
+  }
+}
+
+// Those whose data lies where it is must still be in the operation: it may be theirs alone, and their last.
+void Engine::reach(Round& op, Clock::time_point deadline) {
+  for (int r = 0; r < meeting_.ranks(); ++r) {
+    Source& source = op.sources[at(r)];
+    if (source.kind == Source::Kind::direct && source.base == nullptr)
+      source.base = memory_.map(r, source.place, source.bytes, {meeting_, deadline});
   }
 }
 
@@ -299,6 +324,7 @@ void Engine::exchange(Round& op, Clock::time_point deadline) {
   };
   if (all_reduce && !any(Source::Kind::staged)) return reduce_in_place(op, deadline);
   if (all_reduce && any(Source::Kind::direct)) stage_all(op, deadline);
+  reach(op, deadline);
   const bool direct = any(Source::Kind::direct), staged = any(Source::Kind::staged);
   const bool by_shares = all_reduce && meeting_.ranks() > tuning_.pull_up_to;
 
@@ -317,8 +343,8 @@ void Engine::exchange(Round& op, Clock::time_point deadline) {
     come();
     meet(deadline);
   }
-  if (!direct) return;
-  // Nobody reads from here any more.
+  if (!direct && !somebodys_is_new_) return;
+  // Nobody reads from here any more, and all have met what is new.
   come();
   meet(deadline);
 }
@@ -330,6 +356,7 @@ void Engine::stage_all(Round& op, Clock::time_point deadline) {
   tell_stage(meeting_.region().header(meeting_.rank(), meeting_.step() + 1));
   come();
   meet(deadline);
+  meet_new_stages(meeting_.step(), deadline);
   for (int r = 0; r < meeting_.ranks(); ++r) {
     Source& source = op.sources[at(r)];
     source.kind = Source::Kind::staged;

@@ -46,7 +46,7 @@ class Engine {
   struct Tuning {
     std::chrono::nanoseconds spin{0};
     std::size_t chunk = std::size_t{256} << 10;  // staged at a time, by each rank
-    std::size_t claim = std::size_t{256} << 10;  // taken at a time, in place
+    std::size_t claim = std::size_t{128} << 10;  // taken at a time, in place
     int pull_up_to = 3;  // ranks: each sums everything for itself; with more, each sums a share for all
     std::size_t slot_pull = 16384;  // bytes in all slots together up to which each sums them for itself
   };
@@ -83,6 +83,8 @@ class Engine {
   void stage_all(Round& op, Clock::time_point deadline);
   void tell_stage(Header& header) const;
   void find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline);
+  void meet_new_stages(std::uint64_t step, Clock::time_point deadline);
+  void reach(Round& op, Clock::time_point deadline);
 
   Meeting meeting_;
   const Tuning tuning_;
@@ -90,6 +92,8 @@ class Engine {
   char* stage_ = nullptr;  // two of them, used in turn
   std::size_t stage_size_ = 0;
   Place stage_place_;
+  bool stage_is_new_ = false;      // this rank's
+  bool somebodys_is_new_ = false;  // any rank's, in this operation
   std::vector<char*> old_stages_;
   std::uint64_t operations_ = 0;
   const std::unique_ptr<Round> round_;

@@ -33,10 +33,15 @@ void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
   const auto share = round_up((op.bytes + ranks - 1) / ranks, kLeastClaim);
   const auto chunk = std::min(share, round_up(tuning_.claim, kLine));
   std::vector<char*> buffers;
-  for (int r = 0; r < meeting_.ranks(); ++r)
-    buffers.push_back(r == meeting_.rank() ? static_cast<char*>(op.part->outputs[0])
-                                           : const_cast<char*>(op.sources[at(r)].base));
   share_out((op.bytes + chunk - 1) / chunk, deadline, [&](std::size_t i) {
+    // While there is a chunk to do, nobody has left: whoever comes when all are done need not see the others'
+    // memory.
+    if (buffers.empty()) {
+      reach(op, deadline);
+      for (int r = 0; r < meeting_.ranks(); ++r)
+        buffers.push_back(r == meeting_.rank() ? static_cast<char*>(op.part->outputs[0])
+                                               : const_cast<char*>(op.sources[at(r)].base));
+    }
     for (std::size_t r = 0; r < ranks; ++r) op.inputs[r] = op.outputs[r] = buffers[r] + i * chunk;
     detail::reduce_tree_to_all(op.call().dtype, op.call().reduction, op.inputs, op.outputs,
                                std::min(chunk, op.bytes - i * chunk) / op.part->item_size);

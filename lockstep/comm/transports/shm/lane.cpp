@@ -2,6 +2,7 @@
 
 #include <signal.h>
 
+#include <functional>
 #include <thread>
 
 namespace lockstep::shm {
@@ -11,6 +12,16 @@ namespace {
 constexpr std::chrono::microseconds kNap(250);
 // How long after the last one the thread looks by itself: posting need not wake it then.
 constexpr std::chrono::milliseconds kLinger(10);
+// How long it may be away before its deputy does its work.
+constexpr std::chrono::milliseconds kAway(2);
+
+void start_quietly(std::function<void()> body) {
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread(std::move(body)).detach();
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
 
 }  // namespace
 
@@ -34,11 +45,9 @@ void Lane::post(std::shared_ptr<Item> item, std::chrono::nanoseconds timeout, bo
   soon_ = soon_ || soon;
   if (!has_thread_) {
     has_thread_ = true;
-    sigset_t all, before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread([self = shared_from_this()] { self->progress(); }).detach();
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    start_quietly([self = shared_from_this()] { self->progress(); });
+  } else if (away_) {
+    call_deputy();
   } else if (asleep_ || soon) {
     posted_.notify_one();
   }
@@ -82,9 +91,16 @@ void Lane::drive(Lock& lock, Clock::time_point deadline) {
 void Lane::settle(Lock& lock, const std::shared_ptr<Item>& item, const std::exception_ptr& error) {
   item->settled = true;
   if (waiting_ > 0) settled_.notify_all();
+  const detail::Settling here;
+  const bool is_ours = std::this_thread::get_id() == thread_;
+  if (is_ours) {
+    away_ = true;
+    if (!queue_.empty()) call_deputy();
+  }
   lock.unlock();
   item->done(error, -1);
   lock.lock();
+  if (is_ours) away_ = false;
 }
 
 void Lane::fail_queued(Lock& lock) {
@@ -121,15 +137,58 @@ void Lane::interrupt(const std::string& cause) {
   fail_queued(lock);
 }
 
+void Lane::drain() {
+  Lock lock(mutex_);
+  while (busy_ || !queue_.empty()) {
+    if (!busy_) {
+      drive(lock, queue_.front()->deadline);
+      continue;
+    }
+    ++waiting_;
+    settled_.wait(lock);
+    --waiting_;
+  }
+}
+
+bool Lane::is_idle() {
+  Lock lock(mutex_);
+  return !busy_ && queue_.empty();
+}
+
 void Lane::close() {
   interrupt("the group has been left");
   Lock lock(mutex_);
   closed_ = true;
   posted_.notify_one();
+  away_long_.notify_one();
+}
+
+void Lane::call_deputy() {
+  if (deputy_called_) return;
+  deputy_called_ = true;
+  if (has_deputy_) return away_long_.notify_one();
+  has_deputy_ = true;
+  start_quietly([self = shared_from_this()] { self->stand_in(); });
+}
+
+void Lane::stand_in() {
+  Lock lock(mutex_);
+  while (!closed_) {
+    away_long_.wait(lock, [&] { return deputy_called_ || closed_; });
+    away_long_.wait_for(lock, kAway, [&] { return closed_; });
+    while (away_ && !closed_ && !queue_.empty()) {
+      if (!busy_)
+        drive(lock, queue_.front()->deadline);
+      else
+        away_long_.wait_for(lock, kAway);
+    }
+    deputy_called_ = false;
+  }
 }
 
 void Lane::progress() {
   Lock lock(mutex_);
+  thread_ = std::this_thread::get_id();
   while (!closed_) {
     if (queue_.empty() && Clock::now() - last_post_ >= kLinger) {
       asleep_ = true;

@@ -1,11 +1,13 @@
 // The operations of a group, one after another. Whoever waits for one does the work, and that of those before
-// it, on its own thread: nothing is handed over. What nobody waits for is done by a thread of the lane.
+// it, on its own thread: nothing is handed over. What nobody waits for is done by a thread of the lane; when
+// that is kept by what it calls at the end of an operation, a deputy takes its place.
 #pragma once
 
 #include <condition_variable>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include <lockstep/comm/transports/shm/engine.h>
 
@@ -23,6 +25,9 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   void wait(Item& item, Clock::time_point deadline) override;
   // Every operation ends with this cause, now and later. Any thread.
   void interrupt(const std::string& cause);
+  // Until all that was posted is done, or has failed.
+  void drain();
+  bool is_idle();  // nothing is under way, but perhaps what is called at the end of it
   // No more is posted. What is under way is not waited for.
   void close();
   Meeting& meeting() { return engine_->meeting(); }
@@ -34,15 +39,20 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   void settle(Lock& lock, const std::shared_ptr<Item>& item, const std::exception_ptr& error);
   void fail_queued(Lock& lock);
   void progress();
+  void call_deputy();
+  void stand_in();
 
   const std::shared_ptr<void> keep_;
   const std::unique_ptr<Engine> engine_;
   std::mutex mutex_;
-  std::condition_variable settled_, posted_;
+  std::condition_variable settled_, posted_, away_long_;
   std::deque<std::shared_ptr<Item>> queue_;
   std::exception_ptr broken_;  // no operation can succeed after one has failed
   int waiting_ = 0;
   bool busy_ = false, asleep_ = false, soon_ = false, closed_ = false, has_thread_ = false;
+  std::thread::id thread_;  // the lane's
+  bool away_ = false;       // it is in somebody's callback
+  bool has_deputy_ = false, deputy_called_ = false;
   Clock::time_point last_post_{};
 };
 

@@ -222,6 +222,7 @@ void Messages::settle(ItemPtr item, std::exception_ptr error, int source) {
 // The lock is given up meanwhile: what is called may post again, and wait.
 void Messages::tell_settled(Lock& lock) {
   while (!settled_.empty()) {
+    const detail::Settling here;
     auto batch = std::exchange(settled_, {});
     for (auto& each : batch) each.item->settled = true;
     // Another thread that waits for one of them sleeps on the bell.

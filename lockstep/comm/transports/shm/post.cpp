@@ -14,6 +14,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/transports/shm/meeting.h>
 
 namespace lockstep::shm {
@@ -84,8 +85,7 @@ control::Fd receive_all(int fd, void* data, std::size_t bytes, const Check& chec
 }  // namespace
 
 Post& Post::instance() {
-  static auto* post = new Post;
-  return *post;
+  return of_this_process<Post>([] { return new Post; });
 }
 
 Post::Post() : next_(kOffered) {
@@ -247,8 +247,7 @@ namespace {
 class Keeper {
  public:
   static Keeper& instance() {
-    static auto* keeper = new Keeper;
-    return *keeper;
+    return of_this_process<Keeper>([] { return new Keeper; });
   }
   void run(const std::function<void()>& task) {
     std::unique_lock turn(turns_);

@@ -23,6 +23,7 @@ struct Header {
   std::uint64_t digest;           // of what all calls must share
   std::uint64_t segment, offset;  // of its data; 0: not in shared memory
   std::uint64_t stage_segment, stage_offset, stage_size;
+  std::uint64_t stage_is_new;  // the others have not met it yet
 };
 
 // Of one rank.
@@ -43,6 +44,7 @@ struct alignas(128) Line {
 struct alignas(128) Shared {
   std::atomic<std::uint32_t> epoch;     // changes when those who sleep should look again
   std::atomic<std::uint32_t> sleepers;  // who sleep, or are about to
+  std::atomic<std::uint32_t> roomy;     // waiting may keep a processor for a moment
 };
 // Chunks of an operation that whoever is awake takes.
 struct alignas(128) Claims {

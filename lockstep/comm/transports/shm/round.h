@@ -18,6 +18,7 @@ struct Source {
   Kind kind = Kind::nothing;
   std::size_t bytes = 0;
   const char* base = nullptr;  // of the slot or the memory
+  Place place;                 // of the memory
   char* stage = nullptr;       // of its staging, the first of two
   std::size_t stage_size = 0;
 };

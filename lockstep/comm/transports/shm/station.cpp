@@ -25,7 +25,7 @@ std::string own_processors() {
 
 }  // namespace
 
-Station::Station(int rank, int ranks, const Words& words, Clock::time_point deadline,
+Station::Station(int rank, int ranks, Company company, const Words& words, Clock::time_point deadline,
                  const std::function<void()>& check)
     : rank_(rank), ranks_(ranks) {
   auto key = [](int each) { return fmt::format("rank {}", each); };
@@ -48,6 +48,7 @@ Station::Station(int rank, int ranks, const Words& words, Clock::time_point dead
   if (segment_->size() < Region::size_for(ranks))
     throw Error("the ranks disagree on the shared memory of the group: are all of the same build?");
 
+  if (rank == 0) region().shared().roomy.store(has_room(company) ? 1 : 0, std::memory_order_relaxed);
   // All have it, and all hold their locks, before anybody goes on.
   Holder::hold(region().line(rank).alive);
   try {
@@ -68,9 +69,12 @@ Station::Station(int rank, int ranks, const Words& words, Clock::time_point dead
   if (rank == 0) Post::instance().withdraw(offered);
 }
 
-Station::~Station() { Holder::let_go(region().line(rank_).alive); }
+Station::~Station() {
+  if (fork_generation() == generation_) Holder::let_go(region().line(rank_).alive);
+}
 
-bool Station::roomy(int local_ranks, int threads) const {
+bool Station::has_room(Company company) const {
+  const int threads = std::max(company.threads, 1), local_ranks = company.local_ranks;
   const bool bound = std::any_of(processors_.begin(), processors_.end(),
                                  [&](const auto& each) { return each != processors_[0]; });
   std::size_t all = 0;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <lockstep/comm/transports/shm/engine.h>
+#include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/transports/shm/post.h>
 
 namespace lockstep::shm {
@@ -18,16 +19,22 @@ struct Words {
   std::function<std::string(const std::string& key)> get;
 };
 
+// Of the job on this host.
+struct Company {
+  int local_ranks = 0;  // 0: not known
+  int threads = 1;      // that each computes with
+};
+
 class Station final : public Memory {
  public:
   // Meets the others. check is called now and then while it waits, and throws to end that.
-  Station(int rank, int ranks, const Words& words, Clock::time_point deadline,
+  Station(int rank, int ranks, Company company, const Words& words, Clock::time_point deadline,
           const std::function<void()>& check);
   ~Station() override;
 
-  // Whether every rank has a processor for each of its threads, so that waiting may keep one for a moment.
-  // local_ranks: of the whole job, on this host.
-  bool roomy(int local_ranks, int threads) const;
+  // Whether every rank has a processor for each of its threads, so that waiting may keep one for a moment. As
+  // rank 0 sees it, and so the same on every rank.
+  bool roomy() const { return region().shared().roomy.load(std::memory_order_relaxed) != 0; }
   Region region() const { return {segment_->data(), ranks_}; }
 
   Place find(const void* pointer, std::size_t bytes) override {
@@ -38,7 +45,10 @@ class Station final : public Memory {
   void free(char* memory) noexcept override { Arena::instance().free(memory); }
 
  private:
+  bool has_room(Company company) const;
+
   const int rank_, ranks_;
+  const std::uint64_t generation_ = fork_generation();
   std::shared_ptr<Segment> segment_;
   std::vector<std::shared_ptr<Peer>> peers_;
   std::vector<std::string> processors_;  // that each rank may run on

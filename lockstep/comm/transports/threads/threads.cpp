@@ -22,8 +22,9 @@ class ThreadsBackend final : public PartBackend {
 
  protected:
   WorkPtr post(Request request) override {
-    auto work = c10::make_intrusive<EngineWork>(rank_, request.type, std::move(request.inputs),
-                                                std::move(request.outputs));
+    auto work = c10::make_intrusive<EngineWork>(rank_, request.type, std::move(request.keep),
+                                                std::move(request.results));
+    work->prepare(std::move(request.finish), std::move(request.explain));
     request.part.done = [work](const std::exception_ptr& error, int source) { work->settle(error, source); };
     if (point_to_point(request.part.call.operation))
       hub_->post_point_to_point(rank_, request.tag, std::move(request.part));

@@ -1,0 +1,43 @@
+"""pip install --no-build-isolation ./python: builds the module with CMake for the torch that is there."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import torch
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = pathlib.Path(__file__).resolve().parent
+VERSION = re.search(r"^project\(lockstep VERSION ([\d.]+)", (HERE.parent / "CMakeLists.txt").read_text(), re.M)[1]
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, extension):
+        build = pathlib.Path(self.build_temp).resolve()
+        jobs = os.environ.get("LOCKSTEP_JOBS", str(os.cpu_count() or 1))
+        subprocess.run(
+            ["cmake", "-S", HERE, "-B", build, f"-DLOCKSTEP_TORCH={pathlib.Path(torch.__file__).parent}",
+             f"-DLOCKSTEP_PYTHON={sys.executable}"], check=True)
+        subprocess.run(["cmake", "--build", build, "-j", jobs], check=True)
+        target = pathlib.Path(self.get_ext_fullpath(extension.name)).parent
+        target.mkdir(parents=True, exist_ok=True)
+        for built in [*(build / "torch_lockstep").glob("_C*.so"), build / "torch_lockstep" / "_built.py"]:
+            shutil.copy2(built, target)
+
+
+setup(
+    name="torch-lockstep",
+    version=VERSION,
+    description="init_process_group('lockstep'): collectives between CPU ranks of one host, in shared memory",
+    packages=["torch_lockstep"],
+    ext_modules=[Extension("torch_lockstep._C", [])],
+    cmdclass={"build_ext": CMakeBuild},
+    # torch's C++ interface changes with every version.
+    install_requires=[f"torch=={torch.__version__.split('+')[0]}"],
+    entry_points={"torch.backends": ["lockstep = torch_lockstep:register"]},
+    zip_safe=False,
+)

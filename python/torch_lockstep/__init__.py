@@ -1,0 +1,56 @@
+"""torch.distributed.init_process_group("lockstep"): collectives between CPU ranks of one host, in shared memory.
+
+`import torch` loads this by itself (the entry point "torch.backends"); where that is switched off
+(TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import torch_lockstep` does.
+"""
+
+import atexit
+import sys
+
+import torch
+import torch.distributed as dist
+
+from . import _built
+
+__version__ = _built.version
+
+
+def _module():
+    have = torch.__version__.split("+")[0]
+    if have != _built.torch:
+        raise RuntimeError(
+            f"torch_lockstep was built for torch {_built.torch}, and this is torch {have}: build it again with this one"
+        )
+    from . import _C
+
+    return _C
+
+
+def _serves_alone(frame):
+    """Whether the group that is being made has no backend but this one; PyTorch does not tell those it calls."""
+    config = frame.f_locals.get("backend_config")
+    try:
+        return set(config.get_device_backend_map().values()) == {"lockstep"}
+    except AttributeError:
+        return False
+
+
+def _create(options, _backend_options=None):
+    module = _module()
+    # Whatever way the program ends, nothing of ours calls into an interpreter that is no more.
+    atexit.unregister(module.leave_all)
+    atexit.register(module.leave_all)
+    # A group of our own can say its name, where PyTorch's says "custom". But it takes the place of the whole group,
+    # and of the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend.
+    if _serves_alone(sys._getframe(1)) and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        return module.create_group(options)
+    return module.create_backend(options)
+
+
+def register():
+    """Makes the backend known to PyTorch. Nothing is loaded before a group asks for it."""
+    if dist.is_available() and not hasattr(dist.Backend, "LOCKSTEP"):
+        dist.Backend.register_backend("lockstep", _create, extended_api=True, devices=["cpu"])
+
+
+register()
