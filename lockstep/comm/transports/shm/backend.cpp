@@ -173,7 +173,7 @@ class ShmTransport final : public Transport {
     }
   }
   void leave() noexcept override { backend_->leave(); }
-  PartEngine* parts() override { return &backend_->lane(); }
+  PartEngine* parts() override { return backend_->lane().get(); }
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {
       detail::abandon(std::move(tensors));

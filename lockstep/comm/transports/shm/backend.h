@@ -29,9 +29,9 @@ class ShmBackend : public PartBackend {
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
 
-  shm::Lane& lane() { return *lane_; }
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout.count(); }
 
+  const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
   void interrupt(const std::string& cause);
   void leave();
   std::string absent() const { return lane_->meeting().absent(); }
@@ -40,7 +40,6 @@ class ShmBackend : public PartBackend {
   WorkPtr post(Request request) override;
   void drain() { lane_->drain(); }
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_); }
-  const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
   const std::shared_ptr<shm::Messages>& messages() const { return messages_; }
 
  private:
