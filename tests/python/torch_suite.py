@@ -113,6 +113,8 @@ class Outcomes(unittest.TestResult):
 
 def run_here(backend, ranks, names, report):
     """Runs those tests in this process and its children."""
+    # The suite asks for two GPUs as soon as it sees one.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(BACKEND="gloo", TORCH_SUITE_BACKEND=backend, WORLD_SIZE=str(ranks), INIT_METHOD="file://")
     os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
