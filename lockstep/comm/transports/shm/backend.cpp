@@ -1,5 +1,7 @@
 #include <lockstep/comm/transports/shm/backend.h>
 
+#include <limits>
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
@@ -66,6 +68,8 @@ shm::Engine::Tuning tuning(bool roomy, int ranks) {
   tuning.spin = roomy ? std::chrono::microseconds(50) : std::chrono::microseconds(0);
   // Each chunk is a meeting: where ranks must take turns on a processor, few and large ones.
   tuning.chunk = !roomy ? std::size_t{2} << 20 : ranks <= 4 ? std::size_t{256} << 10 : std::size_t{1} << 20;
+  // And a step more costs more there than reading everything does.
+  if (!roomy) tuning.slot_pull = std::numeric_limits<std::size_t>::max();
   // To measure other values; ranks that have different ones are told.
   auto size = [](const char* name, std::size_t fallback) {
     return static_cast<std::size_t>(
