@@ -1,13 +1,14 @@
 #include <lockstep/base/awake_clock.h>
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <atomic>
 #include <cstdint>
 #include <limits>
 #include <system_error>
 #include <thread>
+
+#include <lockstep/base/quiet_threads.h>
 
 namespace lockstep::detail {
 namespace {
@@ -41,9 +42,7 @@ class Heart {
 
  private:
   Heart() {
-    sigset_t all, before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    const QuietThreads quiet;
     try {
       std::thread([this] { run(); }).detach();
       last_ = steady();
@@ -51,7 +50,6 @@ class Heart {
     } catch (const std::system_error&) {
       // No more threads: then stopped time counts.
     }
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   static std::int64_t missed(std::int64_t beat, std::int64_t now) {

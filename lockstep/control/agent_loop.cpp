@@ -13,6 +13,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/quiet_threads.h>
 #include <lockstep/version.h>
 
 namespace lockstep::control {
@@ -91,10 +92,7 @@ Agent::Loop::Loop(AgentOptions options)
 Agent::Loop::~Loop() = default;
 
 void Agent::Loop::start() {
-  // Signals are for the program's own threads.
-  sigset_t all, before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::optional<detail::QuietThreads> quiet(std::in_place);
   // Each keeps what it works on: one that is stuck at the end is left behind.
   auto begin = [this](std::thread& thread, std::future<void>& done, void (Loop::*work)()) {
     std::promise<void> promise;
@@ -108,11 +106,10 @@ void Agent::Loop::start() {
     begin(thread_, thread_done_, &Loop::run);
     if (!head_) begin(connector_, connector_done_, &Loop::connect_to_head);
   } catch (const std::system_error& error) {
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    quiet.reset();
     end();
     throw Error(fmt::format("the agent's threads cannot be started: {}", error.what()));
   }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void Agent::Loop::end() {

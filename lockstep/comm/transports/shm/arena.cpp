@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include <lockstep/base/error.h>
+#include <lockstep/comm/transports/shm/align.h>
 
 namespace lockstep::shm {
 namespace {
@@ -12,8 +13,6 @@ namespace {
 constexpr std::size_t kPage = 4096, kLine = 64;
 constexpr std::size_t kSegment = std::size_t{8} << 20;  // the least that is taken at a time
 constexpr std::size_t kSpare = std::size_t{256} << 20;  // held though nobody uses it
-
-std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
 

@@ -1,9 +1,9 @@
 #include <lockstep/comm/transports/shm/lane.h>
 
-#include <signal.h>
-
 #include <functional>
 #include <thread>
+
+#include <lockstep/base/quiet_threads.h>
 
 namespace lockstep::shm {
 namespace {
@@ -16,11 +16,8 @@ constexpr std::chrono::milliseconds kLinger(10);
 constexpr std::chrono::milliseconds kAway(2);
 
 void start_quietly(std::function<void()> body) {
-  sigset_t all, before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  const detail::QuietThreads quiet;
   std::thread(std::move(body)).detach();
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 }  // namespace

@@ -1,13 +1,12 @@
 #include <lockstep/comm/transports/shm/messages.h>
 
-#include <signal.h>
-
 #include <algorithm>
 #include <cstring>
 #include <thread>
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/quiet_threads.h>
 
 namespace lockstep::shm {
 namespace {
@@ -104,11 +103,8 @@ Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanos
   tell_settled(lock);
   if (!has_thread_ && !idle()) {
     has_thread_ = true;
-    sigset_t all, before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    const detail::QuietThreads quiet;
     std::thread([self = shared_from_this()] { self->watch(); }).detach();
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   } else if (has_thread_) {
     posted_.notify_one();
   }

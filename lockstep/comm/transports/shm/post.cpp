@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <pthread.h>
-#include <signal.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 
@@ -14,6 +13,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/quiet_threads.h>
 #include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/transports/shm/meeting.h>
 
@@ -34,15 +34,6 @@ struct Reply {
   std::uint64_t size = 0;     // 0: there is none
   std::uint64_t retired = 0;  // how many numbers follow, of segments that are no more
 };
-
-std::thread start_quietly(std::function<void()> body) {
-  sigset_t all, before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread(std::move(body));
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return thread;
-}
 
 using Check = Peer::Check;
 
@@ -96,7 +87,8 @@ Post::Post() : next_(kOffered) {
   auto listener = control::listen_local(name_);
   if (!listener) throw Error("the socket for shared memory could not be made");
   listener_ = std::move(*listener);
-  start_quietly([this] { serve(); }).detach();
+  const detail::QuietThreads quiet;
+  std::thread([this] { serve(); }).detach();
 }
 
 std::uint64_t Post::offer(std::shared_ptr<Segment> segment) {
@@ -259,7 +251,8 @@ class Keeper {
 
  private:
   Keeper() {
-    start_quietly([this] {
+    const detail::QuietThreads quiet;
+    std::thread([this] {
       std::unique_lock lock(mutex_);
       for (;;) {
         changed_.wait(lock, [&] { return task_ != nullptr; });

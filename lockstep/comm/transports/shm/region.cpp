@@ -4,18 +4,21 @@
 #include <cstring>
 #include <new>
 
+#include <lockstep/comm/transports/shm/align.h>
+
 namespace lockstep::shm {
 namespace {
 
 constexpr std::size_t kLine = 128;
-std::size_t round_up(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 }  // namespace
 
-std::size_t Region::data_size(int ranks) { return round_up(std::max(kInline, detail::packed_size(ranks))); }
+std::size_t Region::data_size(int ranks) {
+  return round_up(std::max(kInline, detail::packed_size(ranks)), kLine);
+}
 
 std::size_t Region::slot_size(int ranks) {
-  return round_up(sizeof(Header) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ranks)) +
+  return round_up(sizeof(Header) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ranks), kLine) +
          data_size(ranks);
 }
 

@@ -4,12 +4,12 @@
 #include <span>
 #include <vector>
 
+#include <lockstep/comm/transports/shm/align.h>
 #include <lockstep/comm/transports/shm/engine.h>
 
 namespace lockstep::shm {
 
 constexpr std::size_t kLine = 64;
-inline std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 inline std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
 // Where a rank's data is.

@@ -10,6 +10,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/comm/transports/shm/align.h>
 
 namespace lockstep::shm {
 namespace {
@@ -42,7 +43,7 @@ void check_memory(std::size_t bytes, const host::Root& root) {
 
 std::shared_ptr<Segment> Segment::make(std::size_t bytes) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  bytes = (bytes + page - 1) / page * page;
+  bytes = round_up(bytes, page);
   check_memory(bytes);
   control::Fd fd(::memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) fail("memfd_create");

@@ -1,0 +1,23 @@
+// While one of these lives, threads that this one starts take no signals: those are for the program's own.
+#pragma once
+
+#include <signal.h>
+
+namespace lockstep::detail {
+
+class QuietThreads {
+ public:
+  QuietThreads() {
+    sigset_t all;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~QuietThreads() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  QuietThreads(const QuietThreads&) = delete;
+  QuietThreads& operator=(const QuietThreads&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,12 @@
+// Sizes in whole lines and pages.
+#pragma once
+
+#include <cstddef>
+
+namespace lockstep::shm {
+
+constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+}  // namespace lockstep::shm
