@@ -1,6 +1,9 @@
 // World, Group and Work beyond the collectives themselves; ranks are threads.
 #include <lockstep/comm/world.h>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <future>
 #include <thread>
 
@@ -62,6 +65,27 @@ TEST(World, bad_limits_are_refused) {
   EXPECT_THROW(World::from_environment({.timeout = milliseconds(0)}), ConfigError);
   ScopedEnvironment scope("LOCKSTEP_TIMEOUT", "soon");
   EXPECT_THAT(error_of<ConfigError>([] { World::from_environment(); }), HasSubstr("LOCKSTEP_TIMEOUT='soon'"));
+}
+
+TEST(World, a_child_that_is_forked_cannot_use_its_groups_in_shared_memory) {
+  auto world = World::from_environment({.backend = "shm"});
+  auto group = world.group();
+  auto tensor = at::ones({3});
+  group.all_reduce(tensor).wait();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::string text;
+    try {
+      group.all_reduce(tensor).wait();
+    } catch (const CommError& error) {
+      text = error.what();
+    }
+    ::_exit(text.find("forked from a rank") != std::string::npos ? 7 : 8);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(WEXITSTATUS(status), 7);
+  group.all_reduce(tensor).wait();
 }
 
 TEST(World, a_group_outlives_it_as_an_error) {

@@ -177,7 +177,8 @@ class ShmTransport final : public Transport {
     }
   }
   void leave() noexcept override { backend_->leave(); }
-  PartEngine* parts() override { return backend_->lane().get(); }
+  // A child that was forked is refused by the backend, which says why.
+  PartEngine* parts() override { return backend_->is_own() ? backend_->lane().get() : nullptr; }
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {
       detail::abandon(std::move(tensors));

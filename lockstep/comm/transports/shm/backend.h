@@ -31,6 +31,10 @@ class ShmBackend : public PartBackend {
 
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout.count(); }
 
+  // A child that was forked has the memory and none of the threads: whatever it does is not this rank's
+  // doing.
+  bool is_own() const { return shm::fork_generation() == generation_; }
+
   const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
   void interrupt(const std::string& cause);
   void leave();
@@ -43,10 +47,6 @@ class ShmBackend : public PartBackend {
   const std::shared_ptr<shm::Messages>& messages() const { return messages_; }
 
  private:
-  // A child that was forked has the memory and none of the threads: whatever it does is not this rank's
-  // doing.
-  bool is_own() const { return shm::fork_generation() == generation_; }
-
   const std::uint64_t generation_ = shm::fork_generation();
   std::atomic<std::chrono::milliseconds::rep> timeout_;
   std::shared_ptr<shm::Lane> lane_;
