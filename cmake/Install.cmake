@@ -12,7 +12,14 @@ foreach(header
     comm/observer.h
     comm/work.h
     comm/world.h
-    mesh/device_mesh.h)
+    mesh/device_mesh.h
+    parallel/ddp.h
+    parallel/ddp_bucket.h
+    parallel/ddp_hooks.h
+    parallel/replicas.h
+    parallel/sync_batch_norm.h
+    parallel/tensors_in.h
+    parallel/unit.h)
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES lockstep/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep/${folder})
 endforeach()

@@ -9,4 +9,9 @@
 #include <lockstep/comm/work.h>
 #include <lockstep/comm/world.h>
 #include <lockstep/mesh/device_mesh.h>
+#include <lockstep/parallel/ddp.h>
+#include <lockstep/parallel/ddp_hooks.h>
+#include <lockstep/parallel/replicas.h>
+#include <lockstep/parallel/sync_batch_norm.h>
+#include <lockstep/parallel/unit.h>
 #include <lockstep/version.h>

@@ -1,0 +1,154 @@
+// Data parallelism over processes: every rank has the whole model and a part of the data, and backward()
+// leaves on each the average of all ranks' gradients.
+//
+//   Net model;
+//   lockstep::DistributedDataParallel ddp(model, world.group());
+//   auto loss = torch::mse_loss(ddp(inputs), labels);   // as model(inputs)
+//   loss.backward();                                    // p.grad() is the average over the ranks
+//   optimizer.step();                                   // any optimizer, unchanged
+//
+// Every rank makes it with the same model and options, and then does the same synchronised backward passes.
+// The model keeps its parameters: an optimizer may be made before or after. Gradients lie in buckets that
+// the transport reaches; communication overlaps the rest of backward, and is complete when it returns. Do not
+// keep a handle to p.grad() across steps: its memory is used again. One thread at a time.
+//
+// Throws ConfigError, naming parameters: what differs between ranks at the start; one that got no gradient;
+// one that was reduced twice in a backward pass; create_graph. CommError as Group does.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <lockstep/comm/group.h>
+#include <lockstep/parallel/ddp_bucket.h>
+#include <lockstep/parallel/tensors_in.h>
+#include <torch/nn/module.h>
+
+namespace lockstep {
+
+struct DdpOptions {
+  std::int64_t bucket_bytes = 25 << 20;
+  std::int64_t first_bucket_bytes = 1 << 20;  // small, so that communication starts early
+  bool init_sync = true;                      // rank 0's parameters and buffers to all, at the start
+  bool broadcast_buffers = true;              // rank 0's buffers to all, before each forward that trains
+  // Parameters may get no gradient in a step; those that got none on any rank keep what they had.
+  bool find_unused_parameters = false;
+  // The same parameters get gradients in every step, equally often: learned in the first.
+  bool static_graph = false;
+  // Of the step's gradient this rank computes so many parts, one backward pass each, added by the tree that
+  // adds ranks: one rank with 4 gives the bits of 4 ranks with 1. The pass that ends a step leaves gradients.
+  int micro_batches = 1;
+  int check_replicas_every = 0;          // steps between checks that replicas are still equal; 0: never
+  std::vector<std::string> ignore = {};  // names of parameters and buffers that are left alone
+};
+
+struct JoinOptions {
+  // What a step does after backward, for ranks that ran out of data while others go on: they get the same
+  // gradients, so that their replica and optimizer stay equal. Without it parameters are
+  // sent to them at the end, and the optimizer's state is not.
+  std::function<void()> step = {};
+  bool throw_on_early_termination = false;  // a ConfigError on every rank when the first one runs out
+};
+
+namespace detail {
+
+class DdpReducer;
+std::shared_ptr<DdpReducer> make_reducer(std::shared_ptr<torch::nn::Module> module, Group group,
+                                         DdpOptions options);
+
+// What DistributedDataParallel has that does not depend on the type of the module.
+class DdpBase {
+ public:
+  // Backward passes whose forward ran while the guard lives add to gradients without communication.
+  class [[nodiscard]] NoSync {
+   public:
+    explicit NoSync(std::shared_ptr<DdpReducer> reducer);
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+    ~NoSync();
+
+   private:
+    std::shared_ptr<DdpReducer> reducer_;
+  };
+  NoSync no_sync() { return NoSync(reducer_); }
+
+  // Runs the body, in which this rank may make fewer steps than others, then takes part in what they still
+  // do. Gradients are weighted by samples: those of dim 0 of the first tensor that went into forward, or
+  // samples(). Inside, every rank that still has data makes the same kind of steps.
+  void join(const std::function<void()>& body, const JoinOptions& options = {});
+  void samples(std::int64_t count);  // of the next backward pass; before it
+
+  // In place of the average: see ddp_hooks.h. Every rank, before the first backward pass.
+  void register_comm_hook(CommHook hook);
+  // Rank 0's buffers to all: before an evaluation, say. Every rank.
+  void sync_buffers();
+  // Sizes of the buckets in bytes, in the order of their reduction; empty before the first step.
+  std::vector<std::int64_t> bucket_sizes() const;
+
+ protected:
+  explicit DdpBase(std::shared_ptr<DdpReducer> reducer) : reducer_(std::move(reducer)) {}
+  void before_forward(std::int64_t samples);
+  void after_forward(const std::vector<at::Tensor>& outputs);
+
+ private:
+  std::shared_ptr<DdpReducer> reducer_;
+};
+
+template <typename M>
+struct is_shared : std::false_type {};
+template <typename T>
+struct is_shared<std::shared_ptr<T>> : std::true_type {};
+
+}  // namespace detail
+
+// M: a module holder (torch::nn::Sequential, one made by TORCH_MODULE, a Unit) or a shared_ptr to a module.
+template <typename M>
+class DistributedDataParallel : public detail::DdpBase {
+ public:
+  DistributedDataParallel(M module, Group group, DdpOptions options = {})
+      : DdpBase(detail::make_reducer(pointer(module), std::move(group), std::move(options))),
+        module_(std::move(module)) {}
+
+  // Forward, with the module's own arguments. With gradients enabled it begins a step.
+  template <typename... Args>
+  decltype(auto) operator()(Args&&... args) {
+    before_forward(detail::samples_of(args...));
+    decltype(auto) output = call(std::forward<Args>(args)...);
+    std::vector<at::Tensor> tensors;
+    detail::collect_tensors(output, tensors);
+    after_forward(tensors);
+    return output;
+  }
+  template <typename... Args>
+  decltype(auto) forward(Args&&... args) {
+    return (*this)(std::forward<Args>(args)...);
+  }
+
+  M& module() { return module_; }
+  const M& module() const { return module_; }
+
+ private:
+  static std::shared_ptr<torch::nn::Module> pointer(const M& module) {
+    if constexpr (detail::is_shared<M>::value)
+      return module;
+    else
+      return module.is_empty() ? nullptr : module.ptr();
+  }
+  template <typename... Args>
+  decltype(auto) call(Args&&... args) {
+    // Of a holder's call LibTorch knows the result only where forward is no template, as Sequential's is.
+    if constexpr (requires { typename M::is_unit; })
+      return module_(std::forward<Args>(args)...);
+    else
+      return module_->forward(std::forward<Args>(args)...);
+  }
+
+  M module_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,287 @@
+// Where gradients go: sums of micro-batches, buckets, and what is reduced when.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <map>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/parallel/ddp_reducer.h>
+
+namespace lockstep::detail {
+namespace {
+
+constexpr std::int64_t kAlignment = 64;  // of a gradient in its bucket, in bytes
+
+bool low_precision(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
+
+// The parameter's strides where its elements fill their memory, so that autograd and optimizers see the
+// layout they would see without us.
+at::Tensor view_of(const at::Tensor& buffer, std::int64_t offset, const at::Tensor& param) {
+  // Not a view to autograd: zero_grad(false) detaches gradients in place, which views refuse.
+  at::AutoDispatchBelowADInplaceOrView untracked;
+  if (param.is_non_overlapping_and_dense()) return buffer.as_strided(param.sizes(), param.strides(), offset);
+  return buffer.narrow(0, offset, param.numel()).view(param.sizes());
+}
+
+void copy_gradient(const at::Tensor& to, const at::Tensor& from) {
+  if (to.is_cpu() && from.is_cpu() && to.is_contiguous() && from.is_contiguous() &&
+      to.scalar_type() == from.scalar_type())
+    std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+  else
+    to.copy_(from, /*non_blocking=*/true);
+}
+
+std::string names_of(const std::vector<std::string>& names) {
+  constexpr std::size_t kShown = 5;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i)
+    text += fmt::format("{}'{}'", i == 0 ? "" : ", ", names[i]);
+  if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
+  return text;
+}
+
+}  // namespace
+
+// A binary counter: the sums in levels are those of aligned halves of the tree over micro-batches.
+void DdpReducer::fold(Param& param) {
+  auto& grad = param.tensor.mutable_grad();
+  const bool last = micro_batch_ + 1 == options_.micro_batches;
+  auto sum = std::exchange(grad, {});  // none, where the parameter was not used
+  if (sum.defined() && low_precision(sum.scalar_type()))
+    sum = sum.to(at::kFloat);  // rounded once, at the end
+  param.levels.resize(std::bit_width(static_cast<unsigned>(options_.micro_batches)));
+  const auto add = [&](at::Tensor& left) {
+    auto taken = std::exchange(left, {});
+    sum = !taken.defined() ? sum : sum.defined() ? taken.add_(sum) : taken;
+  };
+  std::size_t level = 0;
+  for (; (micro_batch_ >> level) & 1; ++level) add(param.levels[level]);
+  if (!last) {
+    param.levels[level] = std::move(sum);
+    return;
+  }
+  for (; level < param.levels.size(); ++level) add(param.levels[level]);
+  if (!sum.defined()) return;
+  if (alone_) sum.div_(options_.micro_batches);
+  grad = sum.to(param.tensor.scalar_type());
+}
+
+// Every rank makes the same ones: in the order that root saw in its first step, the rest as they were
+// registered, last first.
+void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shadow) {
+  const auto count = params_.size();
+  std::vector<std::int32_t> order(2 * count);  // parameters, then whether each is sparse
+  std::vector<char> placed(count);
+  std::size_t at = 0;
+  const auto place = [&](std::size_t i) {
+    if (std::exchange(placed[i], true)) return;
+    order[at++] = static_cast<std::int32_t>(i);
+  };
+  for (const auto i : order_) place(i);
+  for (auto i = count; i-- > 0;) place(i);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto& grad = params_[i].tensor.grad();
+    params_[i].sparse = grad.defined() && grad.is_sparse();
+    order[count + i] = params_[i].sparse;
+  }
+  std::string bytes(reinterpret_cast<const char*>(order.data()), order.size() * sizeof(order[0]));
+  bytes = group_.broadcast_value(std::string_view(bytes), {.root = root, .tag = "ddp order"});
+  bytes.copy(reinterpret_cast<char*>(order.data()), bytes.size());
+
+  struct Open {
+    std::vector<std::size_t> params;
+    std::int64_t bytes = 0;
+    bool first = true;
+  };
+  std::map<std::pair<at::ScalarType, std::string>, Open> open;
+  std::vector<std::vector<std::size_t>> closed;
+  for (std::size_t k = 0; k < count; ++k) {
+    const auto i = static_cast<std::size_t>(order[k]);
+    auto& param = params_[i];
+    if (param.fired > 0 && param.sparse != (order[count + i] != 0))
+      throw ConfigError(fmt::format("the gradient of parameter '{}' is {} here and {} on rank {}", param.name,
+                                    param.sparse ? "sparse" : "dense", param.sparse ? "dense" : "sparse",
+                                    root));
+    param.sparse = order[count + i] != 0;
+    if (options_.static_graph && !shadow) param.expected = param.fired;
+    if (param.sparse || !used[i]) continue;
+    auto& bucket = open[{param.tensor.scalar_type(), param.tensor.device().str()}];
+    bucket.params.push_back(i);
+    bucket.bytes += static_cast<std::int64_t>(param.tensor.nbytes());
+    if (bucket.bytes < (bucket.first ? options_.first_bucket_bytes : options_.bucket_bytes)) continue;
+    closed.push_back(std::move(bucket.params));
+    bucket = {{}, 0, false};
+  }
+  for (auto& [key, bucket] : open)
+    if (!bucket.params.empty()) closed.push_back(std::move(bucket.params));
+
+  for (const auto& members : closed) {
+    Bucket bucket{.shown = GradBucket(buckets_.size(), buckets_.size() + 1 == closed.size(), group_),
+                  .params = members,
+                  .missing = 0,
+                  .tag = fmt::format("ddp bucket {}", buckets_.size())};
+    const auto& model = params_[members[0]].tensor;
+    const auto rounding =
+        std::max<std::int64_t>(kAlignment / static_cast<std::int64_t>(model.element_size()), 1);
+    std::int64_t size = 0;
+    std::vector<std::int64_t> offsets;
+    for (const auto i : members) {
+      offsets.push_back(size);
+      size += (params_[i].tensor.numel() + rounding - 1) / rounding * rounding;
+    }
+    auto& buffer = bucket.shown.buffer_;
+    buffer = model.is_cpu() && !alone_ ? group_.allocate({size}, model.scalar_type())
+                                       : at::empty({size}, model.options().requires_grad(false));
+    buffer.zero_();  // what lies between gradients is summed too
+    for (std::size_t k = 0; k < members.size(); ++k) {
+      auto& param = params_[members[k]];
+      param.bucket = buckets_.size();
+      param.view = view_of(buffer, offsets[k], param.tensor);
+      bucket.shown.gradients_.push_back(param.view);
+      bucket.shown.names_.push_back(param.name);
+    }
+    buckets_.push_back(std::move(bucket));
+  }
+  buckets_made_ = true;
+}
+
+// The gradient to its place, which then is the gradient.
+void DdpReducer::fill(Param& param) {
+  auto& grad = param.tensor.mutable_grad();
+  if (grad.is_sparse())
+    throw ConfigError(
+        fmt::format("the gradient of parameter '{}' is sparse, and was dense in the first step", param.name));
+  if (grad.const_data_ptr() == param.view.const_data_ptr() && grad.strides() == param.view.strides()) return;
+  copy_gradient(param.view, grad);
+  grad = param.view;
+}
+
+void DdpReducer::launch_ready() {
+  while (launched_ < buckets_.size() && buckets_[launched_].missing == 0) launch(buckets_[launched_]);
+}
+
+void DdpReducer::launch(Bucket& bucket) {
+  for (const auto i : bucket.params) {
+    auto& param = params_[i];
+    if (param.ready()) continue;
+    // Nothing came in this pass: what was there before, which is the same on every rank, or nothing.
+    if (param.tensor.grad().defined())
+      fill(param);
+    else
+      param.view.zero_();
+  }
+  ++launched_;
+  auto& buffer = bucket.shown.buffer_;
+  if (weight_) buffer.mul_(*weight_);
+  if (hook_)
+    bucket.complete = hook_(bucket.shown);
+  else if (!alone_)
+    bucket.work = group_.all_reduce(
+        buffer,
+        {.op = weight_ || options_.micro_batches > 1 ? ReduceOp::SUM : ReduceOp::AVG, .tag = bucket.tag});
+}
+
+void DdpReducer::complete(Bucket& bucket) {
+  if (bucket.complete) bucket.complete();
+  if (bucket.work) bucket.work->wait();
+  auto& buffer = bucket.shown.buffer_;
+  if (hook_ && weight_) buffer.mul_(group_.size());  // it averaged what was to be summed
+  if (options_.micro_batches > 1 && !alone_)
+    buffer.div_(hook_ ? options_.micro_batches : options_.micro_batches * group_.size());
+}
+
+// Every rank's entries, in the order of ranks, added where they meet.
+void DdpReducer::reduce_sparse(Param& param) {
+  auto& grad = param.tensor.mutable_grad();
+  if (grad.defined() && !grad.is_sparse())
+    throw ConfigError(
+        fmt::format("the gradient of parameter '{}' is dense, and was sparse in the first step", param.name));
+  const auto mine =
+      grad.defined()
+          ? grad.coalesce()
+          : at::zeros(param.tensor.sizes(), param.tensor.options().layout(at::kSparse).requires_grad(false))
+                .coalesce();
+  auto values = mine.values();
+  if (weight_) values = values * *weight_;
+  auto indices = mine.indices().contiguous();
+  std::vector<at::Tensor> all_indices, all_values;
+  for (const auto entries : group_.all_gather_values(values.size(0), {.tag = "ddp sparse"})) {
+    auto sizes = values.sizes().vec();
+    sizes[0] = entries;
+    all_values.push_back(at::empty(sizes, values.options()));
+    all_indices.push_back(at::empty({indices.size(0), entries}, indices.options()));
+  }
+  group_.all_gather(all_indices, indices, {.tag = "ddp sparse"}).wait();
+  group_.all_gather(all_values, values.contiguous(), {.tag = "ddp sparse"}).wait();
+  auto sum = at::sparse_coo_tensor(at::cat(all_indices, 1), at::cat(all_values, 0), mine.sizes()).coalesce();
+  const int parts = options_.micro_batches * (weight_ ? 1 : group_.size());
+  grad = sum.div_(parts);
+}
+
+std::vector<char> DdpReducer::agree_on_used(std::vector<char> mine) {
+  const auto flags = at::from_blob(mine.data(), {static_cast<std::int64_t>(mine.size())}, at::kByte);
+  const bool cpu = !group_.backend(at::kCPU).empty();
+  auto shared = cpu ? flags : flags.to(params_[0].tensor.device());
+  group_.all_reduce(shared, {.op = ReduceOp::MAX, .tag = "ddp used parameters"}).wait();
+  if (!cpu) flags.copy_(shared);
+  return mine;
+}
+
+void DdpReducer::require_all_gradients() const {
+  std::vector<std::string> missing;
+  for (const auto& param : params_)
+    if (param.expected > 0 && !param.ready()) missing.push_back(param.name);
+  if (missing.empty()) return;
+  throw ConfigError(fmt::format(
+      "{} got no gradient in this backward pass, which every rank's part of the average needs. If {}, "
+      "{{.find_unused_parameters "
+      "= true}} allows it; a parameter that is never trained needs requires_grad_(false) before "
+      "DistributedDataParallel "
+      "is made, or its name in {{.ignore}}",
+      names_of(missing),
+      options_.static_graph ? "the same parameters are not used in every step, static_graph is wrong, and"
+                            : "the model does not use all of its parameters in every step"));
+}
+
+// The end of a pass: what has not come, and what is under way. A shadow has run out of data: nothing came.
+void DdpReducer::settle(bool last, bool shadow) {
+  const bool learning = !buckets_made_;
+  const bool may_miss = options_.find_unused_parameters || (options_.static_graph && learning && !direct());
+  if (!may_miss && !shadow) require_all_gradients();
+  std::vector<char> used;
+  for (auto& param : params_) {
+    param.used |= param.fired > 0;
+    if (options_.micro_batches > 1 && param.fired == 0) fold(param);
+    used.push_back(!may_miss || param.used);
+  }
+  if (!last) return;
+  if (!direct()) {
+    if (learning) {
+      if (may_miss) used = agree_on_used(std::move(used));
+      make_buckets(shadow || joining_ ? last_active_ : 0, used, shadow);
+      for (auto& param : params_)
+        if (param.bucket && param.tensor.grad().defined()) fill(param);
+      if (options_.static_graph) used_ = used;
+    }
+    while (launched_ < buckets_.size()) launch(buckets_[launched_]);
+    for (auto& param : params_)
+      if (param.sparse) reduce_sparse(param);
+    if (options_.static_graph)
+      used = used_;
+    else if (may_miss && !learning)
+      used = agree_on_used(std::move(used));
+    for (auto& bucket : buckets_) complete(bucket);
+  }
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    auto& param = params_[i];
+    auto& grad = param.tensor.mutable_grad();
+    if (param.bucket && used[i]) grad = param.view;
+    if (auto before = std::exchange(param.before, {}); before.defined())
+      grad = grad.defined() ? grad.add_(before) : before;
+    param.used = false;
+  }
+}
+
+}  // namespace lockstep::detail

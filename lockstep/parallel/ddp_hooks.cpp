@@ -1,0 +1,176 @@
+#include <lockstep/parallel/ddp_hooks.h>
+
+#include <map>
+#include <memory>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep {
+namespace {
+
+at::Tensor reachable(GradBucket& bucket, std::int64_t count, at::ScalarType type) {
+  auto& buffer = bucket.buffer();
+  return buffer.is_cpu() ? bucket.group().allocate({count}, type)
+                         : at::empty({count}, buffer.options().dtype(type));
+}
+
+std::shared_ptr<Work> start_average(GradBucket& bucket, const at::Tensor& tensor) {
+  return std::make_shared<Work>(bucket.group().all_reduce(
+      tensor, {.op = ReduceOp::AVG, .tag = fmt::format("ddp bucket {}", bucket.index())}));
+}
+
+CommHook compress_hook(at::ScalarType type) {
+  auto held = std::make_shared<std::map<std::size_t, at::Tensor>>();  // by bucket
+  return [type, held](GradBucket& bucket) -> std::function<void()> {
+    if (bucket.buffer().element_size() <= 2) return allreduce_hook()(bucket);
+    auto& small = (*held)[bucket.index()];
+    if (!small.defined()) small = reachable(bucket, bucket.buffer().numel(), type);
+    small.copy_(bucket.buffer());
+    return [work = start_average(bucket, small), small, buffer = bucket.buffer()] {
+      work->wait();
+      buffer.copy_(small);
+    };
+  };
+}
+
+// In place, by columns. Where they depend on one another any direction will do, and the same one on every
+// rank.
+void orthogonalize(const at::Tensor& matrix) {
+  const auto wide = matrix.element_size() < 4 ? matrix.to(at::kFloat) : matrix;
+  matrix.copy_(std::get<0>(at::linalg_qr(wide)));
+}
+
+class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
+ public:
+  explicit PowerSgd(PowerSgdOptions options) : options_(options) {}
+
+  std::function<void()> operator()(GradBucket& bucket) {
+    const bool plain = step_ < options_.start_power_sgd_iter;
+    if (bucket.is_last()) ++step_;
+    if (plain) return allreduce_hook()(bucket);
+    auto& state = states_[bucket.index()];
+    if (state.parts.empty() && !state.rest.defined()) prepare(bucket, state);
+    if (options_.use_error_feedback) {
+      if (!state.error.defined()) state.error = at::zeros_like(bucket.buffer());
+      bucket.buffer().add_(state.error);
+      state.error.copy_(bucket.buffer());
+    }
+    for (auto& [gradient, copy] : state.uncompressed) copy.copy_(gradient);
+    std::shared_ptr<Work> rest, left;
+    if (state.rest.numel() > 0) rest = start_average(bucket, state.rest);
+    for (auto& part : state.parts) at::mm_out(part.p, matrix_of(part.gradient), part.q);
+    if (!state.parts.empty()) left = start_average(bucket, state.all_p);
+    return [self = shared_from_this(), &bucket, &state, rest, left] {
+      self->complete(bucket, state, rest, left);
+    };
+  }
+
+ private:
+  struct Part {
+    at::Tensor gradient, p, q;
+  };
+  struct State {
+    std::vector<Part> parts;
+    std::vector<std::pair<at::Tensor, at::Tensor>> uncompressed;  // a gradient, its place in rest
+    at::Tensor rest, all_p, all_q, error;
+  };
+
+  static at::Tensor matrix_of(const at::Tensor& gradient) { return gradient.reshape({gradient.size(0), -1}); }
+
+  void prepare(GradBucket& bucket, State& state) {
+    struct Shape {
+      std::int64_t rows, columns, rank;
+    };
+    std::vector<std::pair<at::Tensor, Shape>> compressed;
+    std::vector<at::Tensor> uncompressed;
+    std::int64_t p = 0, q = 0, rest = 0;
+    for (const auto& gradient : bucket.gradients()) {
+      const auto rows = gradient.dim() > 1 ? gradient.size(0) : 1,
+                 columns = rows == 0 ? 0 : gradient.numel() / rows;
+      const auto rank = std::min({options_.matrix_approximation_rank, rows, columns});
+      const auto sent = static_cast<double>((rows + columns) * rank);
+      if (gradient.dim() > 1 &&
+          sent * options_.min_compression_rate < static_cast<double>(gradient.numel())) {
+        compressed.emplace_back(gradient, Shape{rows, columns, rank});
+        p += rows * rank, q += columns * rank;
+      } else {
+        uncompressed.push_back(gradient);
+        rest += gradient.numel();
+      }
+    }
+    const auto type = bucket.buffer().scalar_type();
+    state.rest = reachable(bucket, rest, type);
+    state.all_p = reachable(bucket, p, type);
+    state.all_q = reachable(bucket, q, type);
+    // The same on every rank: from the seed and the bucket, not from the global generator.
+    auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.random_seed + bucket.index());
+    state.all_q.copy_(at::randn({q}, generator));
+    p = q = rest = 0;
+    for (const auto& [gradient, shape] : compressed) {
+      state.parts.push_back(
+          {gradient, state.all_p.narrow(0, p, shape.rows * shape.rank).view({shape.rows, shape.rank}),
+           state.all_q.narrow(0, q, shape.columns * shape.rank).view({shape.columns, shape.rank})});
+      orthogonalize(state.parts.back().q);
+      p += shape.rows * shape.rank, q += shape.columns * shape.rank;
+    }
+    for (const auto& gradient : uncompressed) {
+      state.uncompressed.emplace_back(gradient,
+                                      state.rest.narrow(0, rest, gradient.numel()).view(gradient.sizes()));
+      rest += gradient.numel();
+    }
+  }
+
+  void complete(GradBucket& bucket, State& state, const std::shared_ptr<Work>& rest,
+                const std::shared_ptr<Work>& left) {
+    if (rest) rest->wait();
+    for (auto& [gradient, copy] : state.uncompressed) gradient.copy_(copy);
+    if (left) {
+      left->wait();
+      for (auto& part : state.parts) {
+        orthogonalize(part.p);
+        at::mm_out(part.q, matrix_of(part.gradient).t(), part.p);
+      }
+      start_average(bucket, state.all_q)->wait();
+      for (auto& part : state.parts) {
+        part.gradient.copy_(part.p.mm(part.q.t()).view(part.gradient.sizes()));
+        if (!options_.warm_start) {
+          auto generator = at::make_generator<at::CPUGeneratorImpl>(
+              options_.random_seed + bucket.index() + 1000003 * static_cast<std::uint64_t>(step_));
+          part.q.copy_(at::randn(part.q.sizes(), generator));
+        }
+      }
+    }
+    if (options_.use_error_feedback) state.error.sub_(bucket.buffer());
+  }
+
+  const PowerSgdOptions options_;
+  std::int64_t step_ = 0;
+  std::map<std::size_t, State> states_;
+};
+
+}  // namespace
+
+CommHook allreduce_hook() {
+  return [](GradBucket& bucket) -> std::function<void()> {
+    return [work = start_average(bucket, bucket.buffer())] { work->wait(); };
+  };
+}
+
+CommHook bf16_compress_hook() { return compress_hook(at::kBFloat16); }
+CommHook fp16_compress_hook() { return compress_hook(at::kHalf); }
+
+CommHook power_sgd_hook(PowerSgdOptions options) {
+  if (options.matrix_approximation_rank < 1 || options.start_power_sgd_iter < 2 ||
+      options.min_compression_rate <= 0)
+    throw ConfigError(fmt::format(
+        "PowerSGD with matrix_approximation_rank {}, start_power_sgd_iter {}, min_compression_rate {} is not "
+        "allowed: at "
+        "least 1, at least 2 (buckets are made in the first step), above 0 are",
+        options.matrix_approximation_rank, options.start_power_sgd_iter, options.min_compression_rate));
+  auto state = std::make_shared<PowerSgd>(options);
+  return [state](GradBucket& bucket) { return (*state)(bucket); };
+}
+
+}  // namespace lockstep

@@ -1,0 +1,283 @@
+#include <lockstep/parallel/ddp_reducer.h>
+
+#include <algorithm>
+#include <set>
+
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/error.h>
+#include <lockstep/parallel/replicas.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+
+namespace lockstep::detail {
+namespace {
+
+DdpOptions checked(DdpOptions options) {
+  if (options.bucket_bytes <= 0 || options.first_bucket_bytes <= 0)
+    throw ConfigError(fmt::format("bucket sizes of {} and {} bytes are not allowed: above 0 is",
+                                  options.first_bucket_bytes, options.bucket_bytes));
+  if (options.micro_batches < 1)
+    throw ConfigError(fmt::format("micro_batches = {} is not allowed: 1 or more is", options.micro_batches));
+  if (options.check_replicas_every < 0)
+    throw ConfigError(fmt::format("check_replicas_every = {} is not allowed: 0 (never) or more is",
+                                  options.check_replicas_every));
+  return options;
+}
+
+// Whether the name, or a module around it, is listed; says which.
+std::optional<std::string> listed(const std::vector<std::string>& list, const std::string& name) {
+  for (const auto& entry : list)
+    if (name == entry || (name.starts_with(entry) && name[entry.size()] == '.')) return entry;
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::shared_ptr<DdpReducer> make_reducer(std::shared_ptr<torch::nn::Module> module, Group group,
+                                         DdpOptions options) {
+  if (!module) throw ConfigError("DistributedDataParallel was given an empty module: make it first");
+  auto reducer = std::make_shared<DdpReducer>(std::move(module), std::move(group), std::move(options));
+  reducer->start();
+  return reducer;
+}
+
+DdpReducer::DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, DdpOptions options)
+    : module_(std::move(module)),
+      group_(std::move(group)),
+      options_(checked(std::move(options))),
+      alone_(group_.size() == 1) {
+  std::set<const void*> seen;  // a tensor that two modules share counts once, by its first name
+  std::set<std::string> ignored;
+  const auto skip = [&](const std::string& name, const at::Tensor& tensor) {
+    if (auto entry = listed(options_.ignore, name)) {
+      ignored.insert(*entry);
+      return true;
+    }
+    return !tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second;
+  };
+  for (const auto& item : module_->named_parameters())
+    if (!skip(item.key(), item.value()) && item.value().requires_grad())
+      params_.push_back({.name = item.key(), .tensor = item.value()});
+  for (const auto& item : module_->named_buffers())
+    if (!skip(item.key(), item.value())) buffers_.emplace_back(item.key(), item.value());
+  for (const auto& entry : options_.ignore)
+    if (!ignored.contains(entry))
+      throw ConfigError(
+          fmt::format("ignore lists '{}', which is no parameter, buffer or submodule of the model", entry));
+  if (params_.empty())
+    throw ConfigError(
+        "the model has no parameter that requires a gradient: DistributedDataParallel has nothing to do");
+}
+
+void DdpReducer::start() {
+  if (!alone_) {
+    verify();
+    if (options_.init_sync) broadcast_tensors(group_, parameters_and_buffers(), 0);
+  }
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    auto& param = params_[i];
+    param.accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
+    const auto self = weak_from_this();
+    param.hook = param.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [self, i](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
+          if (auto reducer = self.lock()) reducer->on_gradient(i);
+          return outputs;
+        }));
+  }
+}
+
+DdpReducer::~DdpReducer() {
+  for (auto& param : params_)
+    if (param.accumulator) param.accumulator->del_post_hook(param.hook);
+}
+
+// Frozen parameters too: replicas are to be equal.
+std::vector<at::Tensor> DdpReducer::parameters_and_buffers() const {
+  std::vector<at::Tensor> tensors;
+  for (const auto& item : module_->named_parameters())
+    if (item.value().defined() && !listed(options_.ignore, item.key())) tensors.push_back(item.value());
+  for (const auto& [name, buffer] : buffers_) tensors.push_back(buffer);
+  return tensors;
+}
+
+void DdpReducer::verify() const {
+  std::vector<std::string> lines = {
+      fmt::format("options: bucket_bytes {}, first_bucket_bytes {}, init_sync {}, broadcast_buffers {}, "
+                  "find_unused_parameters {}, "
+                  "static_graph {}, micro_batches {}, check_replicas_every {}, ignore [{}]",
+                  options_.bucket_bytes, options_.first_bucket_bytes, options_.init_sync,
+                  options_.broadcast_buffers, options_.find_unused_parameters, options_.static_graph,
+                  options_.micro_batches, options_.check_replicas_every, fmt::join(options_.ignore, ", "))};
+  const auto describe = [&](const char* kind, const std::string& name, const at::Tensor& tensor) {
+    lines.push_back(fmt::format("{} '{}': {} [{}] on {}", kind, name, c10::toString(tensor.scalar_type()),
+                                fmt::join(tensor.sizes(), ", "),
+                                c10::DeviceTypeName(tensor.device().type(), true)));
+  };
+  for (const auto& param : params_) describe("parameter", param.name, param.tensor);
+  for (const auto& [name, buffer] : buffers_) describe("buffer", name, buffer);
+  require_same_lines(group_, lines, "DistributedDataParallel: models or options differ between ranks");
+}
+
+void DdpReducer::before_forward(std::int64_t samples) {
+  if (!at::GradMode::is_enabled()) return;
+  if (torch::autograd::get_current_graph_task_id() == -1 && in_round_) abandon_round();
+  if (no_sync_ > 0 && options_.micro_batches > 1)
+    throw ConfigError(
+        "no_sync() is not allowed with micro_batches above 1: both put off communication, use one of them");
+  sync_ = no_sync_ == 0;
+  samples_ += samples;
+  if (options_.micro_batches > 1 && micro_batch_ == 0)
+    for (auto& param : params_)
+      if (auto& grad = param.tensor.mutable_grad(); grad.defined())
+        // A view of the bucket is written to when the sum is there.
+        param.before = param.bucket && grad.is_alias_of(param.view) ? grad.clone() : grad, grad.reset();
+  if (alone_ || !sync_ || joining_) return;
+  if (options_.check_replicas_every > 0 && rounds_ > checked_at_ &&
+      rounds_ % options_.check_replicas_every == 0) {
+    checked_at_ = rounds_;
+    check_replicas(*module_, group_);
+  }
+  if (options_.broadcast_buffers) sync_buffers(0);
+}
+
+void DdpReducer::after_forward(const std::vector<at::Tensor>& outputs) {
+  if (!at::GradMode::is_enabled() || !sync_) return;
+  for (const auto& output : outputs) {
+    if (!output.defined() || !output.requires_grad()) continue;
+    output.register_hook([self = weak_from_this()](const at::Tensor& gradient) {
+      auto reducer = self.lock();
+      if (!reducer) return gradient;
+      std::lock_guard lock(reducer->mutex_);
+      if (reducer->in_round_ && reducer->round_task_ != torch::autograd::get_current_graph_task_id())
+        reducer->abandon_round();
+      if (!reducer->in_round_ && reducer->sync_) reducer->begin_round();
+      return gradient;
+    });
+  }
+}
+
+void DdpReducer::samples(std::int64_t count) {
+  if (count < 0) throw ConfigError(fmt::format("{} samples are not allowed: 0 or more are", count));
+  samples_ = count;
+}
+
+void DdpReducer::set_hook(CommHook hook) {
+  if (buckets_made_ || rounds_ > 0)
+    throw ConfigError("a communication hook must be registered before the first backward pass");
+  if (hook_) throw ConfigError("a communication hook is registered already: one is allowed");
+  hook_ = std::move(hook);
+}
+
+void DdpReducer::sync_buffers(int root) {
+  if (alone_ || buffers_.empty()) return;
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, buffer] : buffers_) tensors.push_back(buffer);
+  broadcast_tensors(group_, tensors, root);
+}
+
+std::vector<std::int64_t> DdpReducer::bucket_sizes() const {
+  std::vector<std::int64_t> sizes;
+  for (const auto& bucket : buckets_)
+    sizes.push_back(static_cast<std::int64_t>(bucket.shown.buffer_.nbytes()));
+  return sizes;
+}
+
+void DdpReducer::begin_round() {
+  in_round_ = true;
+  round_task_ = torch::autograd::get_current_graph_task_id();
+  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
+    if (auto reducer = self.lock()) reducer->end_round();
+  });
+  if (joining_ && !alone_) announce(samples_, true);
+  samples_ = 0;
+}
+
+// The pass before this one was left by an exception.
+void DdpReducer::abandon_round() {
+  const auto reduced = launched_;
+  reset_round();
+  micro_batch_ = 0;
+  for (auto& param : params_) param.levels.clear();
+  if (reduced > 0)
+    throw Error(
+        fmt::format("the backward pass before this one ended early, when {} of {} buckets had been given to "
+                    "all_reduce: the ranks are "
+                    "no longer in step. Make a new DistributedDataParallel on every rank, or end the job",
+                    reduced, buckets_.size()));
+}
+
+void DdpReducer::reset_round() {
+  in_round_ = false;
+  launched_ = 0;
+  order_.clear();
+  weight_.reset();
+  for (auto& param : params_) param.fired = 0;
+  for (auto& bucket : buckets_) {
+    bucket.work.reset();
+    bucket.complete = nullptr;
+    bucket.missing = static_cast<std::size_t>(std::count_if(bucket.params.begin(), bucket.params.end(),
+                                                            [&](auto i) { return params_[i].expected > 0; }));
+  }
+}
+
+void DdpReducer::on_gradient(std::size_t index) {
+  std::lock_guard lock(mutex_);
+  auto& param = params_[index];
+  if (at::GradMode::is_enabled())
+    throw ConfigError(
+        fmt::format("backward() with create_graph reached parameter '{}': gradients of averaged gradients "
+                    "are not supported. Call "
+                    "the model itself, without DistributedDataParallel, for those",
+                    param.name));
+  if (!sync_) return;
+  if (!in_round_) begin_round();
+  ++param.fired;
+  if (param.fired > param.expected) {
+    if (options_.static_graph && !buckets_made_ && !alone_) {
+      // How often is being learned.
+    } else if (param.expected == 0) {
+      throw ConfigError(fmt::format(
+          "parameter '{}' got a gradient and got none in the first step: static_graph does not allow that",
+          param.name));
+    } else {
+      throw ConfigError(fmt::format(
+          "parameter '{}' was to be reduced twice in one backward pass: its gradient came {} times. {}",
+          param.name, param.fired,
+          options_.static_graph ? "In the first step it came less often, and static_graph does not allow that"
+                                : "A backward inside backward does that: {.static_graph = true} allows it"));
+    }
+  }
+  if (param.fired < param.expected) return;
+  if (param.fired == 1 || param.expected > 1) order_.push_back(index);
+  if (options_.micro_batches > 1) {
+    fold(param);
+    if (micro_batch_ + 1 < options_.micro_batches) return;
+  }
+  if (!buckets_made_ || !param.bucket) return;
+  fill(param);
+  if (--buckets_[*param.bucket].missing == 0) launch_ready();
+}
+
+void DdpReducer::end_round() {
+  std::lock_guard lock(mutex_);
+  if (!in_round_) return;
+  at::NoGradGuard no_grad;
+  try {
+    const bool last = micro_batch_ + 1 == options_.micro_batches;
+    settle(last);
+    micro_batch_ = last ? 0 : micro_batch_ + 1;
+    if (last) ++rounds_;
+    if (last && joining_ && options_.broadcast_buffers) sync_buffers(last_active_);
+  } catch (...) {
+    reset_round();
+    micro_batch_ = 0;
+    throw;
+  }
+  reset_round();
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,131 @@
+// The part of DistributedDataParallel that does not depend on the type of the module: what happens to a
+// gradient between autograd's leaving it in p.grad() and the end of backward.
+//
+// A round is one backward pass that communicates. It begins with the gradient of an output (or of a
+// parameter, where forward did not go through us) and ends with autograd's callback at the end of the pass.
+// In the first round gradients stay where they are and the order of their coming is learned; at its end
+// buckets are made in rank 0's order and filled. From then on a gradient goes to its place in a bucket as
+// soon as it is there, and a bucket is reduced when it and all before it are full.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/group.h>
+#include <lockstep/parallel/ddp.h>
+#include <torch/csrc/autograd/variable.h>
+
+namespace lockstep::detail {
+
+class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
+ public:
+  DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, DdpOptions options);
+  ~DdpReducer();
+
+  void
+  start();  // verifies and sends parameters, hooks them; apart from the constructor: hooks know us weakly
+
+  void before_forward(std::int64_t samples);
+  void after_forward(const std::vector<at::Tensor>& outputs);
+  void no_sync(bool begin) { no_sync_ += begin ? 1 : -1; }
+  void join(const std::function<void()>& body, const JoinOptions& options);
+  void samples(std::int64_t count);
+  void set_hook(CommHook hook);
+  void sync_buffers(int root);
+  std::vector<std::int64_t> bucket_sizes() const;
+
+ private:
+  using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
+  struct Param {
+    std::string name;
+    at::Tensor tensor;
+    Accumulator accumulator = {};  // kept, or the hook would go with it
+    std::uintptr_t hook = 0;
+    std::optional<std::size_t> bucket = {};
+    at::Tensor view = {};  // its place there
+    bool sparse = false;
+    bool used = false;  // in this step
+    int fired = 0;      // in this pass
+    int expected = 1;   // with static_graph, after the first round: how often it fires; 0: unused here
+    std::vector<at::Tensor> levels = {};  // sums of micro-batches, a binary counter: 2^i of them in levels[i]
+    at::Tensor before = {};               // what p.grad() held before the first of them
+    bool ready() const { return fired >= expected && expected > 0; }
+  };
+  struct Bucket {
+    GradBucket shown;
+    std::vector<std::size_t> params;
+    std::size_t missing;
+    std::string tag;
+    std::optional<Work> work = {};
+    std::function<void()> complete = {};
+  };
+  // What ranks tell one another at the start of a round, inside join().
+  struct Announcement {
+    std::int64_t samples = 0;
+    std::int64_t active = 0;
+  };
+
+  void verify() const;
+  std::vector<at::Tensor> parameters_and_buffers() const;
+  bool direct() const { return alone_ && !hook_; }  // no buckets: gradients stay where autograd leaves them
+  void on_gradient(std::size_t index);
+  void begin_round();
+  void end_round();
+  void abandon_round();
+  void reset_round();
+
+  // ddp_buckets.cpp
+  void fold(Param& param);  // a micro-batch's gradient into its sums
+  void make_buckets(int root, const std::vector<char>& used, bool shadow);
+  void fill(Param& param);
+  void launch_ready();
+  void launch(Bucket& bucket);
+  void complete(Bucket& bucket);
+  void reduce_sparse(Param& param);
+  std::vector<char> agree_on_used(std::vector<char> mine);
+  void require_all_gradients() const;
+  void settle(bool last, bool shadow = false);
+
+  // ddp_join.cpp
+  bool announce(std::int64_t samples, bool active);
+  void follow(const JoinOptions& options);
+
+  const std::shared_ptr<torch::nn::Module> module_;
+  Group group_;
+  const DdpOptions options_;
+  const bool alone_;  // nobody to reduce with
+  CommHook hook_;
+
+  std::mutex mutex_;  // a model on several devices: one autograd thread each
+  std::vector<Param> params_;
+  std::vector<std::pair<std::string, at::Tensor>> buffers_;
+  std::vector<Bucket> buckets_;
+  bool buckets_made_ = false;
+
+  int no_sync_ = 0;
+  bool sync_ = true;  // as the last forward found it
+
+  bool in_round_ = false;
+  int round_task_ = -1;  // autograd's number of the backward pass
+  std::size_t launched_ = 0;
+  std::vector<std::size_t> order_;  // of the first round
+  std::int64_t rounds_ = 0;
+  std::int64_t checked_at_ = 0;
+  int micro_batch_ = 0;
+
+  std::vector<char> used_;  // with static_graph: on any rank
+
+  bool joining_ = false;
+  bool throw_early_ = false;
+  int last_active_ = 0;           // the first rank that had data at the last announcement where any had
+  bool uneven_ = false;           // some rank has run out while others went on
+  std::int64_t samples_ = 0;      // of forwards since the last round
+  std::optional<double> weight_;  // of this rank's gradients in this round; none: all count the same
+};
+
+}  // namespace lockstep::detail

@@ -1,0 +1,63 @@
+// The tensors inside a value: a tensor, an optional, a pair, a tuple, an array, a range of such, nested.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <ranges>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace lockstep::detail {
+
+template <typename T>
+concept tuple_like = requires {
+  std::tuple_size<std::remove_cvref_t<T>>::value;
+};
+
+// What is none of these has no tensors as far as we can see.
+template <typename T>
+void collect_tensors(const T& value, std::vector<at::Tensor>& found) {
+  if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
+    found.push_back(value);
+  } else if constexpr (tuple_like<T>) {
+    std::apply([&](const auto&... each) { (collect_tensors(each, found), ...); }, value);
+  } else if constexpr (std::ranges::range<const T> && !std::is_convertible_v<const T&, std::string_view>) {
+    for (const auto& each : value) collect_tensors(each, found);
+  } else if constexpr (requires {
+                         value.has_value();
+                         *value;
+                       }) {
+    if (value.has_value()) collect_tensors(*value, found);
+  }
+}
+
+// The size of the first tensor's first dimension; 1 where there is none.
+template <typename... Args>
+std::int64_t samples_of(const Args&... args) {
+  std::int64_t samples = 1;
+  bool found = false;
+  const auto look = [&](const auto& arg) {
+    if (found) return;
+    if constexpr (std::is_convertible_v<decltype(arg), const at::Tensor&>) {
+      const at::Tensor& tensor = arg;
+      found = true;
+      if (tensor.defined() && tensor.dim() > 0) samples = tensor.size(0);
+    } else {
+      std::vector<at::Tensor> tensors;
+      collect_tensors(arg, tensors);
+      if (tensors.empty()) return;
+      found = true;
+      if (tensors[0].defined() && tensors[0].dim() > 0) samples = tensors[0].size(0);
+    }
+  };
+  (look(args), ...);
+  return samples;
+}
+
+}  // namespace lockstep::detail

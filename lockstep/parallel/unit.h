@@ -1,0 +1,113 @@
+// A module holder whose call can be intercepted: the place around a call that techniques need.
+//
+//   struct NetImpl : torch::nn::Module {
+//     lockstep::Unit<torch::nn::BatchNorm2d> norm{16};   // instead of torch::nn::BatchNorm2d norm{16}
+//     NetImpl() { register_module("norm", norm); }
+//     at::Tensor forward(const at::Tensor& x) { return norm(x); }
+//   };
+//
+// C++ binds module calls statically: LinearImpl::forward is not virtual, and replacing a registered child
+// changes nothing. Unit<M> is M (it derives from the holder) in every respect but its call, which passes
+// through until something is attached to the module. What is attached belongs to the module: every copy of
+// the holder sees it. A call round the holder (norm->forward(x)) is not intercepted; when its gradient
+// reaches the module's parameters, that is a ConfigError.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+namespace lockstep {
+namespace detail {
+
+// What a technique puts around a module's call.
+class Attachment : public std::enable_shared_from_this<Attachment> {
+ public:
+  explicit Attachment(std::string what);
+  Attachment(const Attachment&) = delete;
+  Attachment& operator=(const Attachment&) = delete;
+  virtual ~Attachment();
+
+  const std::string& what() const { return what_; }  // "SyncBatchNorm"
+  // In place of the module's forward, and watched.
+  at::Tensor operator()(const at::Tensor& input);
+
+ protected:
+  virtual at::Tensor forward(const at::Tensor& input) = 0;
+
+ private:
+  friend void attach(torch::nn::Module&, const std::string&, std::shared_ptr<Attachment>);
+  struct Watch;
+  std::string what_;
+  std::atomic<int> pass_ = -1;  // the last backward pass that came through here
+  std::vector<std::unique_ptr<Watch>> watches_;
+};
+
+// What a Unit's module has beside LibTorch's.
+class UnitSlot {
+ public:
+  virtual ~UnitSlot() = default;
+  std::shared_ptr<Attachment> attachment;
+};
+
+template <typename Impl>
+class UnitImpl final : public Impl, public UnitSlot {
+ public:
+  using Impl::Impl;
+};
+
+// Null where the module was not made by a Unit.
+UnitSlot* slot_of(torch::nn::Module* module);
+
+// name is the module's, for errors. ConfigError where something else is attached.
+void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<Attachment> attachment);
+
+[[noreturn]] void refuse_arguments(const Attachment& attachment, std::size_t count);
+
+}  // namespace detail
+
+template <typename M>
+class Unit : public M {
+  using Impl = typename M::ContainedType;
+
+ public:
+  using is_unit = void;
+
+  Unit() : Unit(std::shared_ptr<Impl>(std::make_shared<detail::UnitImpl<Impl>>())) {}
+  Unit(std::nullptr_t) : M(nullptr) {}
+  // What register_module returns. A module that was not made by a Unit cannot have anything attached.
+  Unit(std::shared_ptr<Impl> module) : M(std::move(module)), slot_(detail::slot_of(this->get())) {}
+  template <typename Head, typename... Tail>
+  requires(!std::is_base_of_v<M, std::remove_cvref_t<Head>> &&
+           !std::is_convertible_v<Head, std::shared_ptr<Impl>> &&
+           !std::is_same_v<std::remove_cvref_t<Head>, std::nullptr_t>) explicit Unit(Head&& head,
+                                                                                     Tail&&... tail)
+      : Unit(std::shared_ptr<Impl>(std::make_shared<detail::UnitImpl<Impl>>(std::forward<Head>(head),
+                                                                            std::forward<Tail>(tail)...))) {}
+
+  template <typename... Args>
+  decltype(auto) operator()(Args&&... args) {
+    using Result = decltype(std::declval<Impl&>().forward(std::forward<Args>(args)...));
+    if (!slot_ || !slot_->attachment) [[likely]]
+      return static_cast<Result>(this->get()->forward(std::forward<Args>(args)...));
+    if constexpr (std::is_same_v<Result, at::Tensor> && sizeof...(Args) == 1 &&
+                  (std::is_convertible_v<Args, const at::Tensor&> && ...))
+      return (*slot_->attachment)(args...);
+    else
+      detail::refuse_arguments(*slot_->attachment, sizeof...(Args));
+  }
+
+ private:
+  detail::UnitSlot* slot_ = nullptr;
+};
+
+}  // namespace lockstep
