@@ -128,8 +128,6 @@ void Member::receive(void* data, std::size_t bytes, int from, int tag) {
 }
 
 Processes::Processes(int ranks, Body body, Engine::Tuning tuning) : ended_(static_cast<std::size_t>(ranks)) {
-  char name[] = "/tmp/lockstep_shm_XXXXXX";
-  folder_ = ::mkdtemp(name);
   std::fflush(nullptr);
   for (int r = 0; r < ranks; ++r) {
     const pid_t pid = ::fork();
@@ -154,7 +152,6 @@ Processes::Processes(int ranks, Body body, Engine::Tuning tuning) : ended_(stati
 Processes::~Processes() {
   for (std::size_t r = 0; r < pids_.size(); ++r) kill(static_cast<int>(r), SIGKILL);
   wait();
-  std::filesystem::remove_all(folder_);
 }
 
 void Processes::kill(int rank, int signal) {

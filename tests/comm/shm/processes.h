@@ -14,6 +14,8 @@
 #include <lockstep/comm/transports/shm/messages.h>
 #include <lockstep/comm/transports/shm/station.h>
 
+#include "support/folder.h"
+
 namespace lockstep::shm {
 
 // One rank's end.
@@ -48,7 +50,7 @@ class Processes {
   std::vector<Ended> wait();
 
  private:
-  std::filesystem::path folder_;
+  const testing::Folder folder_;
   std::vector<pid_t> pids_;
   std::vector<Ended> ended_;
 };

@@ -271,8 +271,7 @@ TEST(ShmProcesses, whoever_waits_for_a_message_of_one_that_is_killed_is_told) {
 
 // Two groups, a thread each: one that waits does not hold up the other.
 TEST(ShmProcesses, groups_do_not_wait_for_one_another) {
-  char name[] = "/tmp/lockstep_shm_XXXXXX";
-  const std::filesystem::path folder = ::mkdtemp(name);
+  const testing::Folder folder;
   Processes processes(2, [&](Member& first) {
     auto second = join(folder, "second", first.rank, first.ranks);
     bool right = true;
@@ -294,7 +293,6 @@ TEST(ShmProcesses, groups_do_not_wait_for_one_another) {
     return right && sooner ? 0 : 1;
   });
   EXPECT_EQ(statuses(processes), (std::vector<int>{0, 0}));
-  std::filesystem::remove_all(folder);
 }
 
 std::size_t files_in_dev_shm() {
