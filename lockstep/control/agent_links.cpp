@@ -3,8 +3,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <thread>
+#include <utility>
 
 #include <fmt/format.h>
 #include <lockstep/control/agent_loop.h>
@@ -13,6 +15,12 @@
 namespace lockstep::control {
 
 using std::chrono::milliseconds;
+
+namespace {
+
+constexpr milliseconds kSilence(1500);  // of another host: it says something ten times a second
+
+}  // namespace
 
 void Agent::Loop::accept_nodes() {
   for (auto& guest : door_->serve()) {
@@ -90,6 +98,28 @@ void Agent::Loop::send(Node& node, const Frame& frame) {
   node.link->send(encode(frame));
   node.out += node.link->take_output();
 }
+
+// A host that answers though its agent does not: the rank that holds the agent is stopped, or waits for a
+// disk. It has the time that any rank has which is stopped.
+void Agent::Loop::look_at_silence(Node& node) {
+  const auto silent = last_tick_ - node.heard;
+  if (silent <= kSilence) {
+    if (std::exchange(node.told, false)) options_.say(fmt::format("the agent at {} goes on", node.from));
+    return;
+  }
+  const auto most = std::max(options_.stop_grace, kSilence);
+  const bool answers = acknowledged_within(node.fd.get(), kSilence);
+  if (!answers || silent > most)
+    return lost(
+        node, false,
+        fmt::format("nothing was heard from it for {:.1f} s", std::chrono::duration<double>(silent).count()));
+  if (!std::exchange(node.told, true))
+    options_.say(
+        fmt::format("the agent at {} says nothing, though its host is there: it is given up after {:.1f} s",
+                    node.from, std::chrono::duration<double>(most).count()));
+}
+
+// ---- ranks of this host -----------------------------------------------------------------------------------
 
 void Agent::Loop::lost(Node& node, bool closed, const std::string& why) {
   if (node.closed) return;

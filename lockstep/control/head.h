@@ -88,6 +88,7 @@ class Head {
   void start();
   bool has_begun() const;
   void fail(Failure failure);
+  void look_at_suspicion(Clock::time_point now);
   Failure failure_of(int rank, std::string cause) const;
   std::string where(int rank) const;
   std::string pid_text(int rank) const;

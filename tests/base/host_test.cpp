@@ -2,30 +2,17 @@
 
 #include <unistd.h>
 
-#include <cstdlib>
-#include <fstream>
-
 #include "support/environment.h"
 #include "support/errors.h"
+#include "support/folder.h"
 
 namespace lockstep::testing {
 namespace {
 
-namespace fs = std::filesystem;
-
 // A tree that stands for "/".
 class Host : public ::testing::Test {
  protected:
-  Host() {
-    std::string name = (fs::temp_directory_path() / "lockstep-host-XXXXXX").string();
-    root_ = ::mkdtemp(name.data());
-  }
-  ~Host() override { fs::remove_all(root_); }
-
-  void put(const std::string& file, const std::string& text) {
-    fs::create_directories((root_ / file).parent_path());
-    std::ofstream(root_ / file) << text;
-  }
+  void put(const std::string& file, const std::string& text) { root_.write(file, text); }
   void unified(const std::string& path) {
     put("proc/self/cgroup", "0::" + path + "\n");
     put("proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n");
@@ -45,7 +32,7 @@ class Host : public ::testing::Test {
     put("sys/fs/cgroup/unified/cpu.max", "10000 100000\n");  // not where the controller is
   }
 
-  fs::path root_;
+  const Folder root_;
 };
 
 TEST_F(Host, without_cgroups_the_affinity_counts) {

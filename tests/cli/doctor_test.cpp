@@ -3,13 +3,13 @@
 #include <sys/stat.h>
 
 #include <filesystem>
-#include <fstream>
 #include <set>
 #include <sstream>
 
 #include <nlohmann/json.hpp>
 
 #include "support/errors.h"
+#include "support/folder.h"
 #include "support/process.h"
 
 namespace lockstep::testing {
@@ -48,19 +48,12 @@ struct Report {
 class Copy {
  public:
   explicit Copy(const std::string& probe = "") {
-    std::string pattern = fs::temp_directory_path() / "lockstep-doctor-XXXXXX";
-    folder_ = ::mkdtemp(pattern.data());
     fs::create_directories(folder_ / "bin");
-    fs::create_directories(folder_ / "lib/lockstep");
     fs::copy_file(LOCKSTEP_PROGRAM, folder_ / "bin/lockstep");
     if (probe.empty()) return;
-    const auto path = folder_ / "lib/lockstep/lockstep-probe";
-    std::ofstream(path) << "#!/bin/sh\n" << probe << "\n";
+    const auto path = folder_.write("lib/lockstep/lockstep-probe", "#!/bin/sh\n" + probe + "\n");
     ::chmod(path.c_str(), 0755);
   }
-  ~Copy() { fs::remove_all(folder_); }
-  Copy(const Copy&) = delete;
-  Copy& operator=(const Copy&) = delete;
 
   std::string program() const { return folder_ / "bin/lockstep"; }
   Report report(std::vector<std::string> arguments = {}) const {
@@ -69,7 +62,7 @@ class Copy {
   }
 
  private:
-  fs::path folder_;
+  Folder folder_;
 };
 
 // A probe that says this of LibTorch, and fails at anything else.

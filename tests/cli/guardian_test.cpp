@@ -41,30 +41,21 @@ TEST(Guardian, a_killed_launcher_takes_everything_with_it) {
   EXPECT_TRUE(all_gone(marker));
 }
 
-TEST(Guardian, that_is_killed_takes_everything_with_it) {
-  const auto marker = unique_marker();
-  Session session(command(marker));
-  ASSERT_TRUE(begin(session)) << session.output();
-  const pid_t guardian = child_named(session.pid(), "lockstep-agent");
-  ASSERT_GT(guardian, 0);
-  ::kill(guardian, SIGKILL);
-  EXPECT_EQ(session.wait(), 137);
-  EXPECT_THAT(processes_with(marker), IsEmpty());
-  EXPECT_THAT(session.output(),
-              HasSubstr("the agent (pid " + std::to_string(guardian) + ") was killed by signal 9"));
-}
-
 TEST(Guardian, that_is_killed_takes_everything_with_it_also_where_nothing_can_be_said) {
-  const auto marker = unique_marker();
-  auto words = command(marker);
-  words.insert(words.begin(), {"bash", "-c", "exec \"$0\" \"$@\" 2>/dev/full"});
-  Session session(words);
-  ASSERT_TRUE(begin(session)) << session.output();
-  const pid_t guardian = child_named(session.pid(), "lockstep-agent");
-  ASSERT_GT(guardian, 0);
-  ::kill(guardian, SIGKILL);
-  EXPECT_EQ(session.wait(), 137);
-  EXPECT_THAT(processes_with(marker), IsEmpty());
+  for (const bool heard : {true, false}) {
+    const auto marker = unique_marker();
+    auto words = command(marker);
+    if (!heard) words.insert(words.begin(), {"bash", "-c", "exec \"$0\" \"$@\" 2>/dev/full"});
+    Session session(words);
+    ASSERT_TRUE(begin(session)) << session.output();
+    const pid_t guardian = child_named(session.pid(), "lockstep-agent");
+    ASSERT_GT(guardian, 0);
+    ::kill(guardian, SIGKILL);
+    EXPECT_EQ(session.wait(), 137);
+    EXPECT_THAT(processes_with(marker), IsEmpty());
+    const auto told = HasSubstr("the agent (pid " + std::to_string(guardian) + ") was killed by signal 9");
+    EXPECT_EQ(::testing::Value(session.output(), told), heard) << session.output();
+  }
 }
 
 TEST(Guardian, nothing_is_left_at_the_normal_end) {

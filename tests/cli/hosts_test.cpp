@@ -2,11 +2,11 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <filesystem>
 
 #include "cli/session.h"
 #include "support/errors.h"
+#include "support/folder.h"
 #include "support/process.h"
 
 namespace lockstep::testing {
@@ -18,13 +18,7 @@ const std::string kProgram = LOCKSTEP_PROGRAM;
 
 class Hosts : public ::testing::Test {
  protected:
-  Hosts() {
-    std::string name = (fs::temp_directory_path() / "lockstep-hosts-XXXXXX").string();
-    folder_ = ::mkdtemp(name.data());
-    key_ = folder_ / "job.key";
-    EXPECT_EQ(run({{"sh", "-c", "umask 077; " + kProgram + " key > " + key_.string()}}).status, 0);
-  }
-  ~Hosts() override { fs::remove_all(folder_); }
+  Hosts() { EXPECT_EQ(run({{"sh", "-c", "umask 077; " + kProgram + " key > " + key_.string()}}).status, 0); }
 
   std::vector<std::string> node(int number, int ranks, const std::string& script,
                                 const std::vector<std::string>& options = {}) const {
@@ -46,7 +40,8 @@ class Hosts : public ::testing::Test {
     return all;
   }
 
-  fs::path folder_, key_;
+  const Folder folder_;
+  const fs::path key_ = folder_ / "job.key";
   std::string master_ = "127.0.0.1:" + std::to_string(free_port());
 };
 

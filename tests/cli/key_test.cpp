@@ -1,15 +1,12 @@
 // `lockstep key`.
 #include <sys/stat.h>
 
-#include <filesystem>
-
 #include "support/errors.h"
+#include "support/folder.h"
 #include "support/process.h"
 
 namespace lockstep::testing {
 namespace {
-
-namespace fs = std::filesystem;
 
 Outcome key(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), {LOCKSTEP_PROGRAM, "key"});
@@ -22,9 +19,8 @@ TEST(KeyVerb, prints_a_key_or_makes_a_file_for_this_user_alone) {
   EXPECT_THAT(printed.output, ::testing::MatchesRegex("[0-9a-f]+\n"));
   EXPECT_EQ(printed.output.size(), 65);
 
-  char folder[] = "/tmp/lockstep-key-XXXXXX";
-  ASSERT_TRUE(::mkdtemp(folder));
-  const auto path = fs::path(folder) / "job.key";
+  const Folder folder;
+  const auto path = folder / "job.key";
   const auto made = key({"--output", path});
   EXPECT_EQ(made.status, 0);
   EXPECT_EQ(made.output, "");
@@ -36,7 +32,6 @@ TEST(KeyVerb, prints_a_key_or_makes_a_file_for_this_user_alone) {
   const auto again = key({"--output", path});
   EXPECT_EQ(again.status, 2);
   EXPECT_THAT(again.output, AllOf(HasSubstr(path.string()), HasSubstr("never overwritten")));
-  fs::remove_all(folder);
 }
 
 TEST(KeyVerb, a_key_is_never_an_argument) {

@@ -3,7 +3,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <regex>
@@ -11,6 +10,7 @@
 
 #include "cli/session.h"
 #include "support/errors.h"
+#include "support/folder.h"
 #include "support/process.h"
 
 namespace lockstep::testing {
@@ -49,19 +49,6 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-class Folder {
- public:
-  Folder() {
-    std::string name = (fs::temp_directory_path() / "lockstep-output-XXXXXX").string();
-    path_ = ::mkdtemp(name.data());
-  }
-  ~Folder() { fs::remove_all(path_); }
-  const fs::path& path() const { return path_; }
-
- private:
-  fs::path path_;
-};
-
 TEST(Output, has_the_rank_before_each_line_unless_there_is_one) {
   EXPECT_EQ(shell({"-n", "1"}, "echo a; echo b >&2").output.size(), 4u);
   EXPECT_EQ(shell({"-n", "1", "--prefix", "always"}, "echo a").output, "[0] a\n");
@@ -74,7 +61,7 @@ TEST(Output, has_the_rank_before_each_line_unless_there_is_one) {
 
 TEST(Output, of_a_rank_that_is_alone_goes_through_as_it_is) {
   Folder folder;
-  const auto in = folder.path() / "in", out = folder.path() / "out";
+  const auto in = folder / "in", out = folder / "out";
   ASSERT_EQ(run({{"sh", "-c", "head -c 300000 /dev/urandom > " + in.string()}}).status, 0);
   ASSERT_EQ(
       run({{"sh", "-c", quoted(command({"-n", "1"}, "cat " + in.string())) + " > " + out.string()}}).status,
@@ -168,7 +155,7 @@ TEST(Output, of_the_ranks_that_are_named_is_shown) {
 
 TEST(Output, is_kept_in_files_which_are_never_overwritten) {
   Folder folder;
-  const auto logs = folder.path() / "a/b";
+  const auto logs = folder / "a/b";
   const std::vector<std::string> options = {"-n", "2",         "--show", "none", "--max-restarts",
                                             "1",  "--log-dir", logs};
   const auto script =
@@ -188,7 +175,7 @@ TEST(Output, is_kept_in_files_which_are_never_overwritten) {
 
 TEST(Output, to_a_full_log_ends_and_the_rank_goes_on) {
   Folder folder;
-  ASSERT_EQ(::symlink("/dev/full", (folder.path() / "rank-0.log").c_str()), 0);
+  ASSERT_EQ(::symlink("/dev/full", (folder / "rank-0.log").c_str()), 0);
   const auto outcome = shell({"-n", "1", "--log-dir", folder.path()}, "echo one; sleep 0.3; echo two");
   EXPECT_EQ(outcome.status, 0);
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("one\n"), HasSubstr("two\n"), HasSubstr("No space left")));
@@ -213,13 +200,13 @@ TEST(Output, to_a_file_that_may_not_grow_is_told) {
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   EXPECT_THAT(outcome.output, ContainsRegex("the log '.*rank-0.log' ends here: File too large"));
   // The ranks have the signal as it was.
-  const auto own = quoted(command({"-n", "1"}, "seq 1 10000 > " + (folder.path() / "own").string()));
+  const auto own = quoted(command({"-n", "1"}, "seq 1 10000 > " + (folder / "own").string()));
   EXPECT_THAT(run({{"bash", "-c", "ulimit -f 4; " + own}}).output, HasSubstr("File size limit exceeded"));
 }
 
 TEST(Output, that_nobody_reads_ends_no_rank) {
   Folder folder;
-  const auto end = folder.path() / "end";
+  const auto end = folder / "end";
   const auto line = quoted(
       command({"-n", "2"},
               "for i in $(seq 20000); do echo a line that is quite long, so that it fills the pipe; done; "
@@ -240,7 +227,7 @@ TEST(Output, is_all_there_however_slow_the_reader) {
 TEST(Output, that_a_stranger_holds_open_is_not_waited_for) {
   // The pipe is passed to a process that does not stem from the launcher.
   Folder folder;
-  const auto fifo = folder.path() / "fifo";
+  const auto fifo = folder / "fifo";
   ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
   const auto marker = unique_marker();
   Session stranger({"bash", "-c",

@@ -1,7 +1,6 @@
 // The program `lockstep`: what `run` makes of its options, and what the ranks get.
 #include <unistd.h>
 
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
@@ -9,6 +8,7 @@
 
 #include "cli/session.h"
 #include "support/errors.h"
+#include "support/folder.h"
 #include "support/process.h"
 
 namespace lockstep::testing {
@@ -225,17 +225,12 @@ TEST(Run, a_program_that_cannot_be_started_is_named) {
 
 class RunFile : public ::testing::Test {
  protected:
-  RunFile() {
-    std::string name = (fs::temp_directory_path() / "lockstep-run-XXXXXX").string();
-    folder_ = ::mkdtemp(name.data());
-  }
-  ~RunFile() override { fs::remove_all(folder_); }
   std::string make(const std::string& name, const std::string& text) {
-    std::ofstream(folder_ / name) << text;
-    fs::permissions(folder_ / name, fs::perms::owner_all);
-    return folder_ / name;
+    const auto path = folder_.write(name, text);
+    fs::permissions(path, fs::perms::owner_all);
+    return path;
   }
-  fs::path folder_;
+  const Folder folder_;
 };
 
 TEST_F(RunFile, a_script_without_an_interpreter_is_the_shells) {

@@ -4,12 +4,12 @@
 #include <unistd.h>
 
 #include <filesystem>
-#include <fstream>
 
 #include <lockstep/base/error.h>
 
 #include "support/environment.h"
 #include "support/errors.h"
+#include "support/folder.h"
 
 namespace lockstep::testing {
 namespace {
@@ -23,15 +23,8 @@ const std::string kDigits = "00112233445566778899aabbccddeeff0011223344556677889
 
 class Key : public ::testing::Test {
  protected:
-  Key() {
-    char name[] = "/tmp/lockstep-key-XXXXXX";
-    folder_ = ::mkdtemp(name);
-  }
-  ~Key() override { fs::remove_all(folder_); }
-
   std::string file(const std::string& text, mode_t mode = 0600) {
-    const auto path = folder_ / ("key" + std::to_string(++files_));
-    std::ofstream(path) << text;
+    const auto path = folder_.write("key" + std::to_string(++files_), text);
     EXPECT_EQ(::chmod(path.c_str(), mode), 0);
     return path;
   }
@@ -39,7 +32,7 @@ class Key : public ::testing::Test {
     return error_of<ConfigError>([&] { (void)job_key(path); });
   }
 
-  fs::path folder_;
+  const Folder folder_;
   int files_ = 0;
   ScopedEnvironment none_{{{"LOCKSTEP_KEY", std::nullopt}, {"LOCKSTEP_KEY_FILE", std::nullopt}}};
 };
@@ -108,7 +101,7 @@ TEST_F(Key, what_is_not_a_file_is_refused_at_once) {
   const std::string pipe = folder_ / "pipe";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_THAT(refusal(pipe), HasSubstr("not a regular file"));
-  EXPECT_THAT(refusal(folder_), HasSubstr("not a regular file"));
+  EXPECT_THAT(refusal(folder_.path()), HasSubstr("not a regular file"));
   EXPECT_THAT(refusal("/dev/null"), HasSubstr("not a regular file"));
   EXPECT_THAT(refusal(folder_ / "none"), HasSubstr("No such file"));
 }

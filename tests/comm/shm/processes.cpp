@@ -128,8 +128,6 @@ void Member::receive(void* data, std::size_t bytes, int from, int tag) {
 }
 
 Processes::Processes(int ranks, Body body, Engine::Tuning tuning) : ended_(static_cast<std::size_t>(ranks)) {
-  char name[] = "/tmp/lockstep_shm_XXXXXX";
-  folder_ = ::mkdtemp(name);
   std::fflush(nullptr);
   for (int r = 0; r < ranks; ++r) {
     const pid_t pid = ::fork();
@@ -154,7 +152,6 @@ Processes::Processes(int ranks, Body body, Engine::Tuning tuning) : ended_(stati
 Processes::~Processes() {
   for (std::size_t r = 0; r < pids_.size(); ++r) kill(static_cast<int>(r), SIGKILL);
   wait();
-  std::filesystem::remove_all(folder_);
 }
 
 void Processes::kill(int rank, int signal) {
@@ -164,25 +161,26 @@ void Processes::kill(int rank, int signal) {
 bool Processes::met() {
   for (std::size_t r = 0; r < pids_.size(); ++r)
     while (!std::filesystem::exists(folder_ / ("met." + std::to_string(r)))) {
-      if (::waitpid(pids_[r], nullptr, WNOHANG) != 0) return false;
+      if (has_ended(r)) return false;
       std::this_thread::sleep_for(milliseconds(1));
     }
   return true;
 }
 
+bool Processes::has_ended(std::size_t rank) {
+  Ended& ended = ended_[rank];
+  int status = 0;
+  if (ended.at == decltype(Ended::at){} && ::waitpid(pids_[rank], &status, WNOHANG) > 0)
+    ended = {WIFEXITED(status) ? WEXITSTATUS(status) : -1, WIFSIGNALED(status) ? WTERMSIG(status) : 0,
+             std::chrono::steady_clock::now()};
+  return ended.at != decltype(Ended::at){};
+}
+
 std::vector<Processes::Ended> Processes::wait() {
-  std::size_t left = 0;
-  for (const auto& each : ended_) left += each.at == decltype(Ended::at){};
-  while (left > 0) {
-    for (std::size_t r = 0; r < pids_.size(); ++r) {
-      if (ended_[r].at != decltype(Ended::at){}) continue;
-      int status = 0;
-      if (::waitpid(pids_[r], &status, WNOHANG) <= 0) continue;
-      ended_[r] = {WIFEXITED(status) ? WEXITSTATUS(status) : -1, WIFSIGNALED(status) ? WTERMSIG(status) : 0,
-                   Clock::now()};
-      --left;
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  for (bool all = false; !all;) {
+    all = true;
+    for (std::size_t r = 0; r < pids_.size(); ++r) all = has_ended(r) && all;
+    if (!all) std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   return ended_;
 }

@@ -14,6 +14,8 @@
 #include <lockstep/comm/transports/shm/messages.h>
 #include <lockstep/comm/transports/shm/station.h>
 
+#include "support/folder.h"
+
 namespace lockstep::shm {
 
 // One rank's end.
@@ -43,12 +45,14 @@ class Processes {
   bool met();  // until all have; false where one ended before
   struct Ended {
     int status = -1, signal = 0;
-    Clock::time_point at;
+    std::chrono::steady_clock::time_point at;  // Clock starts a thread: the test is to have none
   };
   std::vector<Ended> wait();
 
  private:
-  std::filesystem::path folder_;
+  bool has_ended(std::size_t rank);
+
+  const testing::Folder folder_;
   std::vector<pid_t> pids_;
   std::vector<Ended> ended_;
 };

@@ -5,10 +5,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <filesystem>
-#include <fstream>
-
 #include "support/errors.h"
+#include "support/folder.h"
 
 namespace lockstep::shm {
 namespace {
@@ -57,28 +55,22 @@ TEST(Segment, of_another_size_or_kind_is_refused) {
 }
 
 TEST(Segment, that_the_cgroup_does_not_allow_is_an_error_with_both_figures) {
-  char folder[] = "/tmp/lockstep_segment_XXXXXX";
-  const std::filesystem::path root = ::mkdtemp(folder);
-  auto write = [&](const std::string& path, const std::string& text) {
-    std::filesystem::create_directories((root / path).parent_path());
-    std::ofstream(root / path) << text;
-  };
-  write("proc/self/cgroup", "0::/job\n");
-  write("proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
-  write("sys/fs/cgroup/cgroup.controllers", "memory");
-  write("sys/fs/cgroup/job/memory.max", "1073741824\n");
-  write("sys/fs/cgroup/job/memory.current", "536870912\n");
-  write("proc/meminfo", "MemTotal: 4194304 kB\nMemAvailable: 2097152 kB\n");
+  const testing::Folder root;
+  root.write("proc/self/cgroup", "0::/job\n");
+  root.write("proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+  root.write("sys/fs/cgroup/cgroup.controllers", "memory");
+  root.write("sys/fs/cgroup/job/memory.max", "1073741824\n");
+  root.write("sys/fs/cgroup/job/memory.current", "536870912\n");
+  root.write("proc/meminfo", "MemTotal: 4194304 kB\nMemAvailable: 2097152 kB\n");
   check_memory(std::size_t{400} << 20, root);
   EXPECT_THAT(error_of<ConfigError>([&] { check_memory(std::size_t{600} << 20, root); }),
               AllOf(HasSubstr("600.0 MiB of shared memory are needed"), HasSubstr("512.0 MiB left"),
                     HasSubstr("limit is 1.0 GiB")));
-  write("sys/fs/cgroup/job/memory.max", "max\n");
+  root.write("sys/fs/cgroup/job/memory.max", "max\n");
   check_memory(std::size_t{600} << 20, root);
   EXPECT_THAT(
       error_of<ConfigError>([&] { check_memory(std::size_t{3} << 30, root); }),
       AllOf(HasSubstr("3.0 GiB of shared memory are needed"), HasSubstr("2.0 GiB available of 4.0 GiB")));
-  std::filesystem::remove_all(root);
 }
 
 TEST(Segment, that_the_host_has_no_memory_for_is_refused_before_anything_is_taken) {

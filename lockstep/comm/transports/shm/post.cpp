@@ -256,7 +256,10 @@ class Keeper {
       std::unique_lock lock(mutex_);
       for (;;) {
         changed_.wait(lock, [&] { return task_ != nullptr; });
+        // Not under our own lock, which is also taken while the tasks' locks are held.
+        lock.unlock();
         (*task_)();
+        lock.lock();
         task_ = nullptr;
         changed_.notify_all();
       }

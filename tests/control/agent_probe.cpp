@@ -1,0 +1,114 @@
+// A process of agent_processes_test.cpp. It is a program of its own because ThreadSanitizer cannot follow
+// threads into a child of fork().
+//
+//   agent_probe rank NAME RANK SIZE     joins, and stays
+//   agent_probe second NAME leave|end   joins as rank 0 of 2, which there is already; 7: it was refused as it
+//   should be agent_probe holder NAME fork|copy   holds the agent and is rank 0 of 2; says the pid of a child
+//   of its own agent_probe host NAME PORT          holds the agent of another host than the head's, and is
+//   rank 1 of 2 agent_probe namespace NAME          says the pid of a holder in another pid namespace; -1:
+//   there may be none
+#include <sched.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include <lockstep/base/error.h>
+#include <lockstep/control/key.h>
+
+#include "control/peers.h"
+
+namespace {
+
+using namespace lockstep::control;
+constexpr std::chrono::seconds kLimit(30);
+
+[[noreturn]] void stay() {
+  for (;;) ::pause();
+}
+
+void say(pid_t pid) {
+  std::printf("%d\n", static_cast<int>(pid));
+  std::fflush(stdout);
+}
+
+std::shared_ptr<Client> join(const std::string& name, int rank, int size) {
+  auto client = connect(name);
+  client->join(card(rank, size), kLimit, [](const Failure&) {});
+  return client;
+}
+
+AgentOptions options(const std::string& name, int rank) {
+  AgentOptions options;
+  options.name = name;
+  options.agent_rank = rank;
+  options.say = [](const std::string&) {};
+  return options;
+}
+
+int second(const std::string& name, bool leaves) {
+  auto client = connect(name);
+  try {
+    client->join(card(0, 2), kLimit, [](const Failure&) {});
+  } catch (const lockstep::ConfigError& error) {
+    if (leaves) client->leave();
+    return std::string(error.what()).find("two processes have RANK=0") != std::string::npos ? 7 : 8;
+  }
+  return 9;
+}
+
+[[noreturn]] void hold(const AgentOptions& options, int rank, pid_t (*child)()) {
+  const Agent agent(options);
+  const auto client = join(options.name, rank, 2);
+  if (child) {
+    const pid_t helper = child();
+    if (helper == 0) {
+      ::sleep(60);
+      ::_exit(0);
+    }
+    say(helper);
+  }
+  stay();
+}
+
+int in_a_namespace(const std::string& name) {
+  const pid_t inner = ::unshare(CLONE_NEWPID) == 0 ? ::fork() : -1;
+  if (inner == 0) {
+    ::alarm(120);
+    hold(options(name, 0), 0, nullptr);
+  }
+  say(inner);
+  return 0;
+}
+
+int act(const std::vector<std::string>& words) {
+  const auto& verb = words.at(0);
+  const auto& name = words.at(1);
+  if (verb == "rank") {
+    const auto client = join(name, std::stoi(words.at(2)), std::stoi(words.at(3)));
+    stay();
+  }
+  if (verb == "second") return second(name, words.at(2) == "leave");
+  if (verb == "holder") hold(options(name, 0), 0, words.at(2) == "fork" ? &::fork : &::_Fork);
+  if (verb == "namespace") return in_a_namespace(name);
+  use_sodium();
+  auto host = options(name, 1);
+  host.num_nodes = 0;
+  host.head = false;
+  host.link = link_at(std::stoi(words.at(2)));
+  hold(host, 1, nullptr);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  ::alarm(120);  // whatever becomes of the test
+  try {
+    return act({argv + 1, argv + argc});
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "agent_probe: %s\n", error.what());
+    return 1;
+  }
+}

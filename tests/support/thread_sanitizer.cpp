@@ -1,0 +1,20 @@
+// In programs under ThreadSanitizer alone. That of GCC 12 does not know pthread_mutex_clocklock, which
+// std::timed_mutex uses and Board: it would take what the lock guards for unguarded, and the unlock for one
+// of a lock that nobody holds.
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sanitizer/tsan_interface.h>
+
+#include <cerrno>
+
+extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock,
+                                       const timespec* until) noexcept {
+  static const auto lock = reinterpret_cast<int (*)(pthread_mutex_t*, clockid_t, const timespec*)>(
+      ::dlsym(RTLD_NEXT, "pthread_mutex_clocklock"));
+  __tsan_mutex_pre_lock(mutex, __tsan_mutex_try_lock);
+  const int result = lock(mutex, clock, until);
+  const bool locked = result == 0 || result == EOWNERDEAD;
+  __tsan_mutex_post_lock(
+      mutex, locked ? __tsan_mutex_try_lock : __tsan_mutex_try_lock | __tsan_mutex_try_lock_failed, 0);
+  return result;
+}
