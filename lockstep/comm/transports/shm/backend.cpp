@@ -94,6 +94,13 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
     const auto value = store->get(key);
     return std::string(value.begin(), value.end());
   };
+  words.forget = [&](const std::string& key) {
+    options.words.push_back(key);
+    try {
+      for (const auto& each : options.words) store->deleteKey(each);
+    } catch (const std::exception&) {  // some stores cannot
+    }
+  };
   auto check = [&] {
     if (options.failed()) throw std::runtime_error("the job has failed");
   };
