@@ -51,13 +51,14 @@ struct Place {
   }
 };
 
+std::string place_key(int rank) { return fmt::format("place {}", rank); }
+
 void check_places(c10d::Store& store, int rank, int size) {
   const auto packed = Place::own().packed();
-  auto key = [](int each) { return fmt::format("place {}", each); };
-  store.set(key(rank), std::vector<std::uint8_t>(packed.begin(), packed.end()));
+  store.set(place_key(rank), std::vector<std::uint8_t>(packed.begin(), packed.end()));
   std::map<std::string, std::pair<Place, std::vector<int>>> places;
   for (int r = 0; r < size; ++r) {
-    const auto place = Place::unpack(store.get(key(r)));
+    const auto place = Place::unpack(store.get(place_key(r)));
     auto& [first, ranks] = places[place.kernel + place.network + place.user];
     if (ranks.empty()) first = place;
     ranks.push_back(r);
@@ -78,7 +79,8 @@ detail::ShmOptions shm_options(const c10d::DistributedBackendOptions& options) {
   const auto local = env::integer("LOCAL_WORLD_SIZE", 1, 1 << 20).value_or(1);
   return {.timeout = std::chrono::duration_cast<milliseconds>(options.timeout),
           .local_ranks = std::max(options.group_size, static_cast<int>(local)),
-          .threads = at::get_num_threads()};
+          .threads = at::get_num_threads(),
+          .words = {place_key(options.group_rank)}};
 }
 
 c10::intrusive_ptr<c10d::Store> meeting_store(const c10d::DistributedBackendOptions& options) {

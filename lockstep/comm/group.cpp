@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/group_state.h>
 #include <lockstep/comm/world_state.h>
@@ -104,6 +105,12 @@ std::vector<std::string> Group::all_gather_values(std::string_view value, Gather
 }
 
 at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+  std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
+  for (auto size : sizes)
+    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes))
+      throw ConfigError(fmt::format(
+          "sizes=[{}] are not allowed: numbers from 0 on are, of elements that can be counted in bytes",
+          fmt::join(sizes, ", ")));
   const auto device = state_->world().device();
   auto options = at::TensorOptions(dtype).device(device);
   auto engine = state_->transport(device.type());

@@ -26,6 +26,54 @@ WorkPtr join(int rank, OpType type, std::vector<WorkPtr> works, Tensors results)
   return c10::make_intrusive<JoinedWork>(rank, type, std::move(works), std::move(results));
 }
 
+// What a rank can see by itself is wrong; what its peers give and expect is compared between the ranks. Group
+// has looked at it already, c10d's callers have not.
+void check_operands(const Call& call, const Tensors& inputs, const Tensors& outputs) {
+  const auto operation = call.operation;
+  const auto all = static_cast<std::size_t>(call.size), rank = static_cast<std::size_t>(call.rank);
+  const bool root = call.root == call.rank;
+  if (point_to_point(operation)) {
+    const bool any = operation == Operation::recv && call.root == kAnySource;
+    TORCH_CHECK(any || (call.root >= 0 && call.root < call.size && call.root != call.rank), name(operation),
+                " of rank ", call.rank, ": there is no rank ", call.root, " to exchange it with");
+  }
+  TORCH_CHECK(!rooted(operation) || (call.root >= 0 && call.root < call.size), name(operation),
+              ": there is no rank ", call.root, " to be the root: there are ", call.size);
+  auto expect = [&](const char* what, const Tensors& tensors, std::size_t expected) {
+    TORCH_CHECK(tensors.size() == expected, name(operation), ": ", expected, " ", what,
+                " are needed, one for ", "each rank, not ", tensors.size());
+  };
+  if (operation == Operation::reduce_scatter || operation == Operation::all_to_all)
+    expect("inputs", inputs, all);
+  if (operation == Operation::scatter) expect("inputs", inputs, root ? all : 0);
+  if (operation == Operation::all_gather || operation == Operation::all_to_all)
+    expect("outputs", outputs, all);
+  if (operation == Operation::gather) expect("outputs", outputs, root ? all : 0);
+  if (operation == Operation::all_gather)
+    TORCH_CHECK(inputs[0].numel() == outputs[rank].numel(), "all_gather: the input has ", inputs[0].numel(),
+                " elements, and the output has room for ", outputs[rank].numel(), " of this rank's");
+  if (operation == Operation::reduce_scatter)
+    TORCH_CHECK(inputs[rank].numel() == outputs[0].numel(),
+                "reduce_scatter: this rank's part of the input has ", inputs[rank].numel(),
+                " elements, and the output ", outputs[0].numel());
+}
+
+// Where a result would be written over what a rank has yet to read, it is read from a copy. In place is in
+// order where this rank's own piece takes its own result.
+void copy_what_is_written_over(Tensors& inputs, const Tensors& outputs, int rank) {
+  auto is_own = [&](const Tensors& tensors, std::size_t i) {
+    return tensors.size() == 1 || i == static_cast<std::size_t>(rank);
+  };
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    for (std::size_t o = 0; o < outputs.size(); ++o) {
+      if (!overlap(inputs[i], outputs[o])) continue;
+      const bool in_place = inputs[i].const_data_ptr() == outputs[o].const_data_ptr();
+      if (in_place && is_own(inputs, i) && is_own(outputs, o)) continue;
+      inputs[i] = inputs[i].clone();
+      break;
+    }
+}
+
 }  // namespace
 
 // A call's tensors as the engine takes them: dense. Values of what is not are copied now, and results to
@@ -302,7 +350,6 @@ Call PartBackend::describe(Operation operation, const Tensors& inputs, const Ten
   call.rank = rank_;
   call.size = size_;
   call.group = getGroupDesc();
-  call.sequence = sequence_++;
   auto counts = [](const Tensors& tensors) {
     std::vector<std::int64_t> result;
     for (const auto& tensor : tensors) result.push_back(tensor.numel());
@@ -332,9 +379,12 @@ PartBackend::Request PartBackend::request(Operation operation, OpType type, Oper
       part.item_size = tensor.element_size();
     }
   part.call = describe(operation, operands.inputs, operands.outputs, reduction, static_cast<int>(root));
+  check_operands(part.call, operands.inputs, operands.outputs);
+  copy_what_is_written_over(operands.inputs, operands.outputs, rank_);
   if (reduces(operation))
     TORCH_CHECK(reducible(part.call.dtype, part.call.reduction), "no ", name(part.call.reduction), " of ",
                 name(part.call.dtype));
+  if (current_call() == nullptr) part.call.sequence = sequence_++;
   for (const auto& tensor : operands.inputs) part.inputs.push_back(tensor.const_data_ptr());
   for (const auto& tensor : operands.outputs) part.outputs.push_back(tensor.mutable_data_ptr());
   request.finish = operands.copy_back();

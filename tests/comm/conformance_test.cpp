@@ -485,6 +485,13 @@ TEST(Conformance, allocate_gives_tensors_that_travel) {
     group.all_reduce(tensor.narrow(0, 1, 1)).wait();
     EXPECT_EQ(tensor[1][0].item<double>(), group.size() * (group.size() + 1) / 2);
     EXPECT_EQ(tensor[0][0].item<double>(), group.rank() + 1.0);
+    tensor.resize_({5000, 4}).fill_(group.rank() + 1.0);
+    group.all_reduce(tensor).wait();
+    EXPECT_EQ(tensor[4999][3].item<double>(), group.size() * (group.size() + 1) / 2);
+    EXPECT_EQ(group.allocate({0, 3}).numel(), 0);
+    for (const std::vector<std::int64_t>& sizes :
+         {std::vector<std::int64_t>{-1}, {3, -4}, {1LL << 62}, {1LL << 32, 1LL << 32}})
+      EXPECT_THROW((void)group.allocate(sizes), ConfigError);
   });
 }
 

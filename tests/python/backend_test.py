@@ -234,6 +234,77 @@ def strides(rank, size):
 
 
 @body
+def operands(rank, size):
+    """What a rank can see by itself is refused, and nothing has happened: the group goes on."""
+    def ones(*sizes):
+        return [torch.ones(n) for n in sizes]
+
+    world = dist.group.WORLD
+    for pattern, call in (
+            ("room for 5", lambda: dist.all_gather(ones(5, 5), torch.ones(3))),
+            ("2 outputs are needed", lambda: dist.all_gather(ones(3), torch.ones(3))),
+            ("room for 5", lambda: dist.all_gather_into_tensor(torch.ones(10), torch.ones(3))),
+            ("the output 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10))),
+            ("the output 2", lambda: dist.reduce_scatter(torch.ones(2), ones(5, 5))),
+            ("2 inputs are needed", lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [4], [4])),
+            ("2 inputs are needed", lambda: dist.all_to_all(ones(2, 2, 2), ones(2, 2, 2))),
+            ("no rank 7", lambda: dist.broadcast(torch.ones(2), src=7)),
+            ("no rank 5", lambda: dist.isend(torch.ones(2), group_dst=5, group=world)),
+            ("no rank 5", lambda: dist.irecv(torch.ones(2), group_src=5, group=world))):
+        expect_error(pattern, call)
+    dist.all_reduce(x := torch.ones(3))
+    assert x[0] == 2
+
+
+@body
+def written_over(rank, size):
+    """Tensors that are input and output."""
+    for count in (4, 400_000):  # in slots, and by way of staging or in place
+        x = torch.arange(count, dtype=torch.float32) + rank * count
+        dist.all_to_all_single(expected := torch.empty(count), x)
+        dist.all_to_all_single(x, x)
+        assert torch.equal(x, expected)
+        x = torch.arange(count, dtype=torch.float32) * (rank + 1)
+        for piece in range(size):  # the rank's own, and another's
+            dist.reduce_scatter_tensor(expected := torch.empty(count // size), x)
+            y = x.clone()
+            dist.reduce_scatter_tensor(out := y[piece * (count // size):][:count // size], y)
+            assert torch.equal(out, expected)
+            dist.all_gather_into_tensor(expected := torch.empty(count), x[:count // size])
+            y = x.clone()
+            y[piece * (count // size):][:count // size] = x[:count // size]
+            dist.all_gather_into_tensor(y, y[piece * (count // size):][:count // size])
+            assert torch.equal(y, expected)
+
+
+@body
+def allocated(rank, size):
+    """Tensors in shared memory are tensors like others."""
+    import copy
+    import pickle
+
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+
+    def allocate(count):
+        return backend.allocate_tensor(count, dtype=torch.float32, device=torch.device("cpu"))
+
+    for count in (1, 100_000):
+        x = allocate(count).fill_(rank + 1)
+        dist.all_reduce(x)
+        x.resize_(2 * count).fill_(rank + 1)
+        dist.all_reduce(x)
+        dist.all_reduce(x[::2])
+        assert x[0] == 6 and x[-1] == 3
+        for other in (pickle.loads(pickle.dumps(x)), copy.deepcopy(x), x.numpy(), x.share_memory_()):
+            assert other[0] == 6 and other[-1] == 3
+        dist.all_reduce(x)
+        assert x[0] == 12
+    for count in (-1, 1 << 62, (1 << 63) - 1):
+        expect_error("cannot be allocated", lambda: allocate(count))
+    expect_error("of shared memory are needed", lambda: allocate(1 << 40))
+
+
+@body
 def callbacks(rank, size):
     """Futures' callbacks issue collectives and wait for them, on whatever thread they run."""
     other = dist.new_group()
@@ -265,6 +336,14 @@ def patient_callbacks(rank, size):
         wait(dist.all_reduce(torch.ones(1000), async_op=True))
         later.set()
         assert rank == 1 or first.wait() is True
+    later = threading.Event()
+    dist.barrier()
+    time.sleep(0.3 * rank)
+    futures = [dist.all_reduce(torch.ones(10), async_op=True).get_future() for _ in range(5)]
+    if rank == 0:
+        futures[:4] = [each.then(lambda _: later.wait(20)) for each in futures[:4]]
+        futures[4].then(lambda _: later.set())
+        assert all(each.wait() for each in futures[:4])
 
 
 @body
@@ -365,6 +444,19 @@ def no_farewell(rank, size):
 
 
 @body
+def again(rank, size):
+    store = dist.FileStore(os.environ["TEST_FOLDER"] + "/another", size)
+    for i in range(5):
+        dist.destroy_process_group()
+        if rank == 0:
+            time.sleep(0.1)  # the other is there first
+        dist.init_process_group("lockstep", store=store, rank=rank, world_size=size)
+        if i % 2 == 0:
+            dist.all_reduce(x := torch.ones(3))
+            assert x[0] == 2
+
+
+@body
 def one_device(rank, size):
     dist.all_reduce(x := torch.ones(3))
     assert x[0] == 2 and dist.get_backend_config() == "cpu:lockstep", dist.get_backend_config()
@@ -445,6 +537,15 @@ class Backend(unittest.TestCase):
     def test_tensors_of_any_strides(self):
         self.check(run("strides"))
 
+    def test_operands_that_cannot_be_right_are_refused(self):
+        self.check(run("operands"))
+
+    def test_results_may_be_written_over_what_is_given(self):
+        self.check(run("written_over"))
+
+    def test_allocated_tensors_are_tensors_like_others(self):
+        self.check(run("allocated"))
+
     def test_callbacks_may_communicate(self):
         self.check(run("callbacks"))
         self.check(run("patient_callbacks"))
@@ -473,6 +574,10 @@ class Backend(unittest.TestCase):
         for _ in range(3):
             self.check(run("no_farewell"))
         self.assertLess(time.monotonic() - begin, 60)
+
+    def test_a_group_may_take_the_place_of_one_that_is_gone(self):
+        """A store that outlives groups, as torchrun's does, keeps nothing of them that would mislead others."""
+        self.check(run("again"))
 
     def test_a_backend_for_one_device_of_several(self):
         self.check(run("one_device", backend="cpu:lockstep"))

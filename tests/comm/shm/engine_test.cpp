@@ -328,6 +328,95 @@ TEST_F(EngineTest, nobody_looks_for_the_memory_of_a_rank_that_is_done) {
       }
 }
 
+// Chunks that it has taken are not done by anybody: the others must not wait for them.
+TEST_F(EngineTest, a_rank_that_fails_in_the_middle_keeps_nobody_waiting) {
+  constexpr int kRanks = 3;
+  Ranks ranks(kRanks);
+  ranks.memory().on_map = [&](int, Place) {
+    if (self == 1) throw std::runtime_error("no memory to map it");
+  };
+  std::array<std::string, kRanks> errors;
+  const auto began = Clock::now();
+  std::vector<Tensors> kept(kRanks, {ranks.memory(), true});  // the others may be in them still
+  ranks.run([&](int rank, Engine& engine) {
+    self = rank;
+    Tensors& tensors = kept[static_cast<std::size_t>(rank)];
+    Part part;
+    part.call = call(Operation::all_reduce, rank, kRanks, 70000);
+    part.outputs = {tensors.make(70000, rank)};
+    part.item_size = 4;
+    engine.begin(part);
+    // Not before rank 1 has had one.
+    if (rank != 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    try {
+      engine.finish(part, Clock::now() + seconds(20));
+    } catch (const std::exception& error) {
+      errors[static_cast<std::size_t>(rank)] = error.what();
+      engine.give_up();
+    }
+  });
+  EXPECT_THAT(errors[1], HasSubstr("no memory"));
+  EXPECT_THAT(errors[0], HasSubstr("given"));
+  EXPECT_THAT(errors[2], HasSubstr("given"));
+  EXPECT_LT(Clock::now() - began, seconds(10));
+}
+
+// Its tensor is its owner's again, who may do with it what they like.
+TEST_F(EngineTest, what_a_rank_has_begun_and_given_up_is_complete_for_nobody) {
+  Ranks ranks(2);
+  std::atomic<bool> gone = false;
+  std::vector<Tensors> kept(2, {ranks.memory(), true});
+  ranks.run([&](int rank, Engine& engine) {
+    Tensors& tensors = kept[static_cast<std::size_t>(rank)];
+    Part part;
+    part.call = call(Operation::all_reduce, rank, 2, 70000);
+    part.outputs = {tensors.make(70000, rank)};
+    part.item_size = 4;
+    if (rank == 0) {
+      engine.begin(part);
+      engine.give_up();
+      gone = true;
+      return;
+    }
+    while (!gone) std::this_thread::yield();
+    engine.begin(part);
+    EXPECT_THROW(engine.finish(part, Clock::now() + seconds(20)), PeerLost);
+  });
+}
+
+// Where a dtype has no name of its own here, its size still tells it from others.
+TEST_F(EngineTest, elements_of_another_size_are_a_mismatch) {
+  Ranks ranks(2);
+  ranks.run([&](int rank, Engine& engine) {
+    std::vector<char> data(400, 1);
+    Part part;
+    part.call = call(Operation::broadcast, rank, 2, 100);
+    part.call.dtype = Dtype::other;
+    part.call.root = 0;
+    part.outputs = {data.data()};
+    part.item_size = rank == 0 ? 4 : 1;
+    engine.begin(part);
+    EXPECT_THROW(engine.finish(part, Clock::now() + seconds(20)), Mismatch);
+  });
+}
+
+TEST_F(EngineTest, ranks_that_are_tuned_differently_are_told) {
+  const Engine::Tuning all{.chunk = 16384, .claim = 8192};
+  for (const auto& other : {Engine::Tuning{.chunk = 32768, .claim = 8192},
+                            {.chunk = 16384, .claim = 16384},
+                            {.chunk = 16384, .claim = 8192, .pull_up_to = 5},
+                            {.chunk = 16384, .claim = 8192, .slot_pull = 5}}) {
+    Ranks ranks({all, other});
+    ranks.run([&](int rank, Engine& engine) {
+      Tensors tensors(ranks.memory(), true);
+      Part part;
+      part.call = call(Operation::all_reduce, rank, 2, 70000);
+      part.outputs = {tensors.make(70000, rank)};
+      EXPECT_THROW(run(engine, part), Mismatch);
+    });
+  }
+}
+
 // Many operations of different kinds and sizes, one after another, without a pause between.
 TEST_F(EngineTest, operations_follow_one_another) {
   constexpr int kRanks = 4, kRounds = 300;

@@ -37,13 +37,16 @@ std::string await_file(const std::filesystem::path& path) {
 
 }  // namespace
 
+Words words_in(const std::filesystem::path& folder, const std::string& name) {
+  const auto file = [=](const std::string& key) { return folder / (name + "." + key); };
+  return {.set = [=](const std::string& key, const std::string& value) { write_file(file(key), value); },
+          .get = [=](const std::string& key) { return await_file(file(key)); },
+          .forget = [=](const std::string& key) { std::filesystem::remove(file(key)); }};
+}
+
 Member join(const std::filesystem::path& folder, const std::string& name, int rank, int ranks,
             Engine::Tuning tuning) {
-  Words words;
-  words.set = [&](const std::string& key, const std::string& value) {
-    write_file(folder / (name + "." + key), value);
-  };
-  words.get = [&](const std::string& key) { return await_file(folder / (name + "." + key)); };
+  const auto words = words_in(folder, name);
   Member member;
   member.rank = rank;
   member.ranks = ranks;

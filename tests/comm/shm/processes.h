@@ -57,7 +57,10 @@ class Processes {
   std::vector<Ended> ended_;
 };
 
-// Makes the group `name` in this process; words are files in the folder.
+// Words that are files in the folder.
+Words words_in(const std::filesystem::path& folder, const std::string& name);
+
+// Makes the group `name` in this process.
 Member join(const std::filesystem::path& folder, const std::string& name, int rank, int ranks,
             Engine::Tuning tuning = {});
 

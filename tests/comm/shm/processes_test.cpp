@@ -185,6 +185,44 @@ TEST(ShmProcesses, a_death_is_known_within_100_ms_whatever_the_size_of_the_dead)
   }
 }
 
+TEST(ShmProcesses, a_rank_that_dies_while_a_group_is_made_is_named) {
+  char name[] = "/tmp/lockstep_shm_XXXXXX";
+  const std::filesystem::path folder = ::mkdtemp(name);
+  Processes processes(3, [&](Member& member) {
+    auto words = words_in(folder, "second");
+    if (member.rank == 1)
+      words.get = [get = words.get](const std::string& key) {
+        if (key == "rank 2") ::raise(SIGKILL);  // the others can reach it by now
+        return get(key);
+      };
+    try {
+      Station second(member.rank, member.ranks, {}, words, Clock::now() + seconds(60), [] {});
+    } catch (const PeerLost& lost) {
+      return lost.rank == 1 ? kLost : kWrong;
+    }
+    return 0;
+  });
+  EXPECT_EQ(statuses(processes), (std::vector<int>{kLost, -1, kLost}));
+  std::filesystem::remove_all(folder);
+}
+
+// A name may be used again when a group of that name has been made, though its words lay in the same place.
+TEST(ShmProcesses, groups_of_one_name_follow_one_another) {
+  char name[] = "/tmp/lockstep_shm_XXXXXX";
+  const std::filesystem::path folder = ::mkdtemp(name);
+  Processes processes(3, [&](Member& member) {
+    for (int i = 0; i < 20; ++i) {
+      if (member.rank == i % 3) std::this_thread::sleep_for(milliseconds(5));
+      auto again = join(folder, "again", member.rank, member.ranks);
+      again.messages->close();
+      again.lane->close();
+    }
+    return 0;
+  });
+  EXPECT_EQ(statuses(processes), (std::vector<int>{0, 0, 0}));
+  std::filesystem::remove_all(folder);
+}
+
 TEST(ShmProcesses, a_stopped_rank_is_waited_for_and_the_bits_are_the_same) {
   Processes processes(3, [&](Member& member) {
     for (unsigned i = 0; i < 300; ++i) {

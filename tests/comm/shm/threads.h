@@ -54,11 +54,14 @@ class ThreadMemory final : public Memory {
 class Ranks {
  public:
   explicit Ranks(int ranks, Engine::Tuning tuning = {.chunk = 16384, .claim = 8192})
-      : region_memory_(
-            static_cast<char*>(std::aligned_alloc(128, (Region::size_for(ranks) + 127) / 128 * 128))) {
+      : Ranks(std::vector(static_cast<std::size_t>(ranks), tuning)) {}
+  explicit Ranks(const std::vector<Engine::Tuning>& tunings) {
+    const auto ranks = static_cast<int>(tunings.size());
+    region_memory_ = static_cast<char*>(std::aligned_alloc(128, (Region::size_for(ranks) + 127) / 128 * 128));
     Region region(region_memory_, ranks);
     region.prepare();
-    for (int r = 0; r < ranks; ++r) engines_.push_back(std::make_unique<Engine>(region, r, tuning, memory_));
+    for (int r = 0; r < ranks; ++r)
+      engines_.push_back(std::make_unique<Engine>(region, r, tunings[static_cast<std::size_t>(r)], memory_));
   }
   ~Ranks() {
     engines_.clear();
@@ -75,7 +78,7 @@ class Ranks {
 
  private:
   ThreadMemory memory_;
-  char* region_memory_;
+  char* region_memory_ = nullptr;
   std::vector<std::unique_ptr<Engine>> engines_;
 };
 

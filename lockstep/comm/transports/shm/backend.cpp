@@ -27,6 +27,21 @@ void abandon(std::vector<at::Tensor> tensors) {
       kept->push_back(std::move(tensor));
 }
 
+// Tensors in the arena; they may grow, as LibTorch's own do.
+class ArenaAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    void* memory = shm::Arena::instance().allocate(bytes);
+    return {memory, memory, raw_deleter(), at::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return [](void* memory) { shm::Arena::instance().free(memory); };
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+};
+
 // Of a lane or of messages: whoever waits does the work.
 template <typename Engine>
 class ShmWork final : public EngineWork {
@@ -94,6 +109,13 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
     const auto value = store->get(key);
     return std::string(value.begin(), value.end());
   };
+  words.forget = [&](const std::string& key) {
+    options.words.push_back(key);
+    try {
+      for (const auto& each : options.words) store->deleteKey(each);
+    } catch (const std::exception&) {  // some stores cannot
+    }
+  };
   auto check = [&] {
     if (options.failed()) throw std::runtime_error("the job has failed");
   };
@@ -110,10 +132,16 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
 ShmBackend::~ShmBackend() { leave(); }
 
 at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
-  auto& arena = shm::Arena::instance();
-  void* memory = arena.allocate(static_cast<std::size_t>(size) * options.dtype().itemsize());
-  return at::from_blob(
-      memory, {size}, [](void* pointer) { shm::Arena::instance().free(pointer); }, options);
+  std::int64_t bytes = 0;
+  TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(size, options.dtype().itemsize(), &bytes), "a tensor of ",
+              size, " elements cannot be allocated");
+  static auto* allocator = new ArenaAllocator;
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,
+                       allocator->allocate(static_cast<std::size_t>(bytes)), allocator, /*resizable=*/true);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), options.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({size});
+  return tensor;
 }
 
 PartBackend::WorkPtr ShmBackend::post(Request request) {

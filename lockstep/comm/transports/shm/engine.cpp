@@ -62,7 +62,7 @@ Engine::~Engine() {
 void Engine::give_up() noexcept {
   stage_ = nullptr;
   old_stages_.clear();
-  meeting_.leave();
+  meeting_.leave(under_way_ ? Line::kFailed : Line::kLeft);
 }
 
 char* Engine::stage(std::size_t bytes) {
@@ -138,7 +138,10 @@ void Engine::begin(Part& part) {
   Digest digest;
   digest.add(operations_++)
       .add(static_cast<std::uint64_t>(call.operation))
+      .add(part.item_size)
       .add(tuning_.chunk)
+      .add(tuning_.claim)
+      .add(tuning_.slot_pull)
       .add(static_cast<std::uint64_t>(tuning_.pull_up_to));
   digest.add(static_cast<std::uint64_t>(call.dtype)).add(static_cast<std::uint64_t>(call.root)).add(call.tag);
   if (detail::reduces(call.operation)) digest.add(static_cast<std::uint64_t>(call.reduction));
@@ -170,6 +173,7 @@ void Engine::begin(Part& part) {
     fill_stage(op, 0);
   }
   tell_stage(header);
+  under_way_ = true;
   come();
 }
 
@@ -208,6 +212,7 @@ void Engine::finish(Part& part, Clock::time_point deadline) {
   find_sources(op, deadline);
   exchange(op, deadline);
   stage_is_new_ = false;
+  under_way_ = false;
 }
 
 void Engine::check(const Round& op, Clock::time_point deadline) {
@@ -233,6 +238,7 @@ void Engine::check(const Round& op, Clock::time_point deadline) {
   std::vector<const Call*> pointers;
   for (int r = 0; r < ranks; ++r) calls.push_back(detail::unpack(region.packed(r, meeting_.step()), ranks));
   for (const Call& call : calls) pointers.push_back(&call);
+  under_way_ = false;  // nobody goes on with it
   throw Mismatch(detail::find_mismatch(pointers).value_or(
       "the ranks' calls differ in what cannot be shown: their number, or the transport's settings"));
 }

@@ -96,6 +96,7 @@ class Engine {
   bool somebodys_is_new_ = false;  // any rank's, in this operation
   std::vector<char*> old_stages_;
   std::uint64_t operations_ = 0;
+  bool under_way_ = false;  // the others count on this rank, for the operation that it has begun
   const std::unique_ptr<Round> round_;
 };
 

@@ -1,6 +1,7 @@
 #include <lockstep/comm/transports/shm/lane.h>
 
 #include <functional>
+#include <system_error>
 #include <thread>
 
 #include <lockstep/base/quiet_threads.h>
@@ -15,9 +16,15 @@ constexpr std::chrono::milliseconds kLinger(10);
 // How long it may be away before its deputy does its work.
 constexpr std::chrono::milliseconds kAway(2);
 
-void start_quietly(std::function<void()> body) {
+// False where no more threads can be had.
+bool start_quietly(std::function<void()> body) {
   const detail::QuietThreads quiet;
-  std::thread(std::move(body)).detach();
+  try {
+    std::thread(std::move(body)).detach();
+  } catch (const std::system_error&) {
+    return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -35,14 +42,14 @@ void Lane::post(std::shared_ptr<Item> item, std::chrono::nanoseconds timeout, bo
   // What it says is there for the others from now on, whenever this rank looks again.
   if (queue_.empty() && !busy_ && !broken_) begin(*item);
   if (broken_) {
-    settle(lock, item, broken_);
+    settle(lock, std::move(item), broken_);
     return;
   }
   queue_.push_back(std::move(item));
   soon_ = soon_ || soon;
   if (!has_thread_) {
-    has_thread_ = true;
-    start_quietly([self = shared_from_this()] { self->progress(); });
+    // Without one, whoever waits does the work.
+    has_thread_ = start_quietly([self = shared_from_this()] { self->progress(); });
   } else if (away_) {
     call_deputy();
   } else if (asleep_ || soon) {
@@ -75,27 +82,32 @@ void Lane::drive(Lock& lock, Clock::time_point deadline) {
     }
   }
   lock.lock();
-  if (error && !broken_) {
-    broken_ = error;
+  if (!broken_ && (error || stopped_)) {
+    broken_ = error ? error : stopped_;
     engine_->give_up();
   }
   busy_ = false;
-  settle(lock, item, error);
+  settle(lock, std::move(item), error);
   if (broken_) fail_queued(lock);
 }
 
-// The lock is given up meanwhile: what is called may post again, and wait.
-void Lane::settle(Lock& lock, const std::shared_ptr<Item>& item, const std::exception_ptr& error) {
+// The lock is given up meanwhile: what is called may post again, and wait. The item may be the last that
+// holds its group, and so this lane's owner.
+void Lane::settle(Lock& lock, std::shared_ptr<Item> item, const std::exception_ptr& error) {
   item->settled = true;
   if (waiting_ > 0) settled_.notify_all();
   const detail::Settling here;
-  const bool is_ours = std::this_thread::get_id() == thread_;
-  if (is_ours) {
-    away_ = true;
-    if (!queue_.empty()) call_deputy();
+  const auto here_is = std::this_thread::get_id();
+  const bool is_ours = here_is == thread_;
+  if (is_ours) away_ = true;
+  if (here_is == deputy_) {
+    deputy_ = {};
+    has_deputy_ = deputy_called_ = false;
   }
+  if (away_ && !queue_.empty()) call_deputy();
   lock.unlock();
   item->done(error, -1);
+  item.reset();
   lock.lock();
   if (is_ours) away_ = false;
 }
@@ -104,7 +116,7 @@ void Lane::fail_queued(Lock& lock) {
   while (!queue_.empty()) {
     auto item = std::move(queue_.front());
     queue_.pop_front();
-    settle(lock, item, broken_);
+    settle(lock, std::move(item), broken_);
   }
 }
 
@@ -128,8 +140,10 @@ void Lane::wait(Item& item, Clock::time_point deadline) {
 void Lane::interrupt(const std::string& cause) {
   engine_->meeting().interrupt(cause);
   Lock lock(mutex_);
-  if (busy_ || broken_) return;  // whoever is in the engine comes out of it now
-  broken_ = std::make_exception_ptr(Interrupted(cause));
+  if (broken_) return;
+  if (!stopped_) stopped_ = std::make_exception_ptr(Interrupted(cause));
+  if (busy_) return;  // whoever is in the engine comes out of it now
+  broken_ = stopped_;
   engine_->give_up();
   fail_queued(lock);
 }
@@ -164,12 +178,13 @@ void Lane::call_deputy() {
   if (deputy_called_) return;
   deputy_called_ = true;
   if (has_deputy_) return away_long_.notify_one();
-  has_deputy_ = true;
-  start_quietly([self = shared_from_this()] { self->stand_in(); });
+  has_deputy_ = start_quietly([self = shared_from_this()] { self->stand_in(); });
+  deputy_called_ = has_deputy_;
 }
 
 void Lane::stand_in() {
   Lock lock(mutex_);
+  const auto self = deputy_ = std::this_thread::get_id();
   while (!closed_) {
     away_long_.wait(lock, [&] { return deputy_called_ || closed_; });
     away_long_.wait_for(lock, kAway, [&] { return closed_; });
@@ -178,6 +193,7 @@ void Lane::stand_in() {
         drive(lock, queue_.front()->deadline);
       else
         away_long_.wait_for(lock, kAway);
+      if (deputy_ != self) return;  // it was kept itself: another has its place
     }
     deputy_called_ = false;
   }

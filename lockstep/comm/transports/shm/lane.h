@@ -1,6 +1,7 @@
 // The operations of a group, one after another. Whoever waits for one does the work, and that of those before
 // it, on its own thread: nothing is handed over. What nobody waits for is done by a thread of the lane; when
-// that is kept by what it calls at the end of an operation, a deputy takes its place.
+// that is kept by what it calls at the end of an operation, a deputy takes its place, and another the
+// deputy's.
 #pragma once
 
 #include <condition_variable>
@@ -36,7 +37,7 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   using Lock = std::unique_lock<std::mutex>;
   void drive(Lock& lock, Clock::time_point deadline);
   void begin(Item& item);
-  void settle(Lock& lock, const std::shared_ptr<Item>& item, const std::exception_ptr& error);
+  void settle(Lock& lock, std::shared_ptr<Item> item, const std::exception_ptr& error);
   void fail_queued(Lock& lock);
   void progress();
   void call_deputy();
@@ -47,11 +48,12 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   std::mutex mutex_;
   std::condition_variable settled_, posted_, away_long_;
   std::deque<std::shared_ptr<Item>> queue_;
-  std::exception_ptr broken_;  // no operation can succeed after one has failed
+  std::exception_ptr broken_;   // no operation can succeed after one has failed
+  std::exception_ptr stopped_;  // none after the one that is under way
   int waiting_ = 0;
   bool busy_ = false, asleep_ = false, soon_ = false, closed_ = false, has_thread_ = false;
-  std::thread::id thread_;  // the lane's
-  bool away_ = false;       // it is in somebody's callback
+  std::thread::id thread_, deputy_;  // the lane's
+  bool away_ = false;                // the thread is in somebody's callback
   bool has_deputy_ = false, deputy_called_ = false;
   Clock::time_point last_post_{};
 };

@@ -47,9 +47,9 @@ void Meeting::interrupt(const std::string& cause) {
   wake();
 }
 
-void Meeting::leave() {
+void Meeting::leave(std::uint32_t how) {
   std::uint32_t here = Line::kHere;
-  region_.line(rank_).presence.compare_exchange_strong(here, Line::kLeft);
+  region_.line(rank_).presence.compare_exchange_strong(here, how);
   wake();
 }
 
@@ -88,10 +88,13 @@ std::exception_ptr Meeting::look_around(Clock::time_point deadline) const {
     std::lock_guard lock(mutex_);
     return std::make_exception_ptr(Interrupted(cause_));
   }
-  // Whoever has come to this step may leave after it.
-  for (int r = 0; r < ranks(); ++r)
-    if (r != rank_ && (has_ended(r) || region_.line(r).arrived.load(std::memory_order_acquire) < step_))
+  // Whoever has come to this step may leave after it, but not give it up.
+  for (int r = 0; r < ranks(); ++r) {
+    const Line& line = region_.line(r);
+    if (r != rank_ && (has_ended(r) || line.arrived.load(std::memory_order_acquire) < step_ ||
+                       line.presence.load(std::memory_order_acquire) == Line::kFailed))
       if (auto trouble = gone(r)) return trouble;
+  }
   if (Clock::now() >= deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
   return nullptr;
 }

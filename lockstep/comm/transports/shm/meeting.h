@@ -73,8 +73,9 @@ class Meeting {
 
   // Any thread: every wait ends with Interrupted, now and later.
   void interrupt(const std::string& cause);
-  // This rank comes no more. Whoever waits for it gets PeerLost.
-  void leave();
+  // This rank comes no more: kLeft, or kFailed where it has given up what others are in. Whoever waits for it
+  // gets PeerLost.
+  void leave(std::uint32_t how = Line::kLeft);
   std::string absent() const;  // "rank 1 has not come": who keeps the others waiting
 
  private:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 #include <thread>
 
 #include <fmt/format.h>
@@ -17,6 +18,10 @@ using detail::kAnySource;
 constexpr std::chrono::milliseconds kSlice(20);
 // How long a message may lie before the thread looks after it; most are waited for at once.
 constexpr std::chrono::microseconds kNap(250);
+// How long after the last one the thread looks by itself: posting need not wake it then.
+constexpr std::chrono::milliseconds kLinger(10);
+// How long a rank that leaves waits for those who should still hear from it.
+constexpr std::chrono::seconds kFarewell(2);
 
 Note describe(const Part& part, std::int64_t tag) {
   Note note{};
@@ -67,6 +72,7 @@ Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanos
   item->deadline = item->posted + timeout;
   const Call& call = item->part.call;
   Lock lock(mutex_);
+  last_use_ = item->posted;
   if (broken_) {
     settle(item, broken_);
     tell_settled(lock);
@@ -89,23 +95,28 @@ Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanos
     sends_[note.id] = item;
     put(call.root, note);
   } else {
-    auto wanted = std::find_if(arrived_.begin(), arrived_.end(), [&](const Arrived& each) {
-      return each.note.tag == tag && (call.root == kAnySource || call.root == each.from);
+    auto& arrived = arrived_[tag];
+    auto wanted = std::find_if(arrived.begin(), arrived.end(), [&](const Arrived& each) {
+      return call.root == kAnySource || call.root == each.from;
     });
-    if (wanted != arrived_.end()) {
+    if (wanted != arrived.end()) {
       const auto found = *wanted;
-      arrived_.erase(wanted);
+      arrived.erase(wanted);
       deliver(item, found.note, found.from);
     } else {
-      receives_.push_back(item);
+      receives_[tag].push_back(item);
     }
+    if (arrived.empty()) arrived_.erase(tag);
   }
   tell_settled(lock);
   if (!has_thread_ && !idle()) {
-    has_thread_ = true;
     const detail::QuietThreads quiet;
-    std::thread([self = shared_from_this()] { self->watch(); }).detach();
-  } else if (has_thread_) {
+    try {
+      std::thread([self = shared_from_this()] { self->watch(); }).detach();
+      has_thread_ = true;
+    } catch (const std::system_error&) {  // no more threads: whoever waits does the work
+    }
+  } else if (asleep_ && neglected()) {
     posted_.notify_one();
   }
   return item;
@@ -114,7 +125,8 @@ Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanos
 // ---- notes ------------------------------------------------------------------------------------------------
 
 void Messages::put(int to, const Note& note) {
-  outbox_[static_cast<std::size_t>(to)].push_back(note);
+  auto& outbox = outbox_[static_cast<std::size_t>(to)];
+  (note.kind == Note::kMessage ? outbox.messages : outbox.replies).push_back(note);
   flush();
 }
 
@@ -126,8 +138,9 @@ void Messages::flush() {
     auto head = channel.head.load(std::memory_order_relaxed);
     bool any = false;
     while (!waiting.empty() && head - channel.tail.load(std::memory_order_acquire) < kNotes) {
-      channel.notes[head % kNotes] = waiting.front();
-      waiting.pop_front();
+      auto& first = waiting.replies.empty() ? waiting.messages : waiting.replies;
+      channel.notes[head % kNotes] = first.front();
+      first.pop_front();
       channel.head.store(++head, std::memory_order_release);
       LOCKSTEP_SHM_PAUSE();
       any = true;
@@ -158,34 +171,37 @@ void Messages::take_notes() {
 }
 
 void Messages::receive(const Note& note, int from) {
-  auto wanted = std::find_if(receives_.begin(), receives_.end(), [&](const ItemPtr& item) {
-    const int peer = item->part.call.root;
-    return item->tag == note.tag && (peer == kAnySource || peer == from);
-  });
-  if (wanted == receives_.end()) {
-    arrived_.push_back({note, from});
-    return;
+  auto receives = receives_.find(note.tag);
+  if (receives != receives_.end()) {
+    auto& of_tag = receives->second;
+    auto wanted = std::find_if(of_tag.begin(), of_tag.end(), [&](const ItemPtr& item) {
+      const int peer = item->part.call.root;
+      return peer == kAnySource || peer == from;
+    });
+    if (wanted != of_tag.end()) {
+      auto item = *wanted;
+      of_tag.erase(wanted);
+      if (of_tag.empty()) receives_.erase(receives);
+      return deliver(item, note, from);
+    }
   }
-  auto item = *wanted;
-  receives_.erase(wanted);
-  deliver(item, note, from);
+  arrived_[note.tag].push_back({note, from});
 }
 
 void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
   const Call& call = item->part.call;
   Note reply = describe(item->part, note.tag);
   reply.id = note.id;
-  reply.kind = Note::kReceived;
+  reply.kind = Note::kRefused;
   std::exception_ptr error;
   try {
-    if (auto mismatch = detail::find_mismatch(far_call(note, call, lockstep::Operation::send, from), call)) {
-      reply.kind = Note::kRefused;
+    if (auto mismatch = detail::find_mismatch(far_call(note, call, lockstep::Operation::send, from), call))
       throw Mismatch(*mismatch);
-    }
     const auto bytes = static_cast<std::size_t>(call.bytes);
     if (bytes > 0)
       std::memcpy(item->part.outputs.at(0),
                   memory_.map(from, {note.segment, note.offset}, bytes, {meeting_, item->deadline}), bytes);
+    reply.kind = Note::kReceived;
   } catch (...) {
     error = std::current_exception();
   }
@@ -242,25 +258,34 @@ void Messages::look(Lock& lock) {
   tell_settled(lock);
 }
 
-// Ends what waits in vain: its peer is gone, or its time is over.
+// Ends what waits in vain: its peer is gone, or its time is over. All are looked at, so not too often.
 void Messages::expire() {
   const auto now = Clock::now();
-  auto trouble = [&](const Item& item) -> std::exception_ptr {
-    if (now - item.posted < kSlice) return nullptr;
+  if (now < next_expiry_) return;
+  next_expiry_ = now + kSlice;
+  if (!trouble()) return;
+  take_notes();  // what a peer said before it left is still there
+  if (auto error = trouble()) fail_all(error);
+}
+
+std::exception_ptr Messages::trouble() const {
+  const auto now = Clock::now();
+  std::vector<std::exception_ptr> lost;
+  for (int r = 0; r < meeting_.ranks(); ++r)
+    lost.push_back(r == meeting_.rank() ? nullptr : meeting_.lost(r));
+  const auto all_lost = meeting_.lost(kAnySource);
+  auto of = [&](const Item& item) -> std::exception_ptr {
     const int peer = item.part.call.root;
-    if (auto lost = meeting_.lost(peer)) return lost;
+    if (auto error = peer == kAnySource ? all_lost : lost[static_cast<std::size_t>(peer)]) return error;
     if (now >= item.deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
     return nullptr;
   };
   for (const auto& [id, item] : sends_)
-    if (auto error = trouble(*item)) return fail_all(error);
-  for (const auto& item : receives_)
-    if (auto error = trouble(*item)) {
-      take_notes();  // what a peer sent before it left is still there
-      const bool waits = std::find(receives_.begin(), receives_.end(), item) != receives_.end();
-      if (waits) return fail_all(error);
-      return;
-    }
+    if (auto error = of(*item)) return error;
+  for (const auto& [tag, items] : receives_)
+    for (const auto& item : items)
+      if (auto error = of(*item)) return error;
+  return nullptr;
 }
 
 // Peers may still be about to take what was sent: it stays where it is.
@@ -268,7 +293,9 @@ void Messages::fail_all(const std::exception_ptr& error) {
   if (broken_) return;
   broken_ = error;
   for (auto& [id, item] : std::exchange(sends_, {})) settle(item, error);
-  for (auto& item : std::exchange(receives_, {})) settle(item, error);
+  for (auto& [tag, items] : std::exchange(receives_, {}))
+    for (auto& item : items) settle(item, error);
+  for (auto& each : outbox_) each = {};
 }
 
 void Messages::wait(Item& item, Clock::time_point deadline) {
@@ -293,6 +320,8 @@ void Messages::wait(Item& item, Clock::time_point deadline) {
     lock.lock();
   }
   --waiting_;
+  last_use_ = Clock::now();
+  if (asleep_ && neglected()) posted_.notify_one();
 }
 
 void Messages::interrupt(const std::string& cause) {
@@ -303,33 +332,55 @@ void Messages::interrupt(const std::string& cause) {
 }
 
 void Messages::close() {
+  {
+    Lock lock(mutex_);
+    take_leave(lock);
+  }
   interrupt("the group has been left");
   Lock lock(mutex_);
   closed_ = true;
   posted_.notify_one();
 }
 
-std::size_t Messages::unsent() const {
-  std::size_t notes = 0;
-  for (const auto& each : outbox_) notes += each.size();
-  return notes;
+void Messages::take_leave(Lock& lock) {
+  const auto until = Clock::now() + kFarewell;
+  auto unheard = [&](int r) {
+    return !outbox_[static_cast<std::size_t>(r)].replies.empty() && !meeting_.lost(r);
+  };
+  for (int r = 0; r < meeting_.ranks(); ++r)
+    while (!broken_ && unheard(r) && Clock::now() < until) {
+      const auto bell = meeting_.bell();
+      look(lock);
+      if (!unheard(r)) break;
+      lock.unlock();
+      meeting_.sleep(bell, kSlice);
+      lock.lock();
+    }
+}
+
+bool Messages::idle() const {
+  return sends_.empty() && receives_.empty() &&
+         std::all_of(outbox_.begin(), outbox_.end(), [](const auto& each) { return each.empty(); });
 }
 
 void Messages::watch() {
   Lock lock(mutex_);
   while (!closed_) {
-    if (idle() || waiting_ > 0) {
-      // Those who wait look themselves; when they are gone, there may be something left.
-      if (idle()) posted_.wait(lock, [&] { return !idle() || closed_; });
-      posted_.wait_for(lock, kNap);
-      continue;
+    if (!neglected() && Clock::now() - last_use_ >= kLinger) {
+      asleep_ = true;
+      posted_.wait(lock, [&] { return neglected() || closed_; });
+      asleep_ = false;
     }
-    const auto bell = meeting_.bell();
-    look(lock);
-    if (idle() || waiting_ > 0 || closed_) continue;
-    lock.unlock();
-    meeting_.sleep(bell, kSlice);
-    lock.lock();
+    // Most are waited for at once, and those who wait look themselves.
+    posted_.wait_for(lock, kNap);
+    while (neglected() && !closed_) {
+      const auto bell = meeting_.bell();
+      look(lock);
+      if (!neglected() || closed_) break;
+      lock.unlock();
+      meeting_.sleep(bell, kSlice);
+      lock.lock();
+    }
   }
 }
 

@@ -36,6 +36,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void wait(Item& item, Clock::time_point deadline);
   // Every message ends with this cause, now and later.
   void interrupt(const std::string& cause);
+  // The same; but those who sent what this rank has are told so first, for which some time is waited.
   void close();
 
  private:
@@ -43,6 +44,11 @@ class Messages : public std::enable_shared_from_this<Messages> {
   struct Arrived {
     Note note;
     int from = 0;
+  };
+  // For one rank, while its ring is full. Replies go first: others wait for them.
+  struct Outbox {
+    std::deque<Note> replies, messages;
+    bool empty() const { return replies.empty() && messages.empty(); }
   };
   struct Settled {
     ItemPtr item;
@@ -58,12 +64,14 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void put(int to, const Note& note);
   void flush();
   void expire();
+  std::exception_ptr trouble() const;
+  void take_leave(Lock& lock);
   void fail_all(const std::exception_ptr& error);
   void settle(ItemPtr item, std::exception_ptr error, int source = -1);
   void tell_settled(Lock& lock);
   void watch();
-  bool idle() const { return sends_.empty() && receives_.empty() && unsent() == 0; }
-  std::size_t unsent() const;
+  bool idle() const;
+  bool neglected() const { return !idle() && waiting_ == 0; }  // nobody but the thread looks after them
 
   Meeting& meeting_;
   Memory& memory_;
@@ -73,14 +81,16 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::mutex mutex_;
   std::condition_variable posted_;
   std::map<std::uint64_t, ItemPtr> sends_;  // until they are acknowledged
-  std::list<ItemPtr> receives_;             // in the order of posting
-  std::list<Arrived> arrived_;              // that nobody has asked for yet
-  std::vector<std::deque<Note>> outbox_;    // for each rank, while its ring is full
-  std::vector<Settled> settled_;            // to be told when the lock is not held
+  // By tag, in the order of posting and of coming.
+  std::map<std::int64_t, std::list<ItemPtr>> receives_;
+  std::map<std::int64_t, std::list<Arrived>> arrived_;  // that nobody has asked for yet
+  std::vector<Outbox> outbox_;                          // by rank
+  std::vector<Settled> settled_;                        // to be told when the lock is not held
   std::exception_ptr broken_;
   std::uint64_t next_id_ = 1;
+  Clock::time_point next_expiry_{}, last_use_{};
   int waiting_ = 0;
-  bool closed_ = false, has_thread_ = false;
+  bool closed_ = false, has_thread_ = false, asleep_ = false;
 };
 
 }  // namespace lockstep::shm

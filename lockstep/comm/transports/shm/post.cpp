@@ -213,6 +213,13 @@ char* Peer::map(Place place, std::size_t bytes, const Check& check) {
   return found->data() + place.offset;
 }
 
+bool Peer::has_ended() {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || !socket_) return false;  // whoever has it finds out
+  pollfd polled{socket_.get(), POLLRDHUP, 0};
+  return ::poll(&polled, 1, 0) > 0;
+}
+
 std::shared_ptr<Segment> Peer::fetch(std::uint64_t id, const Check& check) {
   if (!socket_) socket_ = call(name_);
   Reply reply;

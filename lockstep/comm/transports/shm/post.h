@@ -48,6 +48,7 @@ class Peer {
   // Throws Error where there is no such segment.
   std::shared_ptr<Segment> segment(std::uint64_t id, const Check& check);
   char* map(Place place, std::size_t bytes, const Check& check);
+  bool has_ended();  // as far as its socket tells
 
  private:
   Peer(std::string name, control::Fd socket) : name_(std::move(name)), socket_(std::move(socket)) {}

@@ -11,17 +11,29 @@
 namespace lockstep::shm {
 namespace {
 
-// One character for each processor: '1' where this process may run on it.
+// One character for each processor: '1' where this process may run on it. Never empty.
 std::string own_processors() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  ::sched_getaffinity(0, sizeof set, &set);
-  std::string text;
-  for (int i = 0;
-       i < CPU_SETSIZE && static_cast<int>(std::count(text.begin(), text.end(), '1')) < CPU_COUNT(&set); ++i)
-    text += CPU_ISSET(i, &set) ? '1' : '0';
-  return text;
+  // The kernel refuses a set that has no room for all that it knows.
+  for (std::size_t most = CPU_SETSIZE; most <= std::size_t{1} << 20; most *= 2) {
+    std::vector<cpu_set_t> sets(most / CPU_SETSIZE);
+    const auto bytes = sets.size() * sizeof(cpu_set_t);
+    if (::sched_getaffinity(0, bytes, sets.data()) != 0) continue;
+    std::string text(most, '0');
+    for (std::size_t i = 0; i < most; ++i)
+      if (CPU_ISSET_S(i, bytes, sets.data())) text[i] = '1';
+    text.resize(text.find_last_of('1') + 1);
+    return text.empty() ? "0" : text;
+  }
+  return "0";
 }
+
+// The region, for the others to fetch.
+struct Offer {
+  std::uint64_t id = 0;
+  ~Offer() {
+    if (id != 0) Post::instance().withdraw(id);
+  }
+};
 
 }  // namespace
 
@@ -29,13 +41,13 @@ Station::Station(int rank, int ranks, Company company, const Words& words, Clock
                  const std::function<void()>& check)
     : rank_(rank), ranks_(ranks) {
   auto key = [](int each) { return fmt::format("rank {}", each); };
-  std::uint64_t offered = 0;
+  Offer offer;
   if (rank == 0) {
     segment_ = Segment::make(Region::size_for(ranks));
     region().prepare();
-    offered = Post::instance().offer(segment_);
+    offer.id = Post::instance().offer(segment_);
   }
-  words.set(key(rank), fmt::format("{} {} {}", Post::instance().name(), own_processors(), offered));
+  words.set(key(rank), fmt::format("{} {} {}", Post::instance().name(), own_processors(), offer.id));
   for (int r = 0; r < ranks; ++r) {
     std::istringstream word(words.get(key(r)));
     std::string name;
@@ -49,24 +61,33 @@ Station::Station(int rank, int ranks, Company company, const Words& words, Clock
     throw Error("the ranks disagree on the shared memory of the group: are all of the same build?");
 
   if (rank == 0) region().shared().roomy.store(has_room(company) ? 1 : 0, std::memory_order_relaxed);
-  // All have it, and all hold their locks, before anybody goes on.
   Holder::hold(region().line(rank).alive);
   try {
-    Line& line = region().line(rank);
-    line.joined.store(1, std::memory_order_seq_cst);
-    futex_wake_all(line.joined);
-    for (int r = 0; r < ranks; ++r)
-      while (region().line(r).joined.load(std::memory_order_seq_cst) == 0) {
-        check();
-        if (Clock::now() >= deadline)
-          throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", r));
-        futex_wait(region().line(r).joined, 0, std::chrono::milliseconds(20));
-      }
+    meet(1, deadline, check);  // all have read all words, and hold their locks
+    words.forget(key(rank));
+    meet(2, deadline, check);  // there are none any more
   } catch (...) {
     Holder::let_go(region().line(rank).alive);
     throw;
   }
-  if (rank == 0) Post::instance().withdraw(offered);
+}
+
+void Station::meet(std::uint32_t stage, Clock::time_point deadline, const std::function<void()>& check) {
+  Line& line = region().line(rank_);
+  line.joined.store(stage, std::memory_order_seq_cst);
+  futex_wake_all(line.joined);
+  for (int r = 0; r < ranks_; ++r) {
+    auto& joined = region().line(r).joined;
+    for (auto seen = joined.load(); seen < stage; seen = joined.load()) {
+      futex_wait(joined, seen, std::chrono::milliseconds(20));
+      check();
+      if (joined.load() >= stage) break;
+      if (r != rank_ && peers_[static_cast<std::size_t>(r)]->has_ended())
+        throw PeerLost(r, fmt::format("rank {} has ended", r));
+      if (Clock::now() >= deadline)
+        throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", r));
+    }
+  }
 }
 
 Station::~Station() {

@@ -13,10 +13,12 @@
 
 namespace lockstep::shm {
 
-// Where the ranks leave word for one another before they have met: get waits until it is there.
+// Where the ranks leave word for one another before they have met: get waits until it is there. What a rank
+// has set it forgets when all have read it: a later group may have the same place for its words.
 struct Words {
   std::function<void(const std::string& key, const std::string& value)> set;
   std::function<std::string(const std::string& key)> get;
+  std::function<void(const std::string& key)> forget;
 };
 
 // Of the job on this host.
@@ -46,6 +48,7 @@ class Station final : public Memory {
 
  private:
   bool has_room(Company company) const;
+  void meet(std::uint32_t stage, Clock::time_point deadline, const std::function<void()>& check);
 
   const int rank_, ranks_;
   const std::uint64_t generation_ = fork_generation();
