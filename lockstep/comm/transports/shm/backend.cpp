@@ -101,9 +101,10 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
       std::make_shared<shm::Station>(rank, size, shm::Company{options.local_ranks, options.threads}, words,
                                      shm::Clock::now() + options.timeout, check);
   const auto how = tuning(station->roomy(), size);
-  lane_ = std::make_shared<shm::Lane>(std::make_unique<shm::Engine>(station->region(), rank, how, *station),
-                                      station);
-  messages_ = std::make_shared<shm::Messages>(lane_->meeting(), *station, how.spin, lane_);
+  auto engine = std::make_unique<shm::Engine>(station->region(), rank, how, *station);
+  auto& meeting = engine->meeting();
+  lane_ = std::make_shared<shm::Lane>(std::move(engine), station);
+  messages_ = std::make_shared<shm::Messages>(meeting, *station, how.spin, lane_);
   init();
 }
 
@@ -131,7 +132,8 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
     request.part.done = [work](const std::exception_ptr& error, int source) {
       work->settle_or_abandon(error, source);
     };
-    work->set_item(messages_->post(std::move(request.part), request.tag, timeout));
+    const int peer = request.part.call.root;
+    work->set_item(messages_->post(std::move(request.part), peer, request.tag, timeout));
     return work;
   }
   auto work = prepare(lane_);

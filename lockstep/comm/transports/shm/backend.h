@@ -38,7 +38,7 @@ class ShmBackend : public PartBackend {
   const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
   void interrupt(const std::string& cause);
   void leave();
-  std::string absent() const { return lane_->meeting().absent(); }
+  std::string absent() const { return lane_->absent(); }
 
  protected:
   WorkPtr post(Request request) override;

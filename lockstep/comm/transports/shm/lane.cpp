@@ -22,7 +22,7 @@ void start_quietly(std::function<void()> body) {
 
 }  // namespace
 
-Lane::Lane(std::unique_ptr<Engine> engine, std::shared_ptr<void> keep)
+Lane::Lane(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep)
     : keep_(std::move(keep)), engine_(std::move(engine)) {}
 
 Lane::~Lane() = default;
@@ -119,14 +119,14 @@ void Lane::wait(Item& item, Clock::time_point deadline) {
     const auto status = settled_.wait_until(lock, deadline);
     --waiting_;
     if (status == std::cv_status::timeout && !item.settled && Clock::now() >= deadline) {
-      engine_->meeting().interrupt("another operation was not complete within its deadline");
+      engine_->interrupt("another operation was not complete within its deadline");
       deadline = Clock::now() + std::chrono::hours(1);
     }
   }
 }
 
 void Lane::interrupt(const std::string& cause) {
-  engine_->meeting().interrupt(cause);
+  engine_->interrupt(cause);
   Lock lock(mutex_);
   if (busy_ || broken_) return;  // whoever is in the engine comes out of it now
   broken_ = std::make_exception_ptr(Interrupted(cause));

@@ -59,9 +59,10 @@ Messages::Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds sp
       keep_(std::move(keep)),
       outbox_(static_cast<std::size_t>(meeting.ranks())) {}
 
-Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanoseconds timeout) {
+Messages::ItemPtr Messages::post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
   auto item = std::make_shared<Item>();
   item->part = std::move(part);
+  item->peer = peer;
   item->tag = tag;
   item->posted = Clock::now();
   item->deadline = item->posted + timeout;
@@ -87,10 +88,10 @@ Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanos
     note.segment = place.segment;
     note.offset = place.offset;
     sends_[note.id] = item;
-    put(call.root, note);
+    put(peer, note);
   } else {
     auto wanted = std::find_if(arrived_.begin(), arrived_.end(), [&](const Arrived& each) {
-      return each.note.tag == tag && (call.root == kAnySource || call.root == each.from);
+      return each.note.tag == tag && (peer == kAnySource || peer == each.from);
     });
     if (wanted != arrived_.end()) {
       const auto found = *wanted;
@@ -159,8 +160,7 @@ void Messages::take_notes() {
 
 void Messages::receive(const Note& note, int from) {
   auto wanted = std::find_if(receives_.begin(), receives_.end(), [&](const ItemPtr& item) {
-    const int peer = item->part.call.root;
-    return item->tag == note.tag && (peer == kAnySource || peer == from);
+    return item->tag == note.tag && (item->peer == kAnySource || item->peer == from);
   });
   if (wanted == receives_.end()) {
     arrived_.push_back({note, from});
@@ -178,7 +178,8 @@ void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
   reply.kind = Note::kReceived;
   std::exception_ptr error;
   try {
-    if (auto mismatch = detail::find_mismatch(far_call(note, call, lockstep::Operation::send, from), call)) {
+    if (auto mismatch = detail::find_mismatch(
+            far_call(note, call, lockstep::Operation::send, meeting_.name(from)), call)) {
       reply.kind = Note::kRefused;
       throw Mismatch(*mismatch);
     }
@@ -202,9 +203,9 @@ void Messages::acknowledged(const Note& note, int from) {
   std::exception_ptr error;
   if (note.kind == Note::kRefused) {
     const Call& call = item->part.call;
-    error = std::make_exception_ptr(
-        Mismatch(detail::find_mismatch(call, far_call(note, call, lockstep::Operation::recv, from))
-                     .value_or("the receiver could not take it")));
+    error = std::make_exception_ptr(Mismatch(
+        detail::find_mismatch(call, far_call(note, call, lockstep::Operation::recv, meeting_.name(from)))
+            .value_or("the receiver could not take it")));
   }
   settle(item, error);
 }
@@ -247,8 +248,7 @@ void Messages::expire() {
   const auto now = Clock::now();
   auto trouble = [&](const Item& item) -> std::exception_ptr {
     if (now - item.posted < kSlice) return nullptr;
-    const int peer = item.part.call.root;
-    if (auto lost = meeting_.lost(peer)) return lost;
+    if (auto lost = meeting_.lost(item.peer)) return lost;
     if (now >= item.deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
     return nullptr;
   };
@@ -293,6 +293,11 @@ void Messages::wait(Item& item, Clock::time_point deadline) {
     lock.lock();
   }
   --waiting_;
+}
+
+bool Messages::withdraw(const ItemPtr& item) {
+  Lock lock(mutex_);
+  return receives_.remove(item) > 0;
 }
 
 void Messages::interrupt(const std::string& cause) {

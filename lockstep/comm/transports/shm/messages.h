@@ -21,6 +21,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
  public:
   struct Item {
     Part part;
+    int peer = 0;
     std::int64_t tag = 0;
     Clock::time_point posted, deadline;
     char* copy = nullptr;  // of what is sent, where it was not in shared memory
@@ -31,9 +32,11 @@ class Messages : public std::enable_shared_from_this<Messages> {
   // The meeting tells who is gone. keep: what is needed as long as this lives.
   Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep);
 
-  // part.call.root is the peer, or kAnySource. Never waits.
-  ItemPtr post(Part part, std::int64_t tag, std::chrono::nanoseconds timeout);
+  // peer: or kAnySource. Never waits.
+  ItemPtr post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
   void wait(Item& item, Clock::time_point deadline);
+  // Takes a receive back, which then never ends; false where its message has come, or it has failed.
+  bool withdraw(const ItemPtr& item);
   // Every message ends with this cause, now and later.
   void interrupt(const std::string& cause);
   void close();

@@ -25,10 +25,13 @@ std::string own_processors() {
 
 }  // namespace
 
-Station::Station(int rank, int ranks, Company company, const Words& words, Clock::time_point deadline,
+Station::Station(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
                  const std::function<void()>& check)
     : rank_(rank), ranks_(ranks) {
   auto key = [](int each) { return fmt::format("rank {}", each); };
+  auto called = [&](int each) {
+    return company.names.empty() ? each : company.names.at(static_cast<std::size_t>(each));
+  };
   std::uint64_t offered = 0;
   if (rank == 0) {
     segment_ = Segment::make(Region::size_for(ranks));
@@ -41,7 +44,7 @@ Station::Station(int rank, int ranks, Company company, const Words& words, Clock
     std::string name;
     std::uint64_t id = 0;
     if (!(word >> name >> processors_.emplace_back() >> id))
-      throw Error(fmt::format("rank {} left a word that makes no sense", r));
+      throw Error(fmt::format("rank {} left a word that makes no sense", called(r)));
     peers_.push_back(r == rank ? nullptr : Peer::reach(name));
     if (r == 0 && rank != 0) segment_ = peers_[0]->segment(id, check);
   }
@@ -59,7 +62,7 @@ Station::Station(int rank, int ranks, Company company, const Words& words, Clock
       while (region().line(r).joined.load(std::memory_order_seq_cst) == 0) {
         check();
         if (Clock::now() >= deadline)
-          throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", r));
+          throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", called(r)));
         futex_wait(region().line(r).joined, 0, std::chrono::milliseconds(20));
       }
   } catch (...) {
@@ -73,7 +76,7 @@ Station::~Station() {
   if (fork_generation() == generation_) Holder::let_go(region().line(rank_).alive);
 }
 
-bool Station::has_room(Company company) const {
+bool Station::has_room(const Company& company) const {
   const int threads = std::max(company.threads, 1), local_ranks = company.local_ranks;
   const bool bound = std::any_of(processors_.begin(), processors_.end(),
                                  [&](const auto& each) { return each != processors_[0]; });
@@ -93,7 +96,8 @@ char* Station::map(int rank, Place place, std::size_t bytes, const Patience& pat
   } catch (const Error& error) {
     // Most likely it has ended: that is known in a moment, and says more.
     patience.check();
-    throw PeerLost(rank, fmt::format("the shared memory of rank {} cannot be had: {}", rank, error.what()));
+    const int name = patience.meeting.name(rank);
+    throw PeerLost(name, fmt::format("the shared memory of rank {} cannot be had: {}", name, error.what()));
   }
 }
 

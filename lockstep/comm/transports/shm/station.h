@@ -21,14 +21,15 @@ struct Words {
 
 // Of the job on this host.
 struct Company {
-  int local_ranks = 0;  // 0: not known
-  int threads = 1;      // that each computes with
+  int local_ranks = 0;          // 0: not known
+  int threads = 1;              // that each computes with
+  std::vector<int> names = {};  // of the group's ranks, in errors; none: their numbers
 };
 
 class Station final : public Memory {
  public:
   // Meets the others. check is called now and then while it waits, and throws to end that.
-  Station(int rank, int ranks, Company company, const Words& words, Clock::time_point deadline,
+  Station(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
           const std::function<void()>& check);
   ~Station() override;
 
@@ -45,7 +46,7 @@ class Station final : public Memory {
   void free(char* memory) noexcept override { Arena::instance().free(memory); }
 
  private:
-  bool has_room(Company company) const;
+  bool has_room(const Company& company) const;
 
   const int rank_, ranks_;
   const std::uint64_t generation_ = fork_generation();
