@@ -42,6 +42,7 @@ class ThreadLinks final : public Links {
   TransferPtr send(int to, const void* data, std::size_t bytes, int tag) override {
     auto transfer = std::make_unique<Under>();
     transfer->letter = std::make_shared<Network::Letter>(Network::Letter{data, bytes});
+    transfer->from = {rank_, to, tag};
     std::lock_guard lock(network_->mutex);
     network_->letters[{rank_, to, tag}].push_back(transfer->letter);
     network_->sent += bytes;
@@ -58,12 +59,31 @@ class ThreadLinks final : public Links {
     transfer->number = expected_[transfer->from]++;
     return transfer;
   }
-  void wait(Transfer& transfer, Clock::time_point deadline) override {
+  TransferPtr receive_any(void* data, std::size_t bytes, int tag) override {
+    return receive(kAnybody, data, bytes, tag);
+  }
+  std::exception_ptr lost(int) override { return nullptr; }
+  void cancel(Transfer& transfer) override {
+    std::lock_guard lock(network_->mutex);
+    static_cast<Under&>(transfer).cancelled = true;
+    network_->changed.notify_all();
+  }
+  int wait(Transfer& transfer, Clock::time_point deadline) override {
     auto& under = static_cast<Under&>(transfer);
     std::unique_lock lock(network_->mutex);
     auto there = [&] {
       if (!cause_.empty()) throw shm::Interrupted(cause_);
+      if (under.cancelled) throw shm::Interrupted("cancelled");
       if (under.letter) return under.letter->taken;
+      if (std::get<0>(under.from) == kAnybody) {
+        for (auto& [key, waiting] : network_->letters)
+          if (std::get<1>(key) == rank_ && std::get<2>(key) == std::get<2>(under.from) && !waiting.empty()) {
+            under.from = key;
+            under.number = taken_[key];
+            return true;
+          }
+        return false;
+      }
       auto& waiting = network_->letters[under.from];
       // In the order in which they were asked for.
       return !waiting.empty() && taken_[under.from] == under.number;
@@ -71,7 +91,7 @@ class ThreadLinks final : public Links {
     while (!there())
       if (network_->changed.wait_until(lock, deadline) == std::cv_status::timeout && Clock::now() >= deadline)
         throw shm::TimedOut("the deadline has passed");
-    if (under.letter) return;
+    if (under.letter) return std::get<1>(under.from);
     auto letter = network_->letters[under.from].front();
     network_->letters[under.from].pop_front();
     ++taken_[under.from];
@@ -79,6 +99,7 @@ class ThreadLinks final : public Links {
     std::memcpy(under.target, letter->data, under.bytes);
     letter->taken = true;
     network_->changed.notify_all();
+    return std::get<0>(under.from);
   }
   void interrupt(const std::string& cause) override {
     std::lock_guard lock(network_->mutex);
@@ -93,7 +114,9 @@ class ThreadLinks final : public Links {
     void* target = nullptr;
     std::size_t bytes = 0;
     std::uint64_t number = 0;
+    bool cancelled = false;
   };
+  static constexpr int kAnybody = -1;
   const std::shared_ptr<Network> network_;
   const int rank_;
   std::string cause_;

@@ -57,7 +57,8 @@ Engine::Engine(Hosts hosts, std::unique_ptr<shm::Engine> inside, std::shared_ptr
       inside_(std::move(inside), hosts_.place(), static_cast<int>(hosts_.neighbours().size())),
       links_(std::move(links)),
       memory_(memory),
-      tuning_(tuning) {}
+      tuning_(tuning),
+      greetings_(std::make_unique<Greeting[]>(2)) {}
 
 Engine::~Engine() {
   if (scratch_ == nullptr) return;
@@ -68,8 +69,11 @@ Engine::~Engine() {
 }
 
 void Engine::give_up() noexcept {
-  scratch_ = nullptr;  // others may still read it, or links write to it
+  // Others may still read it, or links write to it: it stays.
+  scratch_ = nullptr;
   scratch_size_ = 0;
+  (void)greetings_.release();
+  if (auto* kept = new (std::nothrow) std::vector<std::uint8_t>) kept->swap(calls_);
   inside_.give_up();
 }
 
@@ -126,8 +130,9 @@ bool Engine::agree(Part& part) {
   const std::vector<std::size_t> sizes(all.size(), sizeof(Greeting));
   inside_.all_gather(&own, places, sizes, deadline_);
 
-  Greeting& outcome = all[0];
+  Greeting& outcome = greetings_[0];
   if (hosts_.leads()) {
+    outcome = all[0];
     std::vector<std::vector<char>> wide;
     std::vector<const void*> sums;
     for (auto& each : all) {
@@ -147,7 +152,7 @@ bool Engine::agree(Part& part) {
         }
       detail::reduce_tree(type, partial(call.reduction), sums, outcome.sum, count);
     }
-    meet_leaders(outcome, small && count > 0 ? &call : nullptr);
+    meet_leaders(small && count > 0 ? &call : nullptr);
   }
   inside_.broadcast(0, &outcome, sizeof outcome, deadline_);
 
@@ -165,8 +170,9 @@ bool Engine::agree(Part& part) {
 
 // Along the tree over hosts: with a power of two of them all learn it at once (each meets the host that
 // differs in one bit, bit by bit), else it goes up to the first and down again.
-void Engine::meet_leaders(Greeting& greeting, const Call* sums) {
+void Engine::meet_leaders(const Call* sums) {
   const int hosts = hosts_.count(), own = hosts_.host();
+  Greeting &greeting = greetings_[0], &other = greetings_[1];
   auto tell = [&](int host) {
     Transfers out;
     send(out, hosts_.leader_of(host), &greeting, sizeof greeting, kGreetingTag);
@@ -179,7 +185,6 @@ void Engine::meet_leaders(Greeting& greeting, const Call* sums) {
   };
   if (std::has_single_bit(static_cast<unsigned>(hosts))) {
     for (int bit = 1; bit < hosts; bit *= 2) {
-      Greeting other;
       Transfers both;
       const int leader = hosts_.leader_of(own ^ bit);
       receive(both, leader, &other, sizeof other, kGreetingTag);
@@ -192,7 +197,6 @@ void Engine::meet_leaders(Greeting& greeting, const Call* sums) {
   int bit = 1;
   for (; bit < hosts && (own & bit) == 0; bit *= 2) {
     if (own + bit >= hosts) continue;
-    Greeting other;
     hear(own + bit, other);
     merge(greeting, other, true, sums, 2 * bit >= hosts);
   }
@@ -223,7 +227,8 @@ std::vector<Call> Engine::everybodys(const Call& call) {
   own.size = hosts_.size();
   const auto packed = detail::pack(own);
   const auto length = packed.size();
-  std::vector<std::uint8_t> all(at(hosts_.size()) * length);  // host by host
+  auto& all = calls_;  // host by host
+  all.resize(at(hosts_.size()) * length);
   std::vector<std::size_t> starts;
   for (int h = 0, before = 0; h < hosts_.count(); before += static_cast<int>(hosts_.ranks_of(h++).size()))
     starts.push_back(at(before) * length);

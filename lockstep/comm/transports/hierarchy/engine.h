@@ -30,7 +30,7 @@ namespace lockstep::hierarchy {
 using detail::Part;
 
 // Tags of what the engine sends.
-enum Tag : int { kGreetingTag, kCallTag, kSumTag, kShareTag, kDataTag, kFirstFreeTag };
+enum Tag : int { kGreetingTag, kCallTag, kSumTag, kShareTag, kDataTag };
 
 class Engine final : public detail::CollectiveEngine {
  public:
@@ -60,7 +60,7 @@ class Engine final : public detail::CollectiveEngine {
 
   // engine.cpp
   bool agree(Part& part);
-  void meet_leaders(Greeting& greeting, const Call* sums);
+  void meet_leaders(const Call* sums);
   void merge(Greeting& greeting, const Greeting& other, bool is_left, const Call* sums, bool is_last) const;
   std::vector<Call> everybodys(const Call& call);
   void compare(const Call& call, bool fits);
@@ -97,6 +97,9 @@ class Engine final : public detail::CollectiveEngine {
   const Tuning tuning_;
   std::uint64_t operations_ = 0;
   Clock::time_point deadline_;  // of the operation that is under way
+  // What links may write to: not on the stack, because after a failure they may do so later.
+  std::unique_ptr<Greeting[]> greetings_;  // this host's, and another's
+  std::vector<std::uint8_t> calls_;
   char* scratch_ = nullptr;
   std::size_t scratch_size_ = 0;
   std::atomic<int> awaited_ = -1;  // a rank of another host

@@ -153,8 +153,16 @@ bool Lane::is_idle() {
 }
 
 void Lane::close() {
-  interrupt("the group has been left");
+  constexpr const char* kLeft = "the group has been left";
   Lock lock(mutex_);
+  if (busy_ || !queue_.empty()) {
+    lock.unlock();
+    interrupt(kLeft);
+    lock.lock();
+  } else if (!broken_) {
+    broken_ = std::make_exception_ptr(Interrupted(kLeft));
+    engine_->give_up();
+  }
   closed_ = true;
   posted_.notify_one();
   away_long_.notify_one();

@@ -18,7 +18,9 @@ constexpr std::chrono::milliseconds kSlice(20);
 // How long a message may lie before the thread looks after it; most are waited for at once.
 constexpr std::chrono::microseconds kNap(250);
 
-Note describe(const Part& part, std::int64_t tag) {
+}  // namespace
+
+Note note_of(const Part& part, std::int64_t tag) {
   Note note{};
   note.tag = tag;
   note.dtype = static_cast<std::uint8_t>(part.call.dtype);
@@ -31,7 +33,6 @@ Note describe(const Part& part, std::int64_t tag) {
   return note;
 }
 
-// The call at the other end, as far as the note tells.
 Call far_call(const Note& note, const Call& own, lockstep::Operation operation, int rank) {
   if (note.dtype > static_cast<int>(Dtype::other) || note.dims > std::size(note.shape) || note.count < 0)
     throw Error("a rank sent a note that makes no sense: are all ranks of the same build?");
@@ -49,14 +50,13 @@ Call far_call(const Note& note, const Call& own, lockstep::Operation operation, 
   return call;
 }
 
-}  // namespace
-
 Messages::Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin,
-                   std::shared_ptr<void> keep)
+                   std::shared_ptr<void> keep, bool has_others)
     : meeting_(meeting),
       memory_(memory),
       spin_(spin),
       keep_(std::move(keep)),
+      has_others_(has_others),
       outbox_(static_cast<std::size_t>(meeting.ranks())) {}
 
 Messages::ItemPtr Messages::post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
@@ -74,7 +74,7 @@ Messages::ItemPtr Messages::post(Part part, int peer, std::int64_t tag, std::chr
     return item;
   }
   if (call.operation == lockstep::Operation::send) {
-    Note note = describe(item->part, tag);
+    Note note = note_of(item->part, tag);
     note.kind = Note::kMessage;
     note.id = next_id_++;
     const auto bytes = static_cast<std::size_t>(call.bytes);
@@ -173,7 +173,7 @@ void Messages::receive(const Note& note, int from) {
 
 void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
   const Call& call = item->part.call;
-  Note reply = describe(item->part, note.tag);
+  Note reply = note_of(item->part, note.tag);
   reply.id = note.id;
   reply.kind = Note::kReceived;
   std::exception_ptr error;
@@ -248,7 +248,8 @@ void Messages::expire() {
   const auto now = Clock::now();
   auto trouble = [&](const Item& item) -> std::exception_ptr {
     if (now - item.posted < kSlice) return nullptr;
-    if (auto lost = meeting_.lost(item.peer)) return lost;
+    if (item.peer != kAnySource || !has_others_)
+      if (auto lost = meeting_.lost(item.peer)) return lost;
     if (now >= item.deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
     return nullptr;
   };

@@ -17,6 +17,10 @@
 
 namespace lockstep::shm {
 
+// What a note says of a message; the call at its other end, as far as a note tells.
+Note note_of(const Part& part, std::int64_t tag);
+Call far_call(const Note& note, const Call& own, lockstep::Operation operation, int rank);
+
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
   struct Item {
@@ -30,7 +34,9 @@ class Messages : public std::enable_shared_from_this<Messages> {
   using ItemPtr = std::shared_ptr<Item>;
 
   // The meeting tells who is gone. keep: what is needed as long as this lives.
-  Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep);
+  // has_others: ranks that are not of the meeting may answer a receive from any rank too.
+  Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep,
+           bool has_others = false);
 
   // peer: or kAnySource. Never waits.
   ItemPtr post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
@@ -72,6 +78,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   Memory& memory_;
   const std::chrono::nanoseconds spin_;
   const std::shared_ptr<void> keep_;
+  const bool has_others_;
 
   std::mutex mutex_;
   std::condition_variable posted_;
