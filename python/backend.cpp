@@ -173,7 +173,7 @@ std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(
       std::rethrow_exception(error);
     } catch (const shm::TimedOut&) {
       what = where + kTimedOut;
-      if (const auto absent = lane->meeting().absent(); !absent.empty()) what += ": " + absent;
+      if (const auto absent = lane->absent(); !absent.empty()) what += ": " + absent;
     } catch (const shm::Mismatch& mismatch) {
       what = std::string("lockstep: ") + mismatch.what();
     } catch (const shm::PeerLost& lost) {

@@ -1,7 +1,14 @@
 #include <lockstep/comm/backends.h>
 
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <sstream>
+
 #include <c10/core/DeviceType.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
 #include <lockstep/comm/transports/threads/threads.h>
@@ -11,10 +18,12 @@
 namespace lockstep::detail {
 namespace {
 
-constexpr const char* kAllowed = "auto, gloo, nccl, mpi, shm, or a list by device such as cpu:gloo,cuda:nccl";
+constexpr const char* kAllowed =
+    "auto, shm, shm+gloo, shm+mpi, gloo, mpi, nccl, or a list by device such as cpu:gloo,cuda:nccl";
 
-// Resolved later, when the ranks of this host are known.
+// Resolved for each group, when the hosts of its ranks are known.
 constexpr const char* kAuto = "auto";
+constexpr std::array kOfCpu = {"shm", "gloo", "mpi", "shm+gloo", "shm+mpi"};
 
 void check_name(const std::string& whole, const std::string& name, bool threads) {
   if (name == kAuto) return;
@@ -23,7 +32,7 @@ void check_name(const std::string& whole, const std::string& name, bool threads)
     throw ConfigError(fmt::format(
         "backend '{}' is not allowed where ranks are threads of one process: auto or threads is", whole));
   }
-  if (name != "shm" && name != "gloo" && name != "nccl" && name != "mpi")
+  if (name != "nccl" && std::find(kOfCpu.begin(), kOfCpu.end(), name) == kOfCpu.end())
     throw ConfigError(fmt::format("backend '{}' is not known: {} is", whole, kAllowed));
 }
 
@@ -45,8 +54,8 @@ Backends parse(const std::string& text, bool threads) {
       throw ConfigError(fmt::format("backend '{}' is not allowed: {} is", text, kAllowed));
     check_name(text, name, threads);
     if (name != kAuto && cuda != (name == "nccl"))
-      throw ConfigError(
-          fmt::format("backend '{}' is not allowed: nccl serves cuda, shm, gloo and mpi serve cpu", text));
+      throw ConfigError(fmt::format("backend '{}' is not allowed: nccl serves cuda, {} serve cpu", text,
+                                    fmt::join(kOfCpu, ", ")));
     backends[cuda ? at::kCUDA : at::kCPU] = name;
     start = end + 1;
   }
@@ -61,11 +70,7 @@ Backends choose_backends(const std::string& text, const Identity& identity, bool
   auto backends = parse(text, threads);
   const bool alone = identity.size == 1;
   if (auto cpu = backends.find(at::kCPU); cpu != backends.end() && cpu->second == kAuto)
-    cpu->second = threads                                ? "threads"
-                  : alone                                ? "local"
-                  : identity.local_size == identity.size ? "shm"
-                  : identity.local_size == identity.size ? "shm"
-                                                         : "gloo";
+    cpu->second = threads ? "threads" : alone ? "local" : kAuto;
   if (auto cuda = backends.find(at::kCUDA); cuda != backends.end() && cuda->second == kAuto) {
     const auto devices = threads || !nccl_available() ? 0 : static_cast<int>(torch::cuda::device_count());
     if (devices > 0 && devices < identity.local_size.value_or(1))
@@ -87,17 +92,64 @@ std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout) {
   return std::min<milliseconds>(timeout, std::chrono::hours(30 * 24));
 }
 
+std::vector<int> choose_nodes(std::vector<int> found) {
+  const auto text = env::text("LOCKSTEP_NODES");
+  if (!text) return found;
+  auto refuse = [&](const std::string& why) {
+    return ConfigError(
+        fmt::format("LOCKSTEP_NODES={} is not allowed: {}; a number for each rank is, such as 0,0,1,1, of "
+                    "which those with "
+                    "the same share a host",
+                    *text, why));
+  };
+  std::vector<int> nodes;
+  std::istringstream in(*text + ',');
+  for (std::string word; std::getline(in, word, ',');) {
+    int node = -1;
+    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), node);
+    if (error != std::errc() || end != word.data() + word.size() || node < 0)
+      throw refuse(fmt::format("'{}' is no number from 0", word));
+    nodes.push_back(node);
+  }
+  if (nodes.size() != found.size())
+    throw refuse(fmt::format("it has {} numbers and the job {} ranks", nodes.size(), found.size()));
+  for (std::size_t a = 0; a < nodes.size(); ++a)
+    for (std::size_t b = 0; b < a; ++b)
+      if (nodes[a] == nodes[b] && found[a] != found[b])
+        throw refuse(fmt::format("ranks {} and {} are on different hosts", b, a));
+  return nodes;
+}
+
+namespace {
+
+// What serves this group.
+std::string resolve(const std::string& name, const TransportContext& context) {
+  const auto& nodes = context.nodes;
+  const bool one_host = std::all_of(nodes.begin(), nodes.end(), [&](int node) { return node == nodes[0]; });
+  if (one_host) return name == kAuto || name.starts_with("shm+") ? "shm" : name;
+  if (name == "shm")
+    throw ConfigError(
+        "backend 'shm' is not allowed: the group's ranks are on several hosts; auto, shm+gloo, shm+mpi, gloo "
+        "or mpi is");
+  return name == kAuto ? "shm+gloo" : name;
+}
+
+}  // namespace
+
 Transports make_transports(const Backends& backends, const TransportContext& context, ThreadsJob* threads) {
   Transports transports;
-  for (const auto& [device, name] : backends) {
+  for (const auto& [device, given] : backends) {
+    const auto name = resolve(given, context);
     auto own = context;
     own.store = c10::make_intrusive<c10d::PrefixStore>(name, context.store);
-    transports[device] = name == "local"     ? make_local_transport(own)
-                         : name == "threads" ? make_threads_transport(own, *threads)
-                         : name == "shm"     ? make_shm_transport(own)
-                         : name == "gloo"    ? make_gloo_transport(own)
-                         : name == "mpi"     ? make_mpi_transport(own)
-                                             : make_nccl_transport(own);
+    transports[device] = name == "local"      ? make_local_transport(own)
+                         : name == "threads"  ? make_threads_transport(own, *threads)
+                         : name == "shm"      ? make_shm_transport(own)
+                         : name == "gloo"     ? make_gloo_transport(own)
+                         : name == "mpi"      ? make_mpi_transport(own)
+                         : name == "shm+gloo" ? make_hierarchy_transport(own, name, make_gloo_transport)
+                         : name == "shm+mpi"  ? make_hierarchy_transport(own, name, make_mpi_transport)
+                                              : make_nccl_transport(own);
   }
   return transports;
 }

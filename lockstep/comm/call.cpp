@@ -157,6 +157,29 @@ std::optional<std::string> find_mismatch(const Call& send, const Call& recv) {
   return std::nullopt;
 }
 
+Digest& Digest::add(const std::vector<std::int64_t>& values) {
+  add(values.size());
+  for (auto value : values) add(static_cast<std::uint64_t>(value));
+  return *this;
+}
+
+Digest& Digest::add(const std::string& text) {
+  add(text.size());
+  for (unsigned char c : text) add(c);
+  return *this;
+}
+
+Digest& Digest::add(const Call& call) {
+  add(static_cast<std::uint64_t>(call.operation)).add(static_cast<std::uint64_t>(call.dtype));
+  add(static_cast<std::uint64_t>(call.root)).add(call.tag);
+  if (reduces(call.operation)) add(static_cast<std::uint64_t>(call.reduction));
+  if (call.operation == Operation::all_gather || call.operation == Operation::reduce_scatter)
+    add(call.to).add(call.from);
+  else if (!pairwise(call.operation))
+    add(static_cast<std::uint64_t>(call.count));
+  return *this;
+}
+
 std::size_t packed_size(int group_size) {
   return sizeof(Packed) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(group_size);
 }

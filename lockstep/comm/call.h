@@ -82,6 +82,10 @@ constexpr bool rooted(Operation o) {
   return o == Operation::reduce || o == Operation::broadcast || o == Operation::gather ||
          o == Operation::scatter;
 }
+// Each pair of ranks has a size of its own, which both of them know and nobody else.
+constexpr bool pairwise(Operation o) {
+  return o == Operation::gather || o == Operation::scatter || o == Operation::all_to_all;
+}
 constexpr bool point_to_point(Operation o) { return o == Operation::send || o == Operation::recv; }
 
 // "all_reduce(float32 [10, 4], sum, tag 'grads') at train.cpp:42"
@@ -96,6 +100,23 @@ std::optional<std::string> find_difference(const Call& a, const Call& b);
 std::optional<std::string> find_mismatch(std::span<const Call* const> calls);
 // Of a send and the receive that met it.
 std::optional<std::string> find_mismatch(const Call& send, const Call& recv);
+
+// A number for what ranks must agree on: where two differ, so do the calls, or something else that was added.
+class Digest {
+ public:
+  Digest& add(std::uint64_t value) {
+    hash_ = (hash_ ^ value) * 0x9E3779B97F4A7C15u;
+    hash_ ^= hash_ >> 32;
+    return *this;
+  }
+  Digest& add(const std::vector<std::int64_t>& values);
+  Digest& add(const std::string& text);
+  Digest& add(const Call& call);  // what all ranks' calls share: not the sizes of pairs
+  std::uint64_t value() const { return hash_; }
+
+ private:
+  std::uint64_t hash_ = 0x2545F4914F6CDD1Du;
+};
 
 // For transports that do not compare calls themselves: Group gathers these. Every rank's has the same
 // length, which depends on the group's size alone.

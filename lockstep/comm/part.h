@@ -7,6 +7,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <lockstep/base/awake_clock.h>
@@ -39,6 +40,22 @@ struct PartItem {
   virtual ~PartItem() = default;
   // Called exactly once, by any thread, without a lock of the engine's.
   virtual void done(const std::exception_ptr& error, int source) = 0;
+};
+
+// Collectives, one at a time and in order, on the thread of whoever calls; a lane (transports/shm) orders
+// them.
+class CollectiveEngine {
+ public:
+  virtual ~CollectiveEngine() = default;
+  // One thread at a time, begin and finish in turn. begin does not wait: peers may go on with what it says.
+  virtual void begin(Part& part) = 0;
+  virtual void finish(Part& part, AwakeClock::time_point deadline) = 0;
+  // An operation failed: peers may still be in it. What they may read or write is not used again.
+  virtual void give_up() noexcept = 0;
+  // Any thread: whoever is in finish comes out of it with this cause, now and later.
+  virtual void interrupt(const std::string& cause) = 0;
+  // "rank 1 has not come": who keeps the others waiting. Any thread.
+  virtual std::string absent() const = 0;
 };
 
 // An engine of our own, without c10d between: c10d's objects cost more than a small operation does.

@@ -53,6 +53,15 @@ bool fold_at(SimdLevel level, Number number, Fold fold, const FoldJob& job) {
   return fold_portable(number, fold, job);
 }
 
+bool convert_at(SimdLevel level, Number number, const ConvertJob& job) {
+#if defined(__x86_64__)
+  if (level == SimdLevel::avx512) return convert_avx512(number, job);
+  if (level == SimdLevel::avx2) return convert_avx2(number, job);
+#endif
+  LOCKSTEP_ASSERT(level == SimdLevel::portable, "instructions that this build does not have");
+  return convert_portable(number, job);
+}
+
 }  // namespace
 
 bool reducible(Dtype dtype, ReduceOp op) {
@@ -98,24 +107,49 @@ std::size_t item_size(Dtype dtype) {
   return 0;
 }
 
+namespace {
+
+void reduce(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, std::span<void* const> outputs,
+            std::size_t count, std::size_t ranks) {
+  const auto number = number_of(dtype);
+  LOCKSTEP_ASSERT(!inputs.empty() && number && reducible(dtype, op), "a reduction that does not exist");
+  // One rank's average is its number as it is, also where a division would change a NaN.
+  const bool divides = op == ReduceOp::AVG && inputs.size() > 1;
+  const FoldJob job{
+      inputs.data(),      inputs.size(), outputs.data(), outputs.size(), count * item_size(dtype),
+      divides ? ranks : 0};
+  const bool done = fold_at(simd_level(), *number, fold_of(dtype, op), job);
+  LOCKSTEP_ASSERT(done, "a reduction that its dtype does not have");
+}
+
+void convert(Dtype dtype, const ConvertJob& job) {
+  const auto number = number_of(dtype);
+  const bool done = number && convert_at(simd_level(), *number, job);
+  LOCKSTEP_ASSERT(done, "a dtype that is its own accumulator");
+}
+
+}  // namespace
+
 void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, void* output,
-                 std::size_t count) {
-  reduce_tree_to_all(dtype, op, inputs, {&output, 1}, count);
+                 std::size_t count, std::size_t ranks) {
+  reduce(dtype, op, inputs, {&output, 1}, count, ranks == 0 ? inputs.size() : ranks);
 }
 
 void reduce_tree_to_all(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
                         std::span<void* const> outputs, std::size_t count) {
-  const auto number = number_of(dtype);
-  LOCKSTEP_ASSERT(!inputs.empty() && number && reducible(dtype, op), "a reduction that does not exist");
-  // One rank's average is its number as it is, also where a division would change a NaN.
-  const FoldJob job{inputs.data(),
-                    inputs.size(),
-                    outputs.data(),
-                    outputs.size(),
-                    count * item_size(dtype),
-                    op == ReduceOp::AVG && inputs.size() > 1};
-  const bool done = fold_at(simd_level(), *number, fold_of(dtype, op), job);
-  LOCKSTEP_ASSERT(done, "a reduction that its dtype does not have");
+  reduce(dtype, op, inputs, outputs, count, inputs.size());
+}
+
+Dtype accumulator(Dtype dtype) {
+  return dtype == Dtype::bfloat16 || dtype == Dtype::float16 ? Dtype::float32 : dtype;
+}
+
+void widen(Dtype dtype, const void* input, void* output, std::size_t count) {
+  convert(dtype, {input, output, count, true});
+}
+
+void narrow(Dtype dtype, const void* input, void* output, std::size_t count) {
+  convert(dtype, {input, output, count, false});
 }
 
 }  // namespace lockstep::detail

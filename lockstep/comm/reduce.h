@@ -19,9 +19,17 @@ bool reducible(Dtype dtype, ReduceOp op);
 std::size_t item_size(Dtype dtype);
 
 // output[i] = the tree over inputs[*][i], for count elements. output may be one of the inputs.
-// One pass: reads every input once, writes once.
+// One pass: reads every input once, writes once. ranks: over which the inputs are sums already, where they
+// are: an average divides by it.
 void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, void* output,
-                 std::size_t count);
+                 std::size_t count, std::size_t ranks = 0);
+
+// A subtree's sum that is to be added to another's must not have been rounded: it is kept in this type.
+// float32 for bfloat16 and float16, else the dtype itself.
+Dtype accumulator(Dtype dtype);
+// Where the two differ: to the accumulator, and back as a result is rounded.
+void widen(Dtype dtype, const void* input, void* output, std::size_t count);
+void narrow(Dtype dtype, const void* input, void* output, std::size_t count);
 
 // The same into every output, in the same pass. Each output is one of the inputs, or apart from them all:
 // given p buffers as inputs and as outputs, it is an all-reduce in place.

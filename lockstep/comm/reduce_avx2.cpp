@@ -7,6 +7,7 @@
 namespace lockstep::detail {
 
 bool fold_avx2(Number number, Fold fold, const FoldJob& job) { return fold_any(number, fold, job); }
+bool convert_avx2(Number number, const ConvertJob& job) { return convert_any(number, job); }
 
 }  // namespace lockstep::detail
 #endif

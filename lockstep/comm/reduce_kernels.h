@@ -3,7 +3,7 @@
 // Their files are compiled for CPUs that this machine may not be. An inline function that they share with
 // other files would be emitted by each, and the linker may keep the one that only a new CPU runs. So they
 // include no header of the standard library or of ours but this one and fixed-width integers, and what
-// they define is in an unnamed namespace, but for the function below that each is named for.
+// they define is in an unnamed namespace, but for the functions below that are named for them.
 #pragma once
 
 #include <stddef.h>
@@ -21,15 +21,26 @@ struct FoldJob {
   size_t input_count;  // at least one
   void* const* outputs;
   size_t output_count;
-  size_t bytes;   // of one input
-  bool averaged;  // divided by input_count, once; only sums of floating point, and of several inputs
+  size_t bytes;    // of one input
+  size_t divisor;  // of the sum, once; 0: none. Only of floating point, and of several inputs
+};
+
+// bf16 or f16 to float, or back: as a fold widens its inputs, and rounds its result.
+struct ConvertJob {
+  const void* from;
+  void* to;  // shares no byte with from
+  size_t count;
+  bool widens;
 };
 
 // False for a pair that does not exist.
 bool fold_portable(Number number, Fold fold, const FoldJob& job);
+bool convert_portable(Number number, const ConvertJob& job);
 #if defined(__x86_64__)
 bool fold_avx2(Number number, Fold fold, const FoldJob& job);
+bool convert_avx2(Number number, const ConvertJob& job);
 bool fold_avx512(Number number, Fold fold, const FoldJob& job);
+bool convert_avx512(Number number, const ConvertJob& job);
 #endif
 
 }  // namespace lockstep::detail

@@ -45,6 +45,18 @@ LOCKSTEP_INLINE void store(char* to, V v) {
   __builtin_memcpy(to, &v, kVector);
 }
 
+// A vector of numbers of two bytes, as many as a vector has floats.
+typedef uint16_t Shorts __attribute__((vector_size(LOCKSTEP_VECTOR_BYTES / 2)));
+LOCKSTEP_INLINE Words load_shorts(const char* from) {
+  Shorts v;
+  __builtin_memcpy(&v, from, sizeof v);
+  return __builtin_convertvector(v, Words);
+}
+LOCKSTEP_INLINE void store_shorts(char* to, Words words) {
+  const Shorts v = __builtin_convertvector(words, Shorts);
+  __builtin_memcpy(to, &v, sizeof v);
+}
+
 LOCKSTEP_INLINE Words bits(Floats v) { return reinterpret_cast<Words>(v); }
 LOCKSTEP_INLINE Floats from_bits(Words v) { return reinterpret_cast<Floats>(v); }
 LOCKSTEP_INLINE Words all(uint32_t word) { return Words{} + word; }
@@ -172,6 +184,9 @@ struct Bfloat16 : Paired {
   static LOCKSTEP_INLINE Words narrow(Pair v) {
     return (rounded(v.first) >> 16) | (rounded(v.second) & 0xffff0000u);
   }
+  // In order, without a fold between: half a vector to a vector of float, and back.
+  static LOCKSTEP_INLINE Floats single(const char* from) { return from_bits(load_shorts(from) << 16); }
+  static LOCKSTEP_INLINE void put_single(char* to, Floats v) { store_shorts(to, rounded(v) >> 16); }
 
  private:
   // To the nearest, of two the even one, in the upper half. Every NaN becomes 7fc0, as c10::BFloat16 has it.
@@ -202,6 +217,16 @@ struct Half : Paired {
     return reinterpret_cast<Words>(_mm256_set_m128i(high, low));
 #endif
   }
+  static LOCKSTEP_INLINE Floats single(const char* from) { return widen_half(from); }
+  static LOCKSTEP_INLINE void put_single(char* to, Floats v) {
+    constexpr int kNearestEven = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+#if LOCKSTEP_VECTOR_BYTES == 64
+    const __m256i narrow = _mm512_maskz_cvtps_ph(kAll, quiet(v), kNearestEven);
+#else
+    const __m128i narrow = _mm256_cvtps_ph(quiet(v), kNearestEven);
+#endif
+    __builtin_memcpy(to, &narrow, sizeof narrow);
+  }
 
  private:
   static LOCKSTEP_INLINE Floats widen_half(const char* from) {
@@ -224,6 +249,8 @@ struct Half : Paired {
     return {widened(w << 16), widened(w & 0xffff0000u)};
   }
   static LOCKSTEP_INLINE Words narrow(Pair v) { return rounded(v.first) | (rounded(v.second) << 16); }
+  static LOCKSTEP_INLINE Floats single(const char* from) { return widened(load_shorts(from) << 16); }
+  static LOCKSTEP_INLINE void put_single(char* to, Floats v) { store_shorts(to, rounded(v)); }
 
  private:
   static LOCKSTEP_INLINE Floats widened(Words w) {  // of a number in the upper half

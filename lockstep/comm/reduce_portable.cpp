@@ -6,5 +6,6 @@
 namespace lockstep::detail {
 
 bool fold_portable(Number number, Fold fold, const FoldJob& job) { return fold_any(number, fold, job); }
+bool convert_portable(Number number, const ConvertJob& job) { return convert_any(number, job); }
 
 }  // namespace lockstep::detail

@@ -78,7 +78,7 @@ __attribute__((noinline)) void finish(const FoldJob& job, size_t at) {
     return Format::widen(padded);
   });
   if constexpr (kAverage)
-    if (job.averaged) sum = Format::divided(sum, static_cast<typename Format::Divisor>(job.input_count));
+    if (job.divisor != 0) sum = Format::divided(sum, static_cast<typename Format::Divisor>(job.divisor));
   char result[kVector];
   store(result, Format::narrow(sum));
   for (size_t q = 0; q < job.output_count; ++q)
@@ -90,8 +90,8 @@ __attribute__((noinline)) void finish(const FoldJob& job, size_t at) {
 template <bool kAverage, size_t kUnits, typename Format, typename SumAt>
 LOCKSTEP_INLINE size_t run_units(const FoldJob& job, size_t at, SumAt sum_at) {
   const size_t bytes = job.bytes, outputs = job.output_count;
-  [[maybe_unused]] const auto divisor = static_cast<typename Format::Divisor>(job.input_count);
-  [[maybe_unused]] const bool averaged = job.averaged;
+  [[maybe_unused]] const auto divisor = static_cast<typename Format::Divisor>(job.divisor);
+  [[maybe_unused]] const bool averaged = job.divisor != 0;
   const auto output = reinterpret_cast<char* const*>(job.outputs);
   for (; bytes - at >= kUnits * kVector; at += kUnits * kVector) {
     typename Format::Wide sums[kUnits];
@@ -207,6 +207,45 @@ bool fold_any(Number number, Fold fold, const FoldJob& job) {
     case Number::i64: return fold_integers<int64_t, uint64_t>(fold, job);
     case Number::u8: return fold_integers<uint8_t, uint8_t>(fold, job);
   }
+  return false;
+}
+
+constexpr size_t kLanes = kVector / sizeof(float);
+
+template <typename Format>
+bool widen_all(const char* from, char* to, size_t count) {
+  for (; count >= kLanes; count -= kLanes, from += kVector / 2, to += kVector)
+    store(to, Format::single(from));
+  if (count == 0) return true;
+  char padded[kVector / 2] = {}, wide[kVector];
+  __builtin_memcpy(padded, from, count * 2);
+  store(wide, Format::single(padded));
+  __builtin_memcpy(to, wide, count * 4);
+  return true;
+}
+
+template <typename Format>
+bool narrow_all(const char* from, char* to, size_t count) {
+  for (; count >= kLanes; count -= kLanes, from += kVector, to += kVector / 2)
+    Format::put_single(to, load<float>(from));
+  if (count == 0) return true;
+  char padded[kVector] = {}, narrow[kVector / 2];
+  __builtin_memcpy(padded, from, count * 4);
+  Format::put_single(narrow, load<float>(padded));
+  __builtin_memcpy(to, narrow, count * 2);
+  return true;
+}
+
+template <typename Format>
+bool convert_as(const ConvertJob& job) {
+  const char* from = static_cast<const char*>(job.from);
+  char* to = static_cast<char*>(job.to);
+  return job.widens ? widen_all<Format>(from, to, job.count) : narrow_all<Format>(from, to, job.count);
+}
+
+bool convert_any(Number number, const ConvertJob& job) {
+  if (number == Number::bf16) return convert_as<Bfloat16>(job);
+  if (number == Number::f16) return convert_as<Half>(job);
   return false;
 }
 

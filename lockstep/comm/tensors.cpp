@@ -100,6 +100,7 @@ at::Tensor dense_target(Pending& pending, const at::Tensor& tensor, bool reads) 
   if (is_dense(tensor)) return tensor;
   auto target = tensor.detach();
   auto staged = reads ? dense(target) : at::empty(target.sizes(), target.options());
+  pending.keep.push_back(staged);
   pending.finish.emplace_back([target, staged] { target.copy_(staged); });
   return staged;
 }

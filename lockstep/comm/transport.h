@@ -59,6 +59,7 @@ std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout);
 struct TransportContext {
   std::string group;       // unique within the job
   std::vector<int> ranks;  // the members' ranks in the world
+  std::vector<int> nodes;  // the members': those with the same number share a host
   int rank = 0;            // our place in `ranks`
   int world_size = 1;
   c10::intrusive_ptr<c10d::Store> store;  // prefixed: keys of this group alone
@@ -77,6 +78,10 @@ std::unique_ptr<Transport> make_gloo_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_mpi_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_nccl_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_local_transport(const TransportContext& context);
+// Shared memory inside each host, and between hosts what make_between makes, a transport of the same ranks.
+using MakeTransport = std::unique_ptr<Transport>(const TransportContext&);
+std::unique_ptr<Transport> make_hierarchy_transport(const TransportContext& context, const std::string& name,
+                                                    MakeTransport* make_between);
 bool nccl_available();
 
 }  // namespace lockstep::detail

@@ -39,7 +39,8 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
                : threads                ? "auto"  // the variable is about processes
                                         : env::text("LOCKSTEP_BACKEND").value_or("auto")),
       compares_calls_(env::flag("LOCKSTEP_CHECK", false)),
-      threads_(std::move(threads)) {}
+      threads_(std::move(threads)),
+      nodes_(static_cast<std::size_t>(identity_.size), 0) {}
 
 void WorldState::join() {
   set_log_prefix(fmt::format("rank {}", identity_.rank));
@@ -59,6 +60,7 @@ void WorldState::join() {
     channel_ = client_ = membership.client;
     prefix_ = membership.prefix;
     address_ = membership.address;
+    nodes_ = choose_nodes(membership.nodes);
   }
   if (client_) tell_of_exceptions(client_);
   // Weak: an engine that is left behind may keep the store longer than this.
@@ -100,6 +102,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
 
   TransportContext context;
   context.ranks = ranks;
+  for (int rank : ranks) context.nodes.push_back(nodes_.at(static_cast<std::size_t>(rank)));
   context.rank = static_cast<int>(place - ranks.begin());
   context.world_size = identity_.size;
   context.timeout = options.timeout ? checked_timeout(*options.timeout) : timeout_;

@@ -65,6 +65,7 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   const std::string backend_;  // as given
   const bool compares_calls_;
   const std::shared_ptr<ThreadsJob> threads_;
+  std::vector<int> nodes_;  // of each rank: those with the same number share a host
   std::map<at::DeviceType, std::string> backends_;
   at::Device device_ = at::kCPU;
   std::string address_;  // of this host, as peers reach it; empty: loopback

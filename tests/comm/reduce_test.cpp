@@ -326,6 +326,55 @@ TEST(Reduce, every_level_gives_the_bits_of_the_definition) {
     }
 }
 
+// What ranks of several hosts do: each host sums its own, in the accumulator, and the sums are added.
+Bytes by_subtrees(Dtype dtype, ReduceOp op, const std::vector<Bytes>& inputs, std::size_t per_host) {
+  const auto wide = detail::accumulator(dtype);
+  const auto count = inputs[0].size() / detail::item_size(dtype);
+  const auto partial = op == ReduceOp::AVG ? ReduceOp::SUM : op;
+  std::vector<Bytes> widened, sums;
+  for (const auto& input : inputs) {
+    auto& bytes = widened.emplace_back(count * detail::item_size(wide));
+    if (wide == dtype)
+      bytes = input;
+    else
+      detail::widen(dtype, input.data(), bytes.data(), count);
+  }
+  std::vector<const void*> of_hosts;
+  for (std::size_t first = 0; first < inputs.size(); first += per_host) {
+    std::vector<const void*> of_host;
+    for (std::size_t r = first; r < first + per_host; ++r) of_host.push_back(widened[r].data());
+    reduce_tree(wide, partial, of_host, sums.emplace_back(widened[0].size()).data(), count);
+  }
+  for (const auto& sum : sums) of_hosts.push_back(sum.data());
+  Bytes all(widened[0].size()), result(inputs[0].size());
+  reduce_tree(wide, op, of_hosts, all.data(), count, inputs.size());
+  if (wide == dtype) return all;
+  detail::narrow(dtype, all.data(), result.data(), count);
+  return result;
+}
+
+TEST(Reduce, subtrees_of_hosts_add_up_to_the_tree) {
+  std::mt19937 random(4);
+  for (auto dtype : kDtypes)
+    for (auto op : kOps) {
+      if (!detail::reducible(dtype, op)) continue;
+      for (std::size_t per_host : {1, 2, 4})
+        for (std::size_t hosts : {2, 3, 4, 5, 8})
+          for (std::size_t count : {1, 7, 8, 16, 333}) {
+            std::vector<Bytes> inputs;
+            for (std::size_t r = 0; r < hosts * per_host; ++r)
+              inputs.push_back(elements(dtype, count, random));
+            const auto expected = reference(dtype, op, inputs);
+            for (auto level : levels()) {
+              const LevelScope scope(level);
+              ASSERT_EQ(by_subtrees(dtype, op, inputs, per_host), expected)
+                  << name(dtype) << " " << name(op) << ", " << hosts << " hosts x " << per_host << ", "
+                  << count << " elements, " << detail::name(level);
+            }
+          }
+    }
+}
+
 TEST(Reduce, every_short_float_and_how_it_is_rounded) {
   constexpr std::uint32_t kAll = 1 << 16;
   for (auto dtype : {Dtype::bfloat16, Dtype::float16})

@@ -52,10 +52,10 @@ Member join(const std::filesystem::path& folder, const std::string& name, int ra
   member.ranks = ranks;
   member.station =
       std::make_shared<Station>(rank, ranks, Company{}, words, Clock::now() + seconds(60), [] {});
-  member.lane = std::make_shared<Lane>(
-      std::make_unique<Engine>(member.station->region(), rank, tuning, *member.station), member.station);
-  member.messages =
-      std::make_shared<Messages>(member.lane->meeting(), *member.station, tuning.spin, member.lane);
+  auto engine = std::make_unique<Engine>(member.station->region(), rank, tuning, *member.station);
+  auto& meeting = engine->meeting();
+  member.lane = std::make_shared<Lane>(std::move(engine), member.station);
+  member.messages = std::make_shared<Messages>(meeting, *member.station, tuning.spin, member.lane);
   return member;
 }
 
@@ -69,8 +69,9 @@ void Member::run(Part part) {
   };
   if (detail::point_to_point(part.call.operation)) {
     const auto tag = std::stoll(part.call.tag);
+    const int peer = part.call.root;
     part.done = tell;
-    auto item = messages->post(std::move(part), tag, seconds(60));
+    auto item = messages->post(std::move(part), peer, tag, seconds(60));
     messages->wait(*item, Clock::now() + seconds(60));
   } else {
     struct Item : detail::PartItem {

@@ -6,26 +6,13 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/comm/engine_work.h>
-#include <lockstep/comm/reduce.h>
-#include <lockstep/comm/transport.h>
-#include <lockstep/comm/transports/shm/station.h>
+#include <lockstep/comm/part_transport.h>
+#include <lockstep/comm/transports/shm/lane_work.h>
 
 namespace lockstep::detail {
 namespace {
 
 using std::chrono::milliseconds;
-
-// Of operations that failed: a peer may still read or write them, so they are never used again.
-void abandon(std::vector<at::Tensor> tensors) {
-  static std::mutex mutex;
-  static auto* kept = new std::vector<at::Tensor>;
-  std::lock_guard lock(mutex);
-  for (auto& tensor : tensors)
-    if (tensor.defined() && tensor.nbytes() > 0 &&
-        shm::Arena::instance().find(tensor.const_data_ptr(), 1).segment != 0)
-      kept->push_back(std::move(tensor));
-}
 
 // Tensors in the arena; they may grow, as LibTorch's own do.
 class ArenaAllocator final : public c10::Allocator {
@@ -42,43 +29,7 @@ class ArenaAllocator final : public c10::Allocator {
   }
 };
 
-// Of a lane or of messages: whoever waits does the work.
-template <typename Engine>
-class ShmWork final : public EngineWork {
- public:
-  using ItemPtr = std::shared_ptr<typename Engine::Item>;
-  ShmWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-          std::shared_ptr<Engine> engine)
-      : EngineWork(rank, type, std::move(inputs), std::move(outputs)), engine_(std::move(engine)) {}
-
-  void set_item(ItemPtr item) { item_ = std::move(item); }
-  void settle_or_abandon(const std::exception_ptr& error, int source) {
-    if (error) abandon(tensors());
-    settle(error, source);
-  }
-
-  bool wait(milliseconds timeout) override {
-    if (!isCompleted()) {
-      const auto limit = timeout > milliseconds(0) ? timeout : milliseconds(std::chrono::hours(24 * 365));
-      Waiting here;
-      engine_->wait(*item_, shm::Clock::now() + limit);
-    }
-    return EngineWork::wait(kNoTimeout);
-  }
-
- private:
-  const std::shared_ptr<Engine> engine_;
-  ItemPtr item_;
-};
-
-struct LaneItem final : PartItem {
-  c10::intrusive_ptr<ShmWork<shm::Lane>> work;
-  void done(const std::exception_ptr& error, int source) override {
-    std::exchange(work, {})->settle_or_abandon(error, source);
-  }
-};
-
-shm::Engine::Tuning tuning(bool roomy, int ranks) {
+shm::Engine::Tuning tuning_for(bool roomy, int ranks) {
   shm::Engine::Tuning tuning;
   tuning.spin = roomy ? std::chrono::microseconds(50) : std::chrono::microseconds(0);
   // Each chunk is a meeting: where ranks must take turns on a processor, few and large ones.
@@ -99,39 +50,56 @@ shm::Engine::Tuning tuning(bool roomy, int ranks) {
 
 }  // namespace
 
-ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ShmOptions options)
-    : PartBackend(rank, size), timeout_(options.timeout.count()) {
+void abandon(std::vector<at::Tensor> tensors, bool shared_only) {
+  static std::mutex mutex;
+  static auto* kept = new std::vector<at::Tensor>;
+  auto is_shared = [](const at::Tensor& tensor) {
+    return shm::Arena::instance().find(tensor.const_data_ptr(), 1).segment != 0;
+  };
+  std::lock_guard lock(mutex);
+  for (auto& tensor : tensors)
+    if (tensor.defined() && tensor.nbytes() > 0 && (!shared_only || is_shared(tensor)))
+      kept->push_back(std::move(tensor));
+}
+
+ShmPlace::ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& options) {
   shm::Words words;
   words.set = [&](const std::string& key, const std::string& value) {
-    store->set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
+    store.set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
   };
   words.get = [&](const std::string& key) {
-    const auto value = store->get(key);
+    const auto value = store.get(key);
     return std::string(value.begin(), value.end());
   };
   words.forget = [&](const std::string& key) {
-    options.words.push_back(key);
     try {
-      for (const auto& each : options.words) store->deleteKey(each);
+      store.deleteKey(key);
+      for (const auto& each : options.words) store.deleteKey(each);
     } catch (const std::exception&) {  // some stores cannot
     }
   };
   auto check = [&] {
     if (options.failed()) throw std::runtime_error("the job has failed");
   };
-  auto station =
-      std::make_shared<shm::Station>(rank, size, shm::Company{options.local_ranks, options.threads}, words,
-                                     shm::Clock::now() + options.timeout, check);
-  const auto how = tuning(station->roomy(), size);
-  lane_ = std::make_shared<shm::Lane>(std::make_unique<shm::Engine>(station->region(), rank, how, *station),
-                                      station);
-  messages_ = std::make_shared<shm::Messages>(lane_->meeting(), *station, how.spin, lane_);
+  const shm::Company company{options.local_ranks, options.threads, options.names};
+  station =
+      std::make_shared<shm::Station>(rank, size, company, words, shm::Clock::now() + options.timeout, check);
+  tuning = tuning_for(station->roomy(), size);
+  engine = std::make_unique<shm::Engine>(station->region(), rank, tuning, *station, options.names);
+}
+
+ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ShmOptions& options)
+    : PartBackend(rank, size), timeout_(options.timeout.count()) {
+  ShmPlace place(*store, rank, size, options);
+  auto& meeting = place.engine->meeting();
+  lane_ = std::make_shared<shm::Lane>(std::move(place.engine), place.station);
+  messages_ = std::make_shared<shm::Messages>(meeting, *place.station, place.tuning.spin, lane_);
   init();
 }
 
 ShmBackend::~ShmBackend() { leave(); }
 
-at::Tensor ShmBackend::allocateTensor(long size, at::TensorOptions options) {
+at::Tensor shared_tensor(std::int64_t size, const at::TensorOptions& options) {
   std::int64_t bytes = 0;
   TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(size, options.dtype().itemsize(), &bytes), "a tensor of ",
               size, " elements cannot be allocated");
@@ -149,8 +117,8 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
   const auto timeout = request.timeout.count() > 0 ? request.timeout : this->timeout();
   auto prepare = [&](const auto& engine) {
     using Engine = typename std::decay_t<decltype(engine)>::element_type;
-    auto work = c10::make_intrusive<ShmWork<Engine>>(rank_, request.type, std::move(request.keep),
-                                                     std::move(request.results), engine);
+    auto work = c10::make_intrusive<LaneWork<Engine>>(rank_, request.type, std::move(request.keep),
+                                                      std::move(request.results), engine, true);
     work->prepare(std::move(request.finish), std::move(request.explain));
     return work;
   };
@@ -159,7 +127,8 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
     request.part.done = [work](const std::exception_ptr& error, int source) {
       work->settle_or_abandon(error, source);
     };
-    work->set_item(messages_->post(std::move(request.part), request.tag, timeout));
+    const int peer = request.part.call.root;
+    work->set_item(messages_->post(std::move(request.part), peer, request.tag, timeout));
     return work;
   }
   auto work = prepare(lane_);
@@ -184,45 +153,33 @@ void ShmBackend::leave() {
 
 namespace {
 
-class ShmTransport final : public Transport {
+class ShmTransport final : public PartTransport<ShmBackend> {
  public:
-  explicit ShmTransport(const TransportContext& context)
-      : backend_(c10::make_intrusive<ShmBackend>(context.store, context.rank, context.size(),
-                                                 ShmOptions{.timeout = context.timeout,
-                                                            .local_ranks = context.local_ranks,
-                                                            .threads = at::get_num_threads(),
-                                                            .failed = context.failed})) {}
+  using PartTransport::PartTransport;
 
-  Traits traits() const override {
-    return {.avg = true, .unequal = true, .any_dtype = true, .compares_calls = true, .keeps_inputs = true};
-  }
-  c10d::Backend& backend() override { return *backend_; }
-  bool reduces(Dtype dtype, ReduceOp op) const override { return reducible(dtype, op); }
-  void interrupt(const std::string& cause) noexcept override {
-    try {
-      backend_->interrupt(cause);
-    } catch (...) {  // out of memory while waking: the deadline remains
-    }
-  }
-  void leave() noexcept override { backend_->leave(); }
   // A child that was forked is refused by the backend, which says why.
-  PartEngine* parts() override { return backend_->is_own() ? backend_->lane().get() : nullptr; }
+  PartEngine* parts() override { return own().is_own() ? own().lane().get() : nullptr; }
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {
-      detail::abandon(std::move(tensors));
+      detail::abandon(std::move(tensors), true);
     } catch (...) {  // no memory to note them in: they are not freed either
     }
   }
-  std::string absent(std::uint64_t /*sequence*/) override { return backend_->absent(); }
-
- private:
-  const c10::intrusive_ptr<ShmBackend> backend_;
+  std::string absent(std::uint64_t /*sequence*/) override { return own().absent(); }
 };
 
 }  // namespace
 
+ShmOptions shm_options(const TransportContext& context) {
+  return {.timeout = context.timeout,
+          .local_ranks = context.local_ranks,
+          .threads = at::get_num_threads(),
+          .failed = context.failed};
+}
+
 std::unique_ptr<Transport> make_shm_transport(const TransportContext& context) {
-  return std::make_unique<ShmTransport>(context);
+  return std::make_unique<ShmTransport>(
+      c10::make_intrusive<ShmBackend>(context.store, context.rank, context.size(), shm_options(context)));
 }
 
 }  // namespace lockstep::detail

@@ -9,6 +9,7 @@
 #include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/transports/shm/lane.h>
 #include <lockstep/comm/transports/shm/messages.h>
+#include <lockstep/comm/transports/shm/station.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace lockstep::detail {
@@ -19,16 +20,33 @@ struct ShmOptions {
   int threads = 1;      // that each of them computes with
   std::function<bool()> failed = [] { return false; };
   std::vector<std::string> words{};  // of this rank's in the store: deleted when all have met
+  std::vector<int> names = {};  // of the ranks, in errors; none: their numbers
 };
+
+struct TransportContext;
+ShmOptions shm_options(const TransportContext& context);
+
+// Where a group's ranks of one host meet.
+struct ShmPlace {
+  ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& options);
+  std::shared_ptr<shm::Station> station;  // the engine needs it as long as it lives
+  shm::Engine::Tuning tuning;
+  std::unique_ptr<shm::Engine> engine;
+};
+
+// In memory that every process of this host can reach.
+at::Tensor shared_tensor(std::int64_t size, const at::TensorOptions& options);
 
 class ShmBackend : public PartBackend {
  public:
-  ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, ShmOptions options);
+  ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ShmOptions& options);
   ~ShmBackend() override;
 
   const std::string getBackendName() const override { return "shm"; }
   bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
-  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return shared_tensor(size, options);
+  }
 
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout.count(); }
 
@@ -39,7 +57,7 @@ class ShmBackend : public PartBackend {
   const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
   void interrupt(const std::string& cause);
   void leave();
-  std::string absent() const { return lane_->meeting().absent(); }
+  std::string absent() const { return lane_->absent(); }
 
  protected:
   WorkPtr post(Request request) override;

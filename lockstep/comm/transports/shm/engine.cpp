@@ -14,42 +14,17 @@ using lockstep::Operation;
 
 namespace {
 
-// Each pair of ranks has a size of its own, which both of them know and nobody else.
-bool pairwise(Operation o) {
-  return o == Operation::gather || o == Operation::scatter || o == Operation::all_to_all;
-}
+using detail::pairwise;
+
 // A rank's data is cut into a piece for each rank.
 bool in_pieces(Operation o) {
   return o == Operation::scatter || o == Operation::reduce_scatter || o == Operation::all_to_all;
 }
 
-class Digest {
- public:
-  Digest& add(std::uint64_t value) {
-    hash_ = (hash_ ^ value) * 0x9E3779B97F4A7C15u;
-    hash_ ^= hash_ >> 32;
-    return *this;
-  }
-  Digest& add(const std::vector<std::int64_t>& values) {
-    add(values.size());
-    for (auto value : values) add(static_cast<std::uint64_t>(value));
-    return *this;
-  }
-  Digest& add(const std::string& text) {
-    add(text.size());
-    for (unsigned char c : text) add(c);
-    return *this;
-  }
-  std::uint64_t value() const { return hash_; }
-
- private:
-  std::uint64_t hash_ = 0x2545F4914F6CDD1Du;
-};
-
 }  // namespace
 
-Engine::Engine(Region region, int rank, Tuning tuning, Memory& memory)
-    : meeting_(region, rank, tuning.spin),
+Engine::Engine(Region region, int rank, Tuning tuning, Memory& memory, std::vector<int> names)
+    : meeting_(region, rank, tuning.spin, std::move(names)),
       tuning_(tuning),
       memory_(memory),
       round_(std::make_unique<Round>()) {}
@@ -135,20 +110,8 @@ void Engine::begin(Part& part) {
 
   const auto& region = meeting_.region();
   Header& header = region.header(rank, op.first_step);
-  Digest digest;
-  digest.add(operations_++)
-      .add(static_cast<std::uint64_t>(call.operation))
-      .add(part.item_size)
-      .add(tuning_.chunk)
-      .add(tuning_.claim)
-      .add(tuning_.slot_pull)
-      .add(static_cast<std::uint64_t>(tuning_.pull_up_to));
-  digest.add(static_cast<std::uint64_t>(call.dtype)).add(static_cast<std::uint64_t>(call.root)).add(call.tag);
-  if (detail::reduces(call.operation)) digest.add(static_cast<std::uint64_t>(call.reduction));
-  if (call.operation == Operation::all_gather || call.operation == Operation::reduce_scatter)
-    digest.add(call.to).add(call.from);
-  else if (!pairwise(call.operation))
-    digest.add(static_cast<std::uint64_t>(call.count));
+  detail::Digest digest;
+  digest.add(operations_++).add(part.item_size).add(tuning_.chunk).add(tuning_.claim).add(tuning_.slot_pull).add(static_cast<std::uint64_t>(tuning_.pull_up_to)).add(call);
   header = {};
   header.digest = digest.value();
   if (pairwise(call.operation)) {

@@ -41,7 +41,7 @@ class Mismatch : public Error {
 
 struct Source;  // where a rank's data is
 
-class Engine {
+class Engine final : public detail::CollectiveEngine {
  public:
   struct Tuning {
     std::chrono::nanoseconds spin{0};
@@ -50,17 +50,17 @@ class Engine {
     int pull_up_to = 3;  // ranks: each sums everything for itself; with more, each sums a share for all
     std::size_t slot_pull = 16384;  // bytes in all slots together up to which each sums them for itself
   };
-  Engine(Region region, int rank, Tuning tuning, Memory& memory);
-  ~Engine();
+  // names: of the ranks, in errors, where they are not their numbers.
+  Engine(Region region, int rank, Tuning tuning, Memory& memory, std::vector<int> names = {});
+  ~Engine() override;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // One thread at a time, begin and finish in turn. begin does not wait: peers may go on with what it says.
-  void begin(Part& part);
-  void finish(Part& part, Clock::time_point deadline);
-
-  // An operation failed: peers may still be in it. What they may read or write is not used again.
-  void give_up() noexcept;
+  void begin(Part& part) override;
+  void finish(Part& part, Clock::time_point deadline) override;
+  void give_up() noexcept override;
+  void interrupt(const std::string& cause) override { meeting_.interrupt(cause); }
+  std::string absent() const override { return meeting_.absent(); }
 
   Meeting& meeting() { return meeting_; }
 

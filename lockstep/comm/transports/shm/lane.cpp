@@ -29,7 +29,7 @@ bool start_quietly(std::function<void()> body) {
 
 }  // namespace
 
-Lane::Lane(std::unique_ptr<Engine> engine, std::shared_ptr<void> keep)
+Lane::Lane(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep)
     : keep_(std::move(keep)), engine_(std::move(engine)) {}
 
 Lane::~Lane() = default;
@@ -131,14 +131,14 @@ void Lane::wait(Item& item, Clock::time_point deadline) {
     const auto status = settled_.wait_until(lock, deadline);
     --waiting_;
     if (status == std::cv_status::timeout && !item.settled && Clock::now() >= deadline) {
-      engine_->meeting().interrupt("another operation was not complete within its deadline");
+      engine_->interrupt("another operation was not complete within its deadline");
       deadline = Clock::now() + std::chrono::hours(1);
     }
   }
 }
 
 void Lane::interrupt(const std::string& cause) {
-  engine_->meeting().interrupt(cause);
+  engine_->interrupt(cause);
   Lock lock(mutex_);
   if (broken_) return;
   if (!stopped_) stopped_ = std::make_exception_ptr(Interrupted(cause));
@@ -167,8 +167,16 @@ bool Lane::is_idle() {
 }
 
 void Lane::close() {
-  interrupt("the group has been left");
+  constexpr const char* kLeft = "the group has been left";
   Lock lock(mutex_);
+  if (busy_ || !queue_.empty()) {
+    lock.unlock();
+    interrupt(kLeft);
+    lock.lock();
+  } else if (!broken_) {
+    broken_ = std::make_exception_ptr(Interrupted(kLeft));
+    engine_->give_up();
+  }
   closed_ = true;
   posted_.notify_one();
   away_long_.notify_one();

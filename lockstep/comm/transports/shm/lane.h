@@ -8,9 +8,11 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 
-#include <lockstep/comm/transports/shm/engine.h>
+#include <lockstep/comm/part.h>
+#include <lockstep/comm/transports/shm/meeting.h>
 
 namespace lockstep::shm {
 
@@ -19,7 +21,7 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   using Item = detail::PartItem;
 
   // keep: what the engine needs as long as it lives.
-  Lane(std::unique_ptr<Engine> engine, std::shared_ptr<void> keep);
+  Lane(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep);
   ~Lane() override;
 
   void post(std::shared_ptr<Item> item, std::chrono::nanoseconds timeout, bool soon) override;
@@ -31,7 +33,7 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   bool is_idle();  // nothing is under way, but perhaps what is called at the end of it
   // No more is posted. What is under way is not waited for.
   void close();
-  Meeting& meeting() { return engine_->meeting(); }
+  std::string absent() const { return engine_->absent(); }
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -44,7 +46,7 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   void stand_in();
 
   const std::shared_ptr<void> keep_;
-  const std::unique_ptr<Engine> engine_;
+  const std::unique_ptr<detail::CollectiveEngine> engine_;
   std::mutex mutex_;
   std::condition_variable settled_, posted_, away_long_;
   std::deque<std::shared_ptr<Item>> queue_;

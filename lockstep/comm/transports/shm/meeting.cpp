@@ -54,7 +54,7 @@ void Meeting::leave(std::uint32_t how) {
 }
 
 void Meeting::gave_up(int rank) const {
-  throw PeerLost(rank, fmt::format("rank {} has given the operation up", rank));
+  throw PeerLost(name(rank), fmt::format("rank {} has given the operation up", name(rank)));
 }
 
 bool Meeting::has_ended(int rank) const {
@@ -73,14 +73,16 @@ bool Meeting::has_ended(int rank) const {
 }
 
 std::exception_ptr Meeting::gone(int rank) const {
-  if (has_ended(rank)) return std::make_exception_ptr(PeerLost(rank, fmt::format("rank {} has ended", rank)));
-  switch (region_.line(rank).presence.load(std::memory_order_acquire)) {
-    case Line::kLeft:
-      return std::make_exception_ptr(PeerLost(rank, fmt::format("rank {} has left the group", rank)));
-    case Line::kFailed:
-      return std::make_exception_ptr(PeerLost(rank, fmt::format("rank {} has given up", rank)));
-    default: return nullptr;
-  }
+  auto lost = [&](const std::string& how) {
+    return std::make_exception_ptr(PeerLost(name(rank), fmt::format("rank {} {}", name(rank), how)));
+  };
+  const Line& line = region_.line(rank);
+  if (has_ended(rank)) return lost("has ended");
+  const auto presence = line.presence.load(std::memory_order_acquire);
+  if (presence == Line::kHere) return nullptr;
+  if (const auto other = line.waits_for.load(std::memory_order_acquire); other != 0)
+    return lost(fmt::format("waited for rank {}, of another host, and has given up", other - 1));
+  return lost(presence == Line::kLeft ? "has left the group" : "has given up");
 }
 
 std::exception_ptr Meeting::look_around(Clock::time_point deadline) const {
@@ -127,11 +129,19 @@ void Meeting::sleep(std::uint32_t bell, std::chrono::nanoseconds limit) {
 
 std::string Meeting::absent() const {
   std::vector<int> missing;
-  for (int r = 0; r < ranks(); ++r)
-    if (region_.line(r).arrived.load(std::memory_order_acquire) < step_) missing.push_back(r);
-  if (missing.empty()) return {};
-  return fmt::format("rank{} {} {} not come", missing.size() > 1 ? "s" : "", fmt::join(missing, ", "),
-                     missing.size() > 1 ? "have" : "has");
+  std::vector<std::string> texts;
+  for (int r = 0; r < ranks(); ++r) {
+    const Line& line = region_.line(r);
+    if (line.arrived.load(std::memory_order_acquire) >= step_) continue;
+    if (const auto other = line.waits_for.load(std::memory_order_acquire); other != 0)
+      texts.push_back(fmt::format("rank {} waits for rank {}, of another host", name(r), other - 1));
+    else
+      missing.push_back(name(r));
+  }
+  if (!missing.empty())
+    texts.push_back(fmt::format("rank{} {} {} not come", missing.size() > 1 ? "s" : "",
+                                fmt::join(missing, ", "), missing.size() > 1 ? "have" : "has"));
+  return fmt::format("{}", fmt::join(texts, "; "));
 }
 
 }  // namespace lockstep::shm

@@ -8,8 +8,11 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <lockstep/base/awake_clock.h>
 #include <lockstep/comm/transports/shm/futex.h>
@@ -31,7 +34,7 @@ class TimedOut : public std::runtime_error {
 class PeerLost : public std::runtime_error {
  public:
   PeerLost(int lost, const std::string& text) : runtime_error(text), rank(lost) {}
-  const int rank;  // of the group
+  const int rank;  // as it is called
 };
 
 class Meeting;
@@ -44,13 +47,14 @@ struct Patience {
 
 class Meeting {
  public:
-  // spin: how long a wait may keep its processor.
-  Meeting(Region region, int rank, std::chrono::nanoseconds spin)
-      : region_(region), rank_(rank), spin_(spin) {}
+  // spin: how long a wait may keep its processor. names: of the ranks, in errors; none: their numbers.
+  Meeting(Region region, int rank, std::chrono::nanoseconds spin, std::vector<int> names = {})
+      : region_(region), rank_(rank), spin_(spin), names_(std::move(names)) {}
 
   const Region& region() const { return region_; }
   int rank() const { return rank_; }
   int ranks() const { return region_.ranks(); }
+  int name(int rank) const { return names_.empty() ? rank : names_.at(static_cast<std::size_t>(rank)); }
   // The one that this rank has come to last. What is written for the next goes to slots of step() + 1.
   std::uint64_t step() const { return step_; }
 
@@ -70,6 +74,11 @@ class Meeting {
   void sleep(std::uint32_t bell, std::chrono::nanoseconds limit);
   // Why that rank will say no more, if so; any other rank, if it is not a rank.
   std::exception_ptr lost(int peer) const;
+
+  // While this rank waits for one that is not of the meeting: what the others are told of it.
+  void waits_elsewhere(std::optional<int> name) {
+    region_.line(rank_).waits_for.store(name ? *name + 1 : 0, std::memory_order_release);
+  }
 
   // Any thread: every wait ends with Interrupted, now and later.
   void interrupt(const std::string& cause);
@@ -98,6 +107,7 @@ class Meeting {
   const Region region_;
   const int rank_;
   const std::chrono::nanoseconds spin_;
+  const std::vector<int> names_;
   std::uint64_t step_ = 0;
   std::atomic<bool> interrupted_ = false;
   mutable std::mutex mutex_;

@@ -23,7 +23,9 @@ constexpr std::chrono::milliseconds kLinger(10);
 // How long a rank that leaves waits for those who should still hear from it.
 constexpr std::chrono::seconds kFarewell(2);
 
-Note describe(const Part& part, std::int64_t tag) {
+}  // namespace
+
+Note note_of(const Part& part, std::int64_t tag) {
   Note note{};
   note.tag = tag;
   note.dtype = static_cast<std::uint8_t>(part.call.dtype);
@@ -36,7 +38,6 @@ Note describe(const Part& part, std::int64_t tag) {
   return note;
 }
 
-// The call at the other end, as far as the note tells.
 Call far_call(const Note& note, const Call& own, lockstep::Operation operation, int rank) {
   if (note.dtype > static_cast<int>(Dtype::other) || note.dims > std::size(note.shape) || note.count < 0)
     throw Error("a rank sent a note that makes no sense: are all ranks of the same build?");
@@ -54,19 +55,19 @@ Call far_call(const Note& note, const Call& own, lockstep::Operation operation, 
   return call;
 }
 
-}  // namespace
-
 Messages::Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin,
-                   std::shared_ptr<void> keep)
+                   std::shared_ptr<void> keep, bool has_others)
     : meeting_(meeting),
       memory_(memory),
       spin_(spin),
       keep_(std::move(keep)),
+      has_others_(has_others),
       outbox_(static_cast<std::size_t>(meeting.ranks())) {}
 
-Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanoseconds timeout) {
+Messages::ItemPtr Messages::post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
   auto item = std::make_shared<Item>();
   item->part = std::move(part);
+  item->peer = peer;
   item->tag = tag;
   item->posted = Clock::now();
   item->deadline = item->posted + timeout;
@@ -79,7 +80,7 @@ Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanos
     return item;
   }
   if (call.operation == lockstep::Operation::send) {
-    Note note = describe(item->part, tag);
+    Note note = note_of(item->part, tag);
     note.kind = Note::kMessage;
     note.id = next_id_++;
     const auto bytes = static_cast<std::size_t>(call.bytes);
@@ -93,11 +94,11 @@ Messages::ItemPtr Messages::post(Part part, std::int64_t tag, std::chrono::nanos
     note.segment = place.segment;
     note.offset = place.offset;
     sends_[note.id] = item;
-    put(call.root, note);
+    put(peer, note);
   } else {
     auto& arrived = arrived_[tag];
     auto wanted = std::find_if(arrived.begin(), arrived.end(), [&](const Arrived& each) {
-      return call.root == kAnySource || call.root == each.from;
+      return peer == kAnySource || peer == each.from;
     });
     if (wanted != arrived.end()) {
       const auto found = *wanted;
@@ -175,8 +176,7 @@ void Messages::receive(const Note& note, int from) {
   if (receives != receives_.end()) {
     auto& of_tag = receives->second;
     auto wanted = std::find_if(of_tag.begin(), of_tag.end(), [&](const ItemPtr& item) {
-      const int peer = item->part.call.root;
-      return peer == kAnySource || peer == from;
+      return item->peer == kAnySource || item->peer == from;
     });
     if (wanted != of_tag.end()) {
       auto item = *wanted;
@@ -190,12 +190,12 @@ void Messages::receive(const Note& note, int from) {
 
 void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
   const Call& call = item->part.call;
-  Note reply = describe(item->part, note.tag);
+  Note reply = note_of(item->part, note.tag);
   reply.id = note.id;
   reply.kind = Note::kRefused;
   std::exception_ptr error;
   try {
-    if (auto mismatch = detail::find_mismatch(far_call(note, call, lockstep::Operation::send, from), call))
+    if (auto mismatch = detail::find_mismatch(far_call(note, call, lockstep::Operation::send, meeting_.name(from)), call))
       throw Mismatch(*mismatch);
     const auto bytes = static_cast<std::size_t>(call.bytes);
     if (bytes > 0)
@@ -218,9 +218,9 @@ void Messages::acknowledged(const Note& note, int from) {
   std::exception_ptr error;
   if (note.kind == Note::kRefused) {
     const Call& call = item->part.call;
-    error = std::make_exception_ptr(
-        Mismatch(detail::find_mismatch(call, far_call(note, call, lockstep::Operation::recv, from))
-                     .value_or("the receiver could not take it")));
+    error = std::make_exception_ptr(Mismatch(
+        detail::find_mismatch(call, far_call(note, call, lockstep::Operation::recv, meeting_.name(from)))
+            .value_or("the receiver could not take it")));
   }
   settle(item, error);
 }
@@ -275,8 +275,8 @@ std::exception_ptr Messages::trouble() const {
     lost.push_back(r == meeting_.rank() ? nullptr : meeting_.lost(r));
   const auto all_lost = meeting_.lost(kAnySource);
   auto of = [&](const Item& item) -> std::exception_ptr {
-    const int peer = item.part.call.root;
-    if (auto error = peer == kAnySource ? all_lost : lost[static_cast<std::size_t>(peer)]) return error;
+    if (item.peer != kAnySource || !has_others_)
+      if (auto error = item.peer == kAnySource ? all_lost : lost[static_cast<std::size_t>(item.peer)]) return error;
     if (now >= item.deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
     return nullptr;
   };
@@ -322,6 +322,14 @@ void Messages::wait(Item& item, Clock::time_point deadline) {
   --waiting_;
   last_use_ = Clock::now();
   if (asleep_ && neglected()) posted_.notify_one();
+}
+
+bool Messages::withdraw(const ItemPtr& item) {
+  Lock lock(mutex_);
+  auto of_tag = receives_.find(item->tag);
+  if (of_tag == receives_.end() || of_tag->second.remove(item) == 0) return false;
+  if (of_tag->second.empty()) receives_.erase(of_tag);
+  return true;
 }
 
 void Messages::interrupt(const std::string& cause) {

@@ -17,10 +17,15 @@
 
 namespace lockstep::shm {
 
+// What a note says of a message; the call at its other end, as far as a note tells.
+Note note_of(const Part& part, std::int64_t tag);
+Call far_call(const Note& note, const Call& own, lockstep::Operation operation, int rank);
+
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
   struct Item {
     Part part;
+    int peer = 0;
     std::int64_t tag = 0;
     Clock::time_point posted, deadline;
     char* copy = nullptr;  // of what is sent, where it was not in shared memory
@@ -29,11 +34,15 @@ class Messages : public std::enable_shared_from_this<Messages> {
   using ItemPtr = std::shared_ptr<Item>;
 
   // The meeting tells who is gone. keep: what is needed as long as this lives.
-  Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep);
+  // has_others: ranks that are not of the meeting may answer a receive from any rank too.
+  Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep,
+           bool has_others = false);
 
-  // part.call.root is the peer, or kAnySource. Never waits.
-  ItemPtr post(Part part, std::int64_t tag, std::chrono::nanoseconds timeout);
+  // peer: or kAnySource. Never waits.
+  ItemPtr post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
   void wait(Item& item, Clock::time_point deadline);
+  // Takes a receive back, which then never ends; false where its message has come, or it has failed.
+  bool withdraw(const ItemPtr& item);
   // Every message ends with this cause, now and later.
   void interrupt(const std::string& cause);
   // The same; but those who sent what this rank has are told so first, for which some time is waited.
@@ -77,6 +86,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   Memory& memory_;
   const std::chrono::nanoseconds spin_;
   const std::shared_ptr<void> keep_;
+  const bool has_others_;
 
   std::mutex mutex_;
   std::condition_variable posted_;

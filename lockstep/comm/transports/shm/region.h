@@ -34,10 +34,11 @@ struct alignas(128) Line {
   enum : std::uint32_t { kHere, kLeft, kFailed };
   std::atomic<std::uint32_t> presence;
   std::atomic<std::uint32_t> joined;
-  std::atomic<std::uint32_t> ended;    // its process has, as somebody found out
-  std::atomic<std::uint32_t> bell;     // others have left notes for it
-  std::atomic<std::uint32_t> listens;  // its threads that sleep until the bell rings
-  pthread_mutex_t alive;               // robust, and held as long as the process lives
+  std::atomic<std::uint32_t> ended;     // its process has, as somebody found out
+  std::atomic<std::uint32_t> bell;      // others have left notes for it
+  std::atomic<std::uint32_t> listens;   // its threads that sleep until the bell rings
+  std::atomic<std::int32_t> waits_for;  // one that is not of the region: its name and 1; 0: nobody
+  pthread_mutex_t alive;                // robust, and held as long as the process lives
 };
 
 // Of all.

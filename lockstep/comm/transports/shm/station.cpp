@@ -37,7 +37,7 @@ struct Offer {
 
 }  // namespace
 
-Station::Station(int rank, int ranks, Company company, const Words& words, Clock::time_point deadline,
+Station::Station(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
                  const std::function<void()>& check)
     : rank_(rank), ranks_(ranks) {
   auto key = [](int each) { return fmt::format("rank {}", each); };
@@ -53,7 +53,7 @@ Station::Station(int rank, int ranks, Company company, const Words& words, Clock
     std::string name;
     std::uint64_t id = 0;
     if (!(word >> name >> processors_.emplace_back() >> id))
-      throw Error(fmt::format("rank {} left a word that makes no sense", r));
+      throw Error(fmt::format("rank {} left a word that makes no sense", company.name(r)));
     peers_.push_back(r == rank ? nullptr : Peer::reach(name));
     if (r == 0 && rank != 0) segment_ = peers_[0]->segment(id, check);
   }
@@ -63,16 +63,16 @@ Station::Station(int rank, int ranks, Company company, const Words& words, Clock
   if (rank == 0) region().shared().roomy.store(has_room(company) ? 1 : 0, std::memory_order_relaxed);
   Holder::hold(region().line(rank).alive);
   try {
-    meet(1, deadline, check);  // all have read all words, and hold their locks
+    meet(1, company, deadline, check);  // all have read all words, and hold their locks
     words.forget(key(rank));
-    meet(2, deadline, check);  // there are none any more
+    meet(2, company, deadline, check);  // there are none any more
   } catch (...) {
     Holder::let_go(region().line(rank).alive);
     throw;
   }
 }
 
-void Station::meet(std::uint32_t stage, Clock::time_point deadline, const std::function<void()>& check) {
+void Station::meet(std::uint32_t stage, const Company& company, Clock::time_point deadline, const std::function<void()>& check) {
   Line& line = region().line(rank_);
   line.joined.store(stage, std::memory_order_seq_cst);
   futex_wake_all(line.joined);
@@ -83,9 +83,9 @@ void Station::meet(std::uint32_t stage, Clock::time_point deadline, const std::f
       check();
       if (joined.load() >= stage) break;
       if (r != rank_ && peers_[static_cast<std::size_t>(r)]->has_ended())
-        throw PeerLost(r, fmt::format("rank {} has ended", r));
+        throw PeerLost(company.name(r), fmt::format("rank {} has ended", company.name(r)));
       if (Clock::now() >= deadline)
-        throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", r));
+        throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", company.name(r)));
     }
   }
 }
@@ -94,7 +94,7 @@ Station::~Station() {
   if (fork_generation() == generation_) Holder::let_go(region().line(rank_).alive);
 }
 
-bool Station::has_room(Company company) const {
+bool Station::has_room(const Company& company) const {
   const int threads = std::max(company.threads, 1), local_ranks = company.local_ranks;
   const bool bound = std::any_of(processors_.begin(), processors_.end(),
                                  [&](const auto& each) { return each != processors_[0]; });
@@ -114,7 +114,8 @@ char* Station::map(int rank, Place place, std::size_t bytes, const Patience& pat
   } catch (const Error& error) {
     // Most likely it has ended: that is known in a moment, and says more.
     patience.check();
-    throw PeerLost(rank, fmt::format("the shared memory of rank {} cannot be had: {}", rank, error.what()));
+    const int name = patience.meeting.name(rank);
+    throw PeerLost(name, fmt::format("the shared memory of rank {} cannot be had: {}", name, error.what()));
   }
 }
 

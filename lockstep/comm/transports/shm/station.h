@@ -23,14 +23,17 @@ struct Words {
 
 // Of the job on this host.
 struct Company {
-  int local_ranks = 0;  // 0: not known
-  int threads = 1;      // that each computes with
+  int local_ranks = 0;          // 0: not known
+  int threads = 1;              // that each computes with
+  std::vector<int> names = {};  // of the group's ranks, in errors; none: their numbers
+
+  int name(int rank) const { return names.empty() ? rank : names.at(static_cast<std::size_t>(rank)); }
 };
 
 class Station final : public Memory {
  public:
   // Meets the others. check is called now and then while it waits, and throws to end that.
-  Station(int rank, int ranks, Company company, const Words& words, Clock::time_point deadline,
+  Station(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
           const std::function<void()>& check);
   ~Station() override;
 
@@ -47,8 +50,8 @@ class Station final : public Memory {
   void free(char* memory) noexcept override { Arena::instance().free(memory); }
 
  private:
-  bool has_room(Company company) const;
-  void meet(std::uint32_t stage, Clock::time_point deadline, const std::function<void()>& check);
+  bool has_room(const Company& company) const;
+  void meet(std::uint32_t stage, const Company& company, Clock::time_point deadline, const std::function<void()>& check);
 
   const int rank_, ranks_;
   const std::uint64_t generation_ = fork_generation();

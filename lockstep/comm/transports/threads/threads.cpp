@@ -3,7 +3,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/comm/engine_work.h>
 #include <lockstep/comm/part_backend.h>
-#include <lockstep/comm/reduce.h>
+#include <lockstep/comm/part_transport.h>
 #include <lockstep/comm/stop.h>
 
 namespace lockstep::detail {
@@ -17,7 +17,9 @@ class ThreadsBackend final : public PartBackend {
   }
   ~ThreadsBackend() override { hub_->leave(rank_); }
 
-  Hub& hub() { return *hub_; }
+  void interrupt(const std::string& cause) { hub_->poison(cause); }
+  void leave() { hub_->leave(rank_); }
+  std::string absent(std::uint64_t sequence) const { return hub_->absent(sequence); }
   const std::string getBackendName() const override { return "threads"; }
 
  protected:
@@ -37,27 +39,10 @@ class ThreadsBackend final : public PartBackend {
   const std::shared_ptr<Hub> hub_;
 };
 
-class ThreadsTransport final : public Transport {
+class ThreadsTransport final : public PartTransport<ThreadsBackend> {
  public:
-  ThreadsTransport(const TransportContext& context, std::shared_ptr<Hub> hub)
-      : backend_(c10::make_intrusive<ThreadsBackend>(std::move(hub), context.rank, context.size())) {}
-
-  Traits traits() const override {
-    return {.avg = true, .unequal = true, .any_dtype = true, .compares_calls = true, .keeps_inputs = true};
-  }
-  c10d::Backend& backend() override { return *backend_; }
-  bool reduces(Dtype dtype, ReduceOp op) const override { return reducible(dtype, op); }
-  void interrupt(const std::string& cause) noexcept override {
-    try {
-      backend_->hub().poison(cause);
-    } catch (...) {  // out of memory while waking: the deadline remains
-    }
-  }
-  void leave() noexcept override { backend_->hub().leave(backend_->getRank()); }
-  std::string absent(std::uint64_t sequence) override { return backend_->hub().absent(sequence); }
-
- private:
-  const c10::intrusive_ptr<ThreadsBackend> backend_;
+  using PartTransport::PartTransport;
+  std::string absent(std::uint64_t sequence) override { return own().absent(sequence); }
 };
 
 }  // namespace
@@ -85,7 +70,8 @@ std::shared_ptr<Hub> ThreadsJob::hub(const std::string& group, const std::vector
 }
 
 std::unique_ptr<Transport> make_threads_transport(const TransportContext& context, ThreadsJob& job) {
-  return std::make_unique<ThreadsTransport>(context, job.hub(context.group, context.ranks));
+  return std::make_unique<ThreadsTransport>(c10::make_intrusive<ThreadsBackend>(
+      job.hub(context.group, context.ranks), context.rank, context.size()));
 }
 
 }  // namespace lockstep::detail

@@ -1,0 +1,35 @@
+// The engines of our own as Group's transports: what they have in common.
+#pragma once
+
+#include <lockstep/comm/reduce.h>
+#include <lockstep/comm/transport.h>
+
+namespace lockstep::detail {
+
+// Own: a PartBackend with interrupt(cause) and leave().
+template <typename Own>
+class PartTransport : public Transport {
+ public:
+  explicit PartTransport(c10::intrusive_ptr<Own> backend) : backend_(std::move(backend)) {}
+
+  Traits traits() const override {
+    return {.avg = true, .unequal = true, .any_dtype = true, .compares_calls = true, .keeps_inputs = true};
+  }
+  c10d::Backend& backend() override { return *backend_; }
+  bool reduces(Dtype dtype, ReduceOp op) const override { return reducible(dtype, op); }
+  void interrupt(const std::string& cause) noexcept override {
+    try {
+      backend_->interrupt(cause);
+    } catch (...) {  // out of memory while waking: the deadline remains
+    }
+  }
+  void leave() noexcept override { backend_->leave(); }
+
+ protected:
+  Own& own() { return *backend_; }
+
+ private:
+  const c10::intrusive_ptr<Own> backend_;
+};
+
+}  // namespace lockstep::detail

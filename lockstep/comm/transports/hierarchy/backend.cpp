@@ -1,0 +1,154 @@
+// Groups that span hosts: shared memory inside each host, gloo or MPI between them.
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/base/environment.h>
+#include <lockstep/comm/part_transport.h>
+#include <lockstep/comm/transports/hierarchy/c10d_links.h>
+#include <lockstep/comm/transports/hierarchy/engine.h>
+#include <lockstep/comm/transports/hierarchy/mail.h>
+#include <lockstep/comm/transports/shm/backend.h>
+#include <lockstep/comm/transports/shm/lane_work.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace lockstep::detail {
+namespace {
+
+using hierarchy::C10dLinks;
+using hierarchy::Hosts;
+using hierarchy::Mail;
+
+std::vector<int> far_ranks(const TransportContext& context) {
+  const Hosts hosts(context.nodes, context.rank);
+  std::vector<int> ranks;
+  for (int r = 0; r < hosts.size(); ++r)
+    if (hosts.host_of(r) != hosts.host()) ranks.push_back(r);
+  return ranks;
+}
+
+class HierarchyBackend final : public PartBackend {
+ public:
+  HierarchyBackend(const TransportContext& context, std::string name, std::unique_ptr<Transport> between)
+      : PartBackend(context.rank, context.size()),
+        name_(std::move(name)),
+        timeout_(context.timeout),
+        links_(std::make_shared<C10dLinks>(std::move(between), far_ranks(context))) {
+    const Hosts hosts(context.nodes, context.rank);
+    std::unique_ptr<shm::Engine> inside;
+    std::shared_ptr<shm::Station> station;
+    std::chrono::nanoseconds spin{};
+    if (hosts.neighbours().size() > 1) {
+      auto options = shm_options(context);
+      options.names = hosts.neighbours();
+      auto store =
+          c10::make_intrusive<c10d::PrefixStore>(fmt::format("host {}", hosts.host()), context.store);
+      ShmPlace place(*store, hosts.place(), static_cast<int>(hosts.neighbours().size()), options);
+      inside = std::move(place.engine);
+      station = std::move(place.station);
+      spin = place.tuning.spin;
+    }
+    shm::Meeting* meeting = inside ? &inside->meeting() : nullptr;
+    hierarchy::Engine::Tuning tuning;
+    // To measure other values; ranks that have different ones are told.
+    tuning.window = static_cast<std::size_t>(
+        env::integer("LOCKSTEP_WINDOW", 64, 1 << 30).value_or(static_cast<std::int64_t>(tuning.window)));
+    lane_ = std::make_shared<shm::Lane>(
+        std::make_unique<hierarchy::Engine>(hosts, std::move(inside), links_, station.get(), tuning),
+        station);
+    std::shared_ptr<shm::Messages> messages;
+    if (meeting != nullptr)
+      messages = std::make_shared<shm::Messages>(*meeting, *station, spin, lane_, /*has_others=*/true);
+    mail_ = std::make_shared<Mail>(hosts, std::move(messages), meeting, links_);
+    init();
+  }
+  ~HierarchyBackend() override {
+    leave();
+    if (is_own()) links_->close();
+  }
+
+  const std::string getBackendName() const override { return name_; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return shared_tensor(size, options);
+  }
+
+  bool is_own() const { return shm::fork_generation() == generation_; }
+  const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
+  void interrupt(const std::string& cause) {
+    lane_->interrupt(cause);
+    links_->interrupt(cause);
+    mail_->interrupt(cause);
+  }
+  void leave() {
+    if (!is_own()) return;
+    mail_->close();
+    lane_->close();
+  }
+
+ protected:
+  WorkPtr post(Request request) override {
+    TORCH_CHECK(is_own(), "a process that was forked from a rank cannot use the rank's groups");
+    const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_;
+    auto prepare = [&](const auto& engine) {
+      using Engine = typename std::decay_t<decltype(engine)>::element_type;
+      auto work = c10::make_intrusive<LaneWork<Engine>>(rank_, request.type, std::move(request.keep),
+                                                        std::move(request.results), engine, false);
+      work->prepare(std::move(request.finish), std::move(request.explain));
+      return work;
+    };
+    if (point_to_point(request.part.call.operation)) {
+      auto work = prepare(mail_);
+      request.part.done = [work](const std::exception_ptr& error, int source) {
+        work->settle_or_abandon(error, source);
+      };
+      work->set_item(mail_->post(std::move(request.part), request.tag, timeout));
+      return work;
+    }
+    auto work = prepare(lane_);
+    auto item = std::make_shared<LaneItem>();
+    item->part = std::move(request.part);
+    item->work = work;
+    work->set_item(item);
+    lane_->post(std::move(item), timeout, request.asynchronous);
+    return work;
+  }
+
+ private:
+  const std::string name_;
+  const std::uint64_t generation_ = shm::fork_generation();
+  const std::chrono::milliseconds timeout_;
+  const std::shared_ptr<C10dLinks> links_;
+  std::shared_ptr<shm::Lane> lane_;
+  std::shared_ptr<Mail> mail_;
+};
+
+class HierarchyTransport final : public PartTransport<HierarchyBackend> {
+ public:
+  using PartTransport::PartTransport;
+
+  Traits traits() const override {
+    auto traits = PartTransport::traits();
+    traits.completes_unwatched = false;
+    return traits;
+  }
+  PartEngine* parts() override { return own().is_own() ? own().lane().get() : nullptr; }
+  // Links may still write to any of them.
+  void abandon(std::vector<at::Tensor> tensors) noexcept override {
+    try {
+      detail::abandon(std::move(tensors), false);
+    } catch (...) {  // no memory to note them in: they are not freed either
+    }
+  }
+  std::string absent(std::uint64_t /*sequence*/) override { return own().lane()->absent(); }
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_hierarchy_transport(const TransportContext& context, const std::string& name,
+                                                    MakeTransport* make_between) {
+  auto between = context;
+  between.store = c10::make_intrusive<c10d::PrefixStore>("between", context.store);
+  return std::make_unique<HierarchyTransport>(
+      c10::make_intrusive<HierarchyBackend>(context, name, make_between(between)));
+}
+
+}  // namespace lockstep::detail

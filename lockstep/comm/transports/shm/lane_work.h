@@ -1,0 +1,58 @@
+// The c10d::Work of what a lane does, or of messages: whoever waits does the work.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <lockstep/comm/engine_work.h>
+#include <lockstep/comm/part_backend.h>
+#include <lockstep/comm/transports/shm/lane.h>
+
+namespace lockstep::detail {
+
+// Of operations that failed: a peer may still read or write them, so they are never used again. shared_only:
+// those that are in shared memory.
+void abandon(std::vector<at::Tensor> tensors, bool shared_only);
+
+template <typename Engine>
+class LaneWork final : public EngineWork {
+ public:
+  using ItemPtr = std::shared_ptr<typename Engine::Item>;
+  LaneWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+           std::shared_ptr<Engine> engine, bool abandons_shared_only)
+      : EngineWork(rank, type, std::move(inputs), std::move(outputs)),
+        engine_(std::move(engine)),
+        abandons_shared_only_(abandons_shared_only) {}
+
+  void set_item(ItemPtr item) { item_ = std::move(item); }
+  void settle_or_abandon(const std::exception_ptr& error, int source) {
+    if (error) abandon(tensors(), abandons_shared_only_);
+    settle(error, source);
+  }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (!isCompleted()) {
+      const auto limit = timeout > std::chrono::milliseconds(0)
+                             ? timeout
+                             : std::chrono::milliseconds(std::chrono::hours(24 * 365));
+      Waiting here;
+      engine_->wait(*item_, AwakeClock::now() + limit);
+    }
+    return EngineWork::wait(kNoTimeout);
+  }
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+  const bool abandons_shared_only_;
+  ItemPtr item_;
+};
+
+struct LaneItem final : PartItem {
+  c10::intrusive_ptr<LaneWork<shm::Lane>> work;
+  void done(const std::exception_ptr& error, int source) override {
+    std::exchange(work, {})->settle_or_abandon(error, source);
+  }
+};
+
+}  // namespace lockstep::detail
