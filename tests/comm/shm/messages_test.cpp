@@ -50,7 +50,7 @@ struct Letter {
       }
       ended->set_value(text);
     };
-    item = messages.post(std::move(part), tag, seconds(60));
+    item = messages.post(std::move(part), peer, tag, seconds(60));
   }
   std::string end(Messages& messages) {
     messages.wait(*item, Clock::now() + seconds(60));
