@@ -229,6 +229,11 @@ void Progress::fail(const MpiWorkPtr& work, std::exception_ptr error) {
   open_gate(*work);
 }
 
+void Progress::cancel(const MpiWorkPtr& work) {
+  for (std::size_t i = 0; i < slots_.size(); ++i)
+    if (slots_[i].work == work) MPI_Cancel(&requests_[i]);
+}
+
 void Progress::open_gate(MpiWork& work) {
   if (!std::exchange(work.gated, false)) return;
   auto held = work.link().gates.extract(work.receive_tag);
@@ -287,8 +292,14 @@ bool Progress::poll() {
     const auto& status = statuses_[static_cast<std::size_t>(i)];
     Slot& slot = slots_[static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)])];
     MpiWorkPtr work = std::move(slot.work);  // an empty slot is a finished one
-    int bytes = 0;
-    if (status.MPI_ERROR != MPI_SUCCESS) {
+    int bytes = 0, cancelled = 0;
+    if (slot.expected >= 0) MPI_Test_cancelled(&status, &cancelled);
+    if (cancelled != 0) {
+      // Nothing is left behind: MPI is as good as before.
+      work->settle(std::make_exception_ptr(std::runtime_error("the receive was taken back")));
+      work->link().completed(work);
+      open_gate(*work);
+    } else if (status.MPI_ERROR != MPI_SUCCESS) {
       failed.emplace_back(work, mpi_error_text(status.MPI_ERROR));
     } else if (slot.expected >= 0) {
       MPI_Get_count(&status, MPI_BYTE, &bytes);

@@ -30,6 +30,7 @@ class Progress {
   void group_gone();  // progress thread; the program's own MPI is not touched after the last
   // Something is left behind in MPI: requests, a thread. MPI_Finalize would wait for it, so is not called.
   void leave_mpi_alone() noexcept { left_alone_ = true; }
+  void cancel(const MpiWorkPtr& work);             // a receive; progress thread
   void works_failed() noexcept { prune_ = true; }  // lets go of the requests of failed works
 
  private:

@@ -81,6 +81,12 @@ MpiWork::MpiWork(std::shared_ptr<MpiLink> on, c10d::OpType type, std::vector<at:
       stages(std::move(all_stages)),
       link_(std::move(on)) {}
 
+void MpiWork::abort() {
+  TORCH_CHECK(receive_tag >= 0, "only a receive can be taken back");
+  auto self = c10::intrusive_ptr<MpiWork>::unsafe_reclaim_from_nonowning(this);
+  Progress::get().call([self] { Progress::get().cancel(self); });
+}
+
 void MpiWork::landed(const MPI_Status& status) {
   if (receive_tag >= 0) source_ = status.MPI_SOURCE;
 }

@@ -94,6 +94,10 @@ class MpiWork final : public EngineWork {
   MpiWork(std::shared_ptr<MpiLink> on, c10d::OpType type, std::vector<at::Tensor> outputs,
           std::vector<at::Tensor> inputs, std::deque<Stage> all_stages);
 
+  // A receive is taken back, and ends with an error, unless its message has come; others end with their group
+  // alone.
+  void abort() override;
+
   // Completes it, with the source of what it received.
   void settle(std::exception_ptr error) noexcept { EngineWork::settle(std::move(error), source_); }
 
