@@ -12,6 +12,20 @@ foreach(header
     comm/observer.h
     comm/work.h
     comm/world.h
+    data/collate.h
+    data/dataset.h
+    data/dataset_traits.h
+    data/distributed_sampler.h
+    data/feed.h
+    data/fetch.h
+    data/fields.h
+    data/files.h
+    data/loader.h
+    data/loader_options.h
+    data/loader_pass.h
+    data/sampler.h
+    data/subset.h
+    data/workers.h
     mesh/device_mesh.h
     parallel/ddp.h
     parallel/ddp_bucket.h

@@ -8,6 +8,12 @@
 #include <lockstep/comm/observer.h>
 #include <lockstep/comm/work.h>
 #include <lockstep/comm/world.h>
+#include <lockstep/data/dataset.h>
+#include <lockstep/data/distributed_sampler.h>
+#include <lockstep/data/files.h>
+#include <lockstep/data/loader.h>
+#include <lockstep/data/sampler.h>
+#include <lockstep/data/subset.h>
 #include <lockstep/mesh/device_mesh.h>
 #include <lockstep/parallel/ddp.h>
 #include <lockstep/parallel/ddp_hooks.h>

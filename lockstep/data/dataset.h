@@ -1,0 +1,92 @@
+// Samples by number.
+//
+//   TensorDataset dataset(images, labels);                       // batches: std::array<at::Tensor, 2>
+//   MapDataset pictures(names.size(), [&](std::int64_t i) { return std::pair(decode(names[i]), labels[i]);
+//   }); MapDataset noisy(size, [&](std::int64_t i, at::Generator& random) { return x[i] + torch::randn({3},
+//   random); }); auto [train, valid] = random_split(dataset, {0.9, 0.1}); ConcatDataset both(train, valid);
+//
+// A dataset of your own is any class with `size()` and one of
+//   get(std::int64_t index)                            a sample: what collate.h can put together, or your
+//   collate get(std::int64_t index, at::Generator& random)     the same, with random numbers of its own
+//   get_batch(std::span<const std::int64_t> indices)   a whole batch at once; used if there is no collate of
+//   yours
+// and so is every dataset of torch::data. With workers, several threads call these at once.
+//
+// Datasets of this header are handles: a copy is cheap and means the same samples. Others are referred to
+// where a variable is given, and moved in where a temporary is.
+#pragma once
+
+#include <array>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <lockstep/data/dataset_traits.h>
+
+namespace lockstep {
+
+// Tensors with as many rows each: sample i is row i of each. A batch is gathered at once into new memory,
+// also where its rows follow one another, so that changing it in place leaves the dataset alone.
+template <std::size_t N>
+class TensorDataset {
+ public:
+  static constexpr bool kHandle = true;
+
+  template <std::convertible_to<at::Tensor>... T>
+  requires(sizeof...(T) == N && N > 0) explicit TensorDataset(const T&... tensors)
+      : tensors_{tensors...}, size_(detail::equal_rows(tensors_)) {}
+
+  std::int64_t size() const { return size_; }
+  const std::array<at::Tensor, N>& tensors() const { return tensors_; }
+  std::array<at::Tensor, N> get(std::int64_t index) const {
+    return each([&](const at::Tensor& t) { return detail::row(t, index); });
+  }
+  std::array<at::Tensor, N> get_batch(std::span<const std::int64_t> indices) const {
+    return each([&](const at::Tensor& t) { return detail::rows(t, indices); });
+  }
+
+ private:
+  std::array<at::Tensor, N> each(const auto& f) const {
+    return std::apply([&](const auto&... t) { return std::array<at::Tensor, N>{f(t)...}; }, tensors_);
+  }
+
+  std::array<at::Tensor, N> tensors_;
+  std::int64_t size_;
+};
+template <std::convertible_to<at::Tensor>... T>
+TensorDataset(const T&...) -> TensorDataset<sizeof...(T)>;
+
+// Sample i is f(i), or f(i, random): random numbers that depend on the loader's seed and on where in the
+// epoch the sample stands, and on nothing else: not on workers, not on ranks, not on a restart in between.
+template <typename F>
+class MapDataset {
+ public:
+  static constexpr bool kHandle = true;
+
+  MapDataset(std::int64_t size, F f)
+      : size_(detail::checked_size(size)), f_(std::make_shared<F>(std::move(f))) {}
+
+  std::int64_t size() const { return size_; }
+  static constexpr bool random() { return !std::invocable<F&, std::int64_t>; }
+  // Without a generator: PyTorch's default one.
+  auto get(std::int64_t index, at::Generator generator = {}) const {
+    detail::check_index(index, size_);
+    if constexpr (random())
+      return (*f_)(index, generator);
+    else
+      return (*f_)(index);
+  }
+
+ private:
+  std::int64_t size_;
+  std::shared_ptr<F> f_;
+};
+
+}  // namespace lockstep

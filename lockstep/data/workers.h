@@ -1,0 +1,68 @@
+// Threads that do the tasks of numbered slots; whoever waits gets them in the order of its own asking.
+//
+//   Workers workers({.threads = 2, .slots = 4, .work = [&](Workers& self, int worker, std::size_t slot) { ...
+//   }}); workers.put(0); workers.wait(0);      // throws what work(_, 0) threw
+//
+// One thread puts and waits. What it wrote before put(slot) is seen by work(_, slot), and what that wrote is
+// seen after wait(slot).
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace lockstep::detail {
+
+class Workers {
+ public:
+  struct Options {
+    int threads = 1;
+    std::size_t slots = 1;
+    std::function<void(Workers& self, int worker, std::size_t slot)> work;
+    std::function<void(int worker)> begin = {};  // on each thread, first; what it throws, its tasks throw
+  };
+
+  explicit Workers(Options options);
+  // Tasks that nobody has begun are forgotten; those under way are waited for. After a while a line says for
+  // what.
+  ~Workers();
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+
+  void put(std::size_t slot);
+  // False at the deadline; the slot can be waited for again.
+  bool wait(std::size_t slot, std::optional<std::chrono::milliseconds> timeout = {});
+
+  // For work: whether it may end early, because nobody will wait for it.
+  bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
+  // For work: what this worker is at, for whoever waits too long.
+  void at(int worker, std::int64_t index) { at_[worker].store(index, std::memory_order_relaxed); }
+  std::string whereabouts() const;  // "worker 0 is at index 17, worker 1 is idle"
+
+ private:
+  void run(int worker);
+  void stop();
+
+  Options options_;
+  std::vector<std::atomic<std::int64_t>> at_;  // -1: idle
+  std::atomic<bool> stopping_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_for_workers_, changed_for_waiter_;
+  std::deque<std::size_t> queue_;
+  std::vector<char> done_;
+  std::vector<std::exception_ptr> errors_;
+  int running_ = 0;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace lockstep::detail
