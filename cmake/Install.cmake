@@ -12,7 +12,9 @@ foreach(header
     comm/observer.h
     comm/work.h
     comm/world.h
-    mesh/device_mesh.h)
+    mesh/device_mesh.h
+    parallel/data_parallel.h
+    parallel/data_parallel_tensors.h)
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES lockstep/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep/${folder})
 endforeach()

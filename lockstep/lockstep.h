@@ -9,4 +9,5 @@
 #include <lockstep/comm/work.h>
 #include <lockstep/comm/world.h>
 #include <lockstep/mesh/device_mesh.h>
+#include <lockstep/parallel/data_parallel.h>
 #include <lockstep/version.h>
