@@ -27,6 +27,8 @@ foreach(header
     data/subset.h
     data/workers.h
     mesh/device_mesh.h
+    parallel/data_parallel.h
+    parallel/data_parallel_tensors.h
     parallel/ddp.h
     parallel/ddp_bucket.h
     parallel/ddp_hooks.h

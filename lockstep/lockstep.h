@@ -20,4 +20,5 @@
 #include <lockstep/parallel/replicas.h>
 #include <lockstep/parallel/sync_batch_norm.h>
 #include <lockstep/parallel/unit.h>
+#include <lockstep/parallel/data_parallel.h>
 #include <lockstep/version.h>

@@ -1,0 +1,61 @@
+// Threads that stay: one for each replica. Internal to DataParallel.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include <sys/types.h>
+
+#include <c10/core/Device.h>
+
+namespace lockstep::detail {
+
+// What it says, without LibTorch's backtrace.
+std::string text_of(std::exception_ptr error);
+
+class ReplicaWorkers {
+ public:
+  using Task = std::function<void(std::size_t)>;
+
+  // threads: what an operation on one of them may use.
+  ReplicaWorkers(std::vector<at::Device> devices, int threads);
+  ~ReplicaWorkers();
+  ReplicaWorkers(const ReplicaWorkers&) = delete;
+  ReplicaWorkers& operator=(const ReplicaWorkers&) = delete;
+
+  // task(i) on worker i for every i below count, all at once, each with this thread's grad mode, autocast,
+  // dispatch keys, streams and floating-point settings; returns when all have ended. Rounds of several
+  // callers take turns on each worker. Throws the ReplicaError of the first that failed: `phase` is what they
+  // were doing.
+  void run(std::size_t count, std::string_view phase, const Task& task);
+
+  bool is_one_of_them() const;  // this thread
+
+ private:
+  struct Round;
+  struct Worker {
+    std::mutex mutex;
+    std::condition_variable posted;
+    std::deque<std::shared_ptr<Round>> rounds;
+    bool ending = false;
+    std::thread thread;
+  };
+  void serve(std::size_t index, int threads);
+  void stop();
+  [[noreturn]] void fail(const Round& round, std::size_t index, std::string_view phase) const;
+
+  const std::vector<at::Device> devices_;
+  const pid_t process_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+}  // namespace lockstep::detail
