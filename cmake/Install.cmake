@@ -12,7 +12,15 @@ foreach(header
     comm/observer.h
     comm/work.h
     comm/world.h
-    mesh/device_mesh.h)
+    mesh/device_mesh.h
+    train/adam.h
+    train/autocast.h
+    train/clip_grad.h
+    train/grad_scaler.h
+    train/lr_schedule.h
+    train/lr_scheduler.h
+    train/optimizer.h
+    train/sgd.h)
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES lockstep/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep/${folder})
 endforeach()

@@ -9,4 +9,10 @@
 #include <lockstep/comm/work.h>
 #include <lockstep/comm/world.h>
 #include <lockstep/mesh/device_mesh.h>
+#include <lockstep/train/adam.h>
+#include <lockstep/train/autocast.h>
+#include <lockstep/train/clip_grad.h>
+#include <lockstep/train/grad_scaler.h>
+#include <lockstep/train/lr_scheduler.h>
+#include <lockstep/train/sgd.h>
 #include <lockstep/version.h>
