@@ -35,7 +35,15 @@ foreach(header
     parallel/replicas.h
     parallel/sync_batch_norm.h
     parallel/tensors_in.h
-    parallel/unit.h)
+    parallel/unit.h
+    train/adam.h
+    train/autocast.h
+    train/clip_grad.h
+    train/grad_scaler.h
+    train/lr_schedule.h
+    train/lr_scheduler.h
+    train/optimizer.h
+    train/sgd.h)
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES lockstep/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep/${folder})
 endforeach()

@@ -21,4 +21,10 @@
 #include <lockstep/parallel/sync_batch_norm.h>
 #include <lockstep/parallel/unit.h>
 #include <lockstep/parallel/data_parallel.h>
+#include <lockstep/train/adam.h>
+#include <lockstep/train/autocast.h>
+#include <lockstep/train/clip_grad.h>
+#include <lockstep/train/grad_scaler.h>
+#include <lockstep/train/lr_scheduler.h>
+#include <lockstep/train/sgd.h>
 #include <lockstep/version.h>

@@ -1,4 +1,4 @@
-// Does what data_parity_test.py asks for on standard input, one case a line, and answers each with a line of
+// Does what data_test.py asks for on standard input, one case a line, and answers each with a line of
 // numbers.
 #include <algorithm>
 #include <iostream>

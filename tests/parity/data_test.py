@@ -1,7 +1,7 @@
 """Lockstep's samplers, DataLoader, random_split and .npy files beside PyTorch's and NumPy's: the same indices in the same
 batches, and the same draws from the generators, which the numbers drawn afterwards show.
 
-usage: data_parity_test.py PROBE
+usage: data_test.py PROBE
 """
 import itertools
 import os

@@ -1,0 +1,79 @@
+// What learning-rate schedules are made of, with PyTorch's names and defaults: data, for the schedulers of
+// lr_scheduler.h. No LibTorch.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <variant>
+
+namespace lockstep {
+
+// lr * factor until total_iters steps are done.
+struct ConstantLROptions {
+  double factor = 1.0 / 3;
+  std::int64_t total_iters = 5;
+};
+
+// From lr * start_factor to lr * end_factor in total_iters steps: a warm-up, or a decay.
+struct LinearLROptions {
+  double start_factor = 1.0 / 3;
+  double end_factor = 1.0;
+  std::int64_t total_iters = 5;
+};
+
+// From lr to eta_min along half a cosine in T_max steps, and up again.
+struct CosineAnnealingLROptions {
+  std::int64_t T_max;
+  double eta_min = 0;
+};
+
+// lr * gamma^step.
+struct ExponentialLROptions {
+  double gamma;
+};
+
+// lr * lr_lambda(step). The function is not saved: give the same one after loading.
+struct LambdaLROptions {
+  std::function<double(std::int64_t)> lr_lambda;
+};
+
+using LRSchedule = std::variant<ConstantLROptions, LinearLROptions, CosineAnnealingLROptions,
+                                ExponentialLROptions, LambdaLROptions>;
+
+enum class AnnealStrategy : std::uint8_t { cos, linear };
+
+// Up to max_lr in the first pct_start of total_steps and down again, far below where it began, as in the
+// paper "Super-Convergence"; the momentum (beta1 of Adam) goes the other way.
+struct OneCycleLROptions {
+  double max_lr;
+  std::int64_t total_steps;
+  double pct_start = 0.3;
+  AnnealStrategy anneal_strategy = AnnealStrategy::cos;
+  bool cycle_momentum = true;
+  double base_momentum = 0.85;
+  double max_momentum = 0.95;
+  double div_factor = 25;
+  double final_div_factor = 1e4;
+  bool three_phase = false;
+};
+
+namespace detail {
+
+// ConfigError for what is out of range.
+void check(const LRSchedule& schedule);
+void check(const OneCycleLROptions& options);
+
+// As torch/optim/lr_scheduler.py, to the bit. The first value; the value of step 1, 2, ... after lr, which is
+// what the optimizer has now; and, where a schedule begins after another one, the first value without lr.
+double first_lr(const LRSchedule& schedule, double lr, double base_lr);
+double next_lr(const LRSchedule& schedule, std::int64_t step, double lr, double base_lr);
+double closed_form_lr(const LRSchedule& schedule, std::int64_t step, double base_lr);
+
+struct OneCycleValue {
+  double lr;
+  double momentum;
+};
+OneCycleValue one_cycle(const OneCycleLROptions& options, std::int64_t step);
+
+}  // namespace detail
+}  // namespace lockstep
