@@ -15,12 +15,12 @@
 #include <lockstep/data/sampler.h>
 #include <lockstep/data/subset.h>
 #include <lockstep/mesh/device_mesh.h>
+#include <lockstep/parallel/data_parallel.h>
 #include <lockstep/parallel/ddp.h>
 #include <lockstep/parallel/ddp_hooks.h>
 #include <lockstep/parallel/replicas.h>
 #include <lockstep/parallel/sync_batch_norm.h>
 #include <lockstep/parallel/unit.h>
-#include <lockstep/parallel/data_parallel.h>
 #include <lockstep/train/adam.h>
 #include <lockstep/train/autocast.h>
 #include <lockstep/train/clip_grad.h>

@@ -1,19 +1,28 @@
 // One rank of bench_ddp: says "ready", then answers each line it is told, "local 10" or "ddp 10", with the
-// milliseconds of a step; "memory" with peaks. The conductor, ddp.py, tells every rank.
+// milliseconds of a step, and "memory 0" with the peak of the process's memory in MiB. The conductor, ddp.py,
+// tells every rank.
 #include <lockstep/lockstep.h>
-#include <sys/resource.h>
 #include <torch/torch.h>
 
 #include <chrono>
 #include <cstdlib>
+#include <fstream>
 #include <functional>
 #include <iostream>
+#include <map>
 #include <sstream>
 
 #include "bench/ddp/models.h"
 
 namespace lockstep::bench {
 namespace {
+
+double peak_mib() {
+  std::ifstream status("/proc/self/status");
+  for (std::string word; status >> word;)
+    if (word == "VmHWM:") return status >> word, std::stod(word) / 1024;
+  return 0;
+}
 
 template <typename M>
 void serve(World& world, M model, const std::string& name, const std::string& optimizer_name) {
@@ -22,8 +31,8 @@ void serve(World& world, M model, const std::string& name, const std::string& op
   M bare;
   DistributedDataParallel ddp(model, group);
   const auto optimizer_for = [&](M& of) -> std::unique_ptr<torch::optim::Optimizer> {
-    if (optimizer_name == "sgd") return std::make_unique<torch::optim::SGD>(of->parameters(), 1e-3);
-    return std::make_unique<torch::optim::AdamW>(of->parameters(), 1e-3);
+    if (optimizer_name == "sgd") return std::make_unique<SGD>(of->parameters(), SGDOptions{.lr = 1e-3});
+    return std::make_unique<AdamW>(of->parameters(), AdamWOptions{.lr = 1e-3});
   };
   auto optimizer = optimizer_for(model), bare_optimizer = optimizer_for(bare);
   const auto step = [&](auto&& call, torch::optim::Optimizer& with) {
@@ -47,6 +56,10 @@ void serve(World& world, M model, const std::string& name, const std::string& op
     std::string kind;
     int steps = 0;
     words >> kind >> steps;
+    if (kind == "memory") {
+      std::cout << peak_mib() << std::endl;
+      continue;
+    }
     group.barrier().wait();
     const auto begin = std::chrono::steady_clock::now();
     for (int i = 0; i < steps; ++i) kinds.at(kind)();

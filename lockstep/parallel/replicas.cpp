@@ -61,7 +61,7 @@ void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasO
 
   const auto all = group.all_gather_values(std::string_view(bytes), {.tag = "check_replicas"});
   if (std::any_of(all.begin(), all.end(), [&](const auto& each) { return each.size() != bytes.size(); }))
-    throw ReplicaError("replicas are not equal: the ranks' models have different numbers of tensors");
+    throw DriftError("replicas are not equal: the ranks' models have different numbers of tensors");
   std::vector<std::uint64_t> at_tensor(all.size());
   std::string first;
   std::size_t more = 0;
@@ -76,11 +76,13 @@ void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasO
     else
       ++more;
   }
-  throw ReplicaError(
-      fmt::format("replicas are not equal: {}{}. Gradients that were not averaged, a seed or data that "
-                  "changed weights on one rank alone, "
-                  "or an optimizer with other settings there do that",
-                  first, more == 0 ? "" : fmt::format(", nor are {} other tensors", more)));
+  throw DriftError(fmt::format(
+      "replicas are not equal: {}{}. Gradients that were not averaged, a seed or data that "
+      "changed weights on one rank alone, "
+      "or an optimizer with other settings there do that",
+      first,
+      more == 0 ? ""
+                : fmt::format(", nor {} {} other{}", more == 1 ? "is" : "are", more, more == 1 ? "" : "s")));
 }
 
 namespace detail {

@@ -15,7 +15,7 @@
 namespace lockstep {
 
 // What differs is the program's doing, and no rank can go on from it: an Error of its own.
-class ReplicaError : public Error {
+class DriftError : public Error {
  public:
   using Error::Error;
 };
@@ -25,7 +25,7 @@ struct CheckReplicasOptions {
 };
 
 // Every rank calls it. Compares every bit, by hashes: 8 bytes a tensor are sent, and only if some differ.
-// Throws ReplicaError on every rank, naming the first tensor that differs and the ranks that are not as most
+// Throws DriftError on every rank, naming the first tensor that differs and the ranks that are not as most
 // are.
 void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasOptions options = {});
 

@@ -16,7 +16,7 @@
 namespace lockstep::detail {
 
 template <typename T>
-concept tuple_like = requires {
+concept has_elements = requires {
   std::tuple_size<std::remove_cvref_t<T>>::value;
 };
 
@@ -25,7 +25,7 @@ template <typename T>
 void collect_tensors(const T& value, std::vector<at::Tensor>& found) {
   if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
     found.push_back(value);
-  } else if constexpr (tuple_like<T>) {
+  } else if constexpr (has_elements<T>) {
     std::apply([&](const auto&... each) { (collect_tensors(each, found), ...); }, value);
   } else if constexpr (std::ranges::range<const T> && !std::is_convertible_v<const T&, std::string_view>) {
     for (const auto& each : value) collect_tensors(each, found);

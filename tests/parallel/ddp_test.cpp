@@ -653,7 +653,7 @@ TEST(Ddp, replicas_that_drift_are_found_with_rank_and_tensor) {
       model->second->bias[4] = at::nextafter(model->second->bias[4], at::tensor(9.F)[0]);
     }
     step(1);
-    const auto text = error_of<ReplicaError>([&] { step(2); });
+    const auto text = error_of<DriftError>([&] { step(2); });
     EXPECT_THAT(
         text, HasSubstr(fmt::format("'second.bias' on rank {} is not what it is on rank", world.size() - 1)));
   });

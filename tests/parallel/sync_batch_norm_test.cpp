@@ -225,7 +225,8 @@ TEST(DdpHooks, power_sgd_is_exact_for_matrices_of_its_rank_and_trains_with_feedb
     torch::nn::Linear model(40, 30);
     fill_parameters(*model, 90);
     DistributedDataParallel ddp(model, world.group());
-    ddp.register_comm_hook(power_sgd_hook({.matrix_approximation_rank = world.size(), .start_power_sgd_iter = 2}));
+    ddp.register_comm_hook(
+        power_sgd_hook({.matrix_approximation_rank = world.size(), .start_power_sgd_iter = 2}));
     for (int step = 0; step < 6; ++step) {
       model->zero_grad();
       ddp(numbers(950 + world.rank(), {1, 40})).square().sum().backward();

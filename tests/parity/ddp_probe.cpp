@@ -13,12 +13,20 @@ int main(int argc, char** argv) {
   const int seed = std::stoi(argv[2]), steps = std::stoi(argv[3]);
   auto world = lockstep::World::from_environment();
   torch::manual_seed(seed);
-  torch::nn::Sequential model(torch::nn::Linear(12, 32), torch::nn::Tanh(), torch::nn::LayerNorm(torch::nn::LayerNormOptions({32})),
-                              torch::nn::Linear(32, 32), torch::nn::Tanh(), torch::nn::Linear(32, 4));
-  lockstep::DistributedDataParallel ddp(model, world.group(), {.bucket_bytes = 2048, .first_bucket_bytes = 1024});
+  // One by one: the arguments of a call are made in any order, and draw random numbers.
+  torch::nn::Sequential model;
+  model->push_back(torch::nn::Linear(12, 32));
+  model->push_back(torch::nn::Tanh());
+  model->push_back(torch::nn::LayerNorm(torch::nn::LayerNormOptions({32})));
+  model->push_back(torch::nn::Linear(32, 32));
+  model->push_back(torch::nn::Tanh());
+  model->push_back(torch::nn::Linear(32, 4));
+  lockstep::DistributedDataParallel ddp(model, world.group(),
+                                        {.bucket_bytes = 2048, .first_bucket_bytes = 1024});
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   if (kind == "sgd")
-    optimizer = std::make_unique<lockstep::SGD>(model->parameters(), lockstep::SGDOptions{.lr = 0.05, .momentum = 0.9});
+    optimizer = std::make_unique<lockstep::SGD>(model->parameters(),
+                                                lockstep::SGDOptions{.lr = 0.05, .momentum = 0.9});
   else
     optimizer = std::make_unique<lockstep::Adam>(model->parameters(), lockstep::AdamOptions{.lr = 0.01});
   torch::manual_seed(1000 * seed + world.rank());
@@ -32,6 +40,7 @@ int main(int argc, char** argv) {
   std::ofstream file(argv[4], std::ios::binary);
   for (const auto& parameter : model->parameters()) {
     const auto values = parameter.detach().contiguous();
-    file.write(static_cast<const char*>(values.const_data_ptr()), static_cast<std::streamsize>(values.nbytes()));
+    file.write(static_cast<const char*>(values.const_data_ptr()),
+               static_cast<std::streamsize>(values.nbytes()));
   }
 }

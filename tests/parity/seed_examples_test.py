@@ -1,13 +1,15 @@
 """The examples print the lines of their Python originals, for the same seed.
 
-usage: seed_examples_test.py 01_DATA_PARALLEL EXPECTED.txt
+usage: seed_examples_test.py 01_DATA_PARALLEL EXPECTED.txt 03_DISTRIBUTED LOCKSTEP
 
 Runs in the Python that has torch.
 """
 
 import io
 import contextlib
+import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -51,6 +53,54 @@ def data_parallel(seed):
             print(f"Epoch [{epoch+1}/10], Step [{i+1}/{len(dataloader)}], Loss: {loss.item():.4f}")
 
 
+# The program of examples/03_distributed/README.md, as rank 0 of 2 prints it.
+THIRD = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(int(sys.argv[1]))
+dataset = TensorDataset(torch.randn(1000, 10), torch.randn(1000, 1))
+sampler = DistributedSampler(dataset)
+dataloader = DataLoader(dataset, batch_size=32, sampler=sampler)
+class SimpleModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(10, 1)
+    def forward(self, x):
+        return self.linear(x)
+model = nn.parallel.DistributedDataParallel(SimpleModel())
+optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
+criterion = nn.MSELoss()
+for epoch in range(10):
+    sampler.set_epoch(epoch)
+    for i, (inputs, labels) in enumerate(dataloader):
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        if dist.get_rank() == 0:
+            print(f"Epoch [{epoch+1}/10], Step [{i+1}/{len(dataloader)}], Loss: {loss.item():.4f}")
+dist.destroy_process_group()
+"""
+
+
+def distributed(seed):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = [subprocess.Popen([sys.executable, "-c", THIRD, str(seed)], stdout=subprocess.PIPE, text=True,
+                              env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+             for rank in range(2)]
+    lines = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    check(all(rank.returncode == 0 for rank in ranks), "PyTorch's ranks end well")
+    return lines[0]
+
+
 def printed_by(function, *arguments):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -81,7 +131,7 @@ def close(ours, theirs, tolerance, what):
         check(text_a == text_b and abs(float(loss_a) - float(loss_b)) <= tolerance + 1.001e-4, f"{what}: {a} and {b}")
 
 
-program, expected = sys.argv[1:]
+program, expected, third, lockstep = sys.argv[1:]
 for seed in (0, 1, 2, 3, 7, 42, 1234, 2**31, 2**63 - 1):
     original = printed_by(data_parallel, seed)
     check(len(original) == 320, f"the original prints 320 lines, not {len(original)}")
@@ -94,4 +144,10 @@ with open(expected, encoding="utf-8") as file:
 for wrong in (["--seed"], ["--seed", "x"], ["--devices", "banana"], ["--sede", "1"]):
     done = run(program, *wrong)
     check(done.returncode == 2 and "usage" in done.stderr and not done.stdout, f"{wrong} is refused: {done}")
+for seed in (0, 5):
+    original = distributed(seed)
+    ours = lines_of(lockstep, "run", "-q", "--prefix", "never", "-n", 2, third, "--seed", seed)
+    check(len(original) == 160 and ours == original, f"the third, seed {seed}: {[p for p in zip(ours, original) if p[0] != p[1]][:3]}")
+forgotten = run(lockstep, "run", "-q", "--prefix", "never", "-n", 2, third, "--forget-ddp")
+check(forgotten.returncode == 1 and "replicas are not equal: 'linear.weight' on rank 1" in forgotten.stdout, f"--forget-ddp: {forgotten}")
 print("the lines are those of the originals")

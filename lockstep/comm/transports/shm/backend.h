@@ -20,7 +20,7 @@ struct ShmOptions {
   int threads = 1;      // that each of them computes with
   std::function<bool()> failed = [] { return false; };
   std::vector<std::string> words{};  // of this rank's in the store: deleted when all have met
-  std::vector<int> names = {};  // of the ranks, in errors; none: their numbers
+  std::vector<int> names = {};       // of the ranks, in errors; none: their numbers
 };
 
 struct TransportContext;

@@ -111,7 +111,13 @@ void Engine::begin(Part& part) {
   const auto& region = meeting_.region();
   Header& header = region.header(rank, op.first_step);
   detail::Digest digest;
-  digest.add(operations_++).add(part.item_size).add(tuning_.chunk).add(tuning_.claim).add(tuning_.slot_pull).add(static_cast<std::uint64_t>(tuning_.pull_up_to)).add(call);
+  digest.add(operations_++)
+      .add(part.item_size)
+      .add(tuning_.chunk)
+      .add(tuning_.claim)
+      .add(tuning_.slot_pull)
+      .add(static_cast<std::uint64_t>(tuning_.pull_up_to))
+      .add(call);
   header = {};
   header.digest = digest.value();
   if (pairwise(call.operation)) {

@@ -97,9 +97,8 @@ Messages::ItemPtr Messages::post(Part part, int peer, std::int64_t tag, std::chr
     put(peer, note);
   } else {
     auto& arrived = arrived_[tag];
-    auto wanted = std::find_if(arrived.begin(), arrived.end(), [&](const Arrived& each) {
-      return peer == kAnySource || peer == each.from;
-    });
+    auto wanted = std::find_if(arrived.begin(), arrived.end(),
+                               [&](const Arrived& each) { return peer == kAnySource || peer == each.from; });
     if (wanted != arrived.end()) {
       const auto found = *wanted;
       arrived.erase(wanted);
@@ -195,7 +194,8 @@ void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
   reply.kind = Note::kRefused;
   std::exception_ptr error;
   try {
-    if (auto mismatch = detail::find_mismatch(far_call(note, call, lockstep::Operation::send, meeting_.name(from)), call))
+    if (auto mismatch =
+            detail::find_mismatch(far_call(note, call, lockstep::Operation::send, meeting_.name(from)), call))
       throw Mismatch(*mismatch);
     const auto bytes = static_cast<std::size_t>(call.bytes);
     if (bytes > 0)
@@ -276,7 +276,8 @@ std::exception_ptr Messages::trouble() const {
   const auto all_lost = meeting_.lost(kAnySource);
   auto of = [&](const Item& item) -> std::exception_ptr {
     if (item.peer != kAnySource || !has_others_)
-      if (auto error = item.peer == kAnySource ? all_lost : lost[static_cast<std::size_t>(item.peer)]) return error;
+      if (auto error = item.peer == kAnySource ? all_lost : lost[static_cast<std::size_t>(item.peer)])
+        return error;
     if (now >= item.deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
     return nullptr;
   };

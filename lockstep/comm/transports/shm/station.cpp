@@ -72,7 +72,8 @@ Station::Station(int rank, int ranks, const Company& company, const Words& words
   }
 }
 
-void Station::meet(std::uint32_t stage, const Company& company, Clock::time_point deadline, const std::function<void()>& check) {
+void Station::meet(std::uint32_t stage, const Company& company, Clock::time_point deadline,
+                   const std::function<void()>& check) {
   Line& line = region().line(rank_);
   line.joined.store(stage, std::memory_order_seq_cst);
   futex_wake_all(line.joined);

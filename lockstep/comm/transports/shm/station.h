@@ -51,7 +51,8 @@ class Station final : public Memory {
 
  private:
   bool has_room(const Company& company) const;
-  void meet(std::uint32_t stage, const Company& company, Clock::time_point deadline, const std::function<void()>& check);
+  void meet(std::uint32_t stage, const Company& company, Clock::time_point deadline,
+            const std::function<void()>& check);
 
   const int rank_, ranks_;
   const std::uint64_t generation_ = fork_generation();
