@@ -195,6 +195,28 @@ CgroupMemory cgroup_memory(const Root& root, int pid) {
   return memory;
 }
 
+std::optional<MemoryLeft> cgroup_memory_left(const Root& root) {
+  const auto cgroup = cgroup_of(root, 0, "memory");
+  std::optional<MemoryLeft> least;
+  if (!cgroup) return least;
+  const bool unified = cgroup->unified;
+  for (const auto& level : cgroup->levels) {
+    const auto limit = limit_of(level, unified);
+    const auto usage =
+        number<std::uint64_t>(line_of(level / (unified ? "memory.current" : "memory.usage_in_bytes")));
+    if (!limit || !usage) continue;
+    auto files = [&](const std::string& kind) {
+      return entry_of(level / "memory.stat", (unified ? "" : "total_") + kind).value_or(0);
+    };
+    // Of what was used more than once, some would soon be read again, such as programs.
+    const auto droppable = files("inactive_file") + files("active_file") / 2;
+    MemoryLeft here{0, *limit, *usage - std::min(droppable, *usage)};
+    here.left = here.limit - std::min(here.usage, here.limit);
+    if (!least || here.left < least->left) least = here;
+  }
+  return least;
+}
+
 std::optional<std::uint64_t> memory_limit(const Root& root) { return cgroup_memory(root).limit; }
 std::optional<std::uint64_t> memory_usage(const Root& root) { return cgroup_memory(root).usage; }
 

@@ -29,6 +29,13 @@ struct CgroupMemory {
 };
 CgroupMemory cgroup_memory(const Root& root = "/", int pid = 0);  // pid 0: this process
 
+// What this process may still take before a cgroup's limit is reached, its own or one above it, whichever
+// comes first. What is kept of files only to be read again counts as free: the kernel drops it first.
+struct MemoryLeft {
+  std::uint64_t left = 0, limit = 0, usage = 0;  // usage without what counts as free
+};
+std::optional<MemoryLeft> cgroup_memory_left(const Root& root = "/");
+
 std::optional<std::uint64_t> memory_limit(const Root& root = "/");  // of this process's cgroup
 std::optional<std::uint64_t> memory_usage(const Root& root = "/");
 

@@ -372,6 +372,25 @@ TEST(ShmProcesses, nothing_is_left_after_all_are_killed) {
   EXPECT_LT(shared_kib(), shared + 100 * 1024);
 }
 
+// Descriptors are few: a rank needs one for each segment of its own, and none for those of its peers.
+TEST(ShmProcesses, memory_of_peers_takes_no_descriptors) {
+  Processes processes(3, [](Member& member) {
+    auto open = [] {
+      return std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
+                           std::filesystem::directory_iterator());
+    };
+    constexpr std::size_t kCount = std::size_t{9} << 18;  // a segment each
+    std::vector<std::unique_ptr<Buffer>> kept;
+    const auto before = open();
+    for (int i = 0; i < 20; ++i) {
+      std::memset(kept.emplace_back(std::make_unique<Buffer>(kCount, true))->data(), 0, kCount * 4);
+      member.all_reduce(kept.back()->data(), kCount);
+    }
+    return open() - before <= 25 ? 0 : 1;
+  });
+  EXPECT_EQ(statuses(processes), (std::vector<int>{0, 0, 0}));
+}
+
 // A peer that has it mapped keeps nothing of what its owner has freed.
 TEST(ShmProcesses, memory_that_is_freed_is_given_back_though_peers_have_seen_it) {
   Processes processes(2, [](Member& member) {

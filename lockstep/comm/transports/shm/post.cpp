@@ -237,7 +237,8 @@ std::shared_ptr<Segment> Peer::fetch(std::uint64_t id, const Check& check) {
     socket_.reset();
     throw;
   }
-  if (reply.size == 0 || !descriptor) throw Error("a rank speaks of shared memory that it does not have");
+  if (reply.size == 0) throw Error("a rank speaks of shared memory that it does not have");
+  if (!descriptor) throw Error("its descriptor was lost: this process has too many open (ulimit -n)");
   return Segment::map(std::move(descriptor), static_cast<std::size_t>(reply.size));
 }
 

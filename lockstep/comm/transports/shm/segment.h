@@ -24,7 +24,7 @@ class Segment {
 
   char* data() const { return data_; }
   std::size_t size() const { return size_; }
-  int fd() const { return fd_.get(); }
+  int fd() const { return fd_.get(); }  // of its owner; a peer needs none
   // By its owner, when nobody needs it any longer: its pages go back to the system at once, also where a peer
   // still has it mapped.
   void give_back() noexcept;
@@ -38,7 +38,7 @@ class Segment {
 };
 
 // Whether this much may be taken: fallocate beyond a cgroup's limit has the kernel end a process instead of
-// failing. ConfigError with what is needed and what there is.
-void check_memory(std::size_t bytes, const host::Root& root = "/");
+// failing. ConfigError with what is needed and what there is. taken: so much of it is there already.
+void check_memory(std::size_t bytes, const host::Root& root = "/", std::size_t taken = 0);
 
 }  // namespace lockstep::shm
