@@ -326,6 +326,47 @@ class TwoHosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
+class SeveralHosts:
+    """As many network namespaces, each with a cable to a bridge in another one."""
+
+    def __init__(self, count):
+        name = f"ls{os.getpid() % 100000}"
+        self.switch = name + "s"
+        self.names = [f"{name}h{i}" for i in range(count)]
+        self.addresses = [f"10.77.1.{i + 1}" for i in range(count)]
+
+    def _ip(self, *arguments):
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    def __enter__(self):
+        try:
+            for name in [self.switch, *self.names]:
+                self._ip("netns", "add", name)
+                self._ip("-n", name, "link", "set", "lo", "up")
+            self._ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
+            self._ip("-n", self.switch, "link", "set", "bridge", "up")
+            for number, (name, address) in enumerate(zip(self.names, self.addresses)):
+                port = f"port{number}"
+                self._ip("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", self.switch)
+                self._ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
+                self._ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+                self._ip("-n", name, "link", "set", "eth0", "up")
+            wait_until(self._reachable, 5, 0.05)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _reachable(self):
+        ports = subprocess.run(["ip", "-n", self.switch, "link", "show", "master", "bridge"], capture_output=True,
+                               text=True).stdout
+        return ports.count("state UP") == len(self.names)
+
+    def __exit__(self, *_):
+        for name in [self.switch, *self.names]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
 def why_no_hosts():
     """Why two network namespaces cannot be made here; None where they can."""
     if os.geteuid() != 0:

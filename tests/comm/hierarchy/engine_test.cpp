@@ -37,7 +37,8 @@ const std::vector<Nodes> kShapes = {{0, 0, 1, 1},
                                     {0, 1, 2},
                                     {5, 5, 3, 3, 5},
                                     {0, 0, 0, 1, 1, 1},
-                                    {0, 1, 2, 3, 4}};
+                                    {0, 1, 2, 3, 4},
+                                    {0, 0, 0, 0, 1, 1, 1}};
 const std::vector<std::size_t> kCounts = {0, 1, 7, 500, 1000, 5000, 30011};
 
 std::string text(const Nodes& nodes, std::size_t count) {
@@ -84,9 +85,18 @@ std::vector<float> tree(const std::vector<std::vector<float>>& inputs, ReduceOp 
 
 TEST(Hosts, say_where_the_tree_goes_on) {
   auto follows = [](const Nodes& nodes) { return Hosts(nodes, 0).follow_tree(); };
-  for (const Nodes& nodes : {Nodes{0, 0, 1, 1}, {0, 1}, {4, 4, 4, 4}, {0, 1, 2}, {1, 1, 0, 0, 2, 2}})
+  for (const Nodes& nodes : {Nodes{0, 0, 1, 1},
+                             {0, 1},
+                             {4, 4, 4, 4},
+                             {0, 1, 2},
+                             {1, 1, 0, 0, 2, 2},
+                             {0, 0, 1},
+                             {0, 0, 0, 0, 1, 1, 1},
+                             {0, 0, 1, 1, 2},
+                             {3, 3, 3}})
     EXPECT_TRUE(follows(nodes)) << fmt::format("{}", fmt::join(nodes, " "));
-  for (const Nodes& nodes : {Nodes{0, 0, 1}, {0, 1, 0, 1}, {0, 0, 0, 1, 1, 1}, {0, 0, 1, 1, 0, 0}})
+  for (const Nodes& nodes :
+       {Nodes{0, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 1, 1, 1}, {0, 0, 1, 1, 0, 0}, {0, 0, 1, 2, 2}})
     EXPECT_FALSE(follows(nodes)) << fmt::format("{}", fmt::join(nodes, " "));
   EXPECT_EQ(Hosts(Nodes{0, 0, 1, 1}, 0).text(), "2 hosts x 2 ranks");
   EXPECT_EQ(Hosts(Nodes{0, 0, 1}, 0).text(), "hosts of 2, 1 ranks");

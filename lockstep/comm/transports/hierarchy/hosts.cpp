@@ -23,10 +23,11 @@ Hosts::Hosts(std::span<const int> nodes, int rank) : rank_(rank) {
 
 bool Hosts::follow_tree() const {
   const auto each = ranks_of_[0].size();
-  if (!std::has_single_bit(each)) return false;
+  if (count() > 1 && !std::has_single_bit(each)) return false;
   int next = 0;
   for (const auto& ranks : ranks_of_) {
-    if (ranks.size() != each) return false;
+    const bool is_last = &ranks == &ranks_of_.back();
+    if (is_last ? ranks.size() > each : ranks.size() != each) return false;
     for (int rank : ranks)
       if (rank != next++) return false;
   }

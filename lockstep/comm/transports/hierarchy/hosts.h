@@ -33,8 +33,8 @@ class Hosts {
     return ranks[static_cast<std::size_t>(place_of(rank)) % ranks.size()];
   }
 
-  // Whether the hosts' ranks are whole subtrees of the tree over all ranks: the same power of two of them on
-  // each host, one host after another. Sums have the bits of one host then.
+  // Whether the hosts' ranks are whole subtrees of the tree over all ranks: one host after another, the same
+  // power of two of them on each, or fewer on the last. Sums have the bits of one host then.
   bool follow_tree() const;
   std::string text() const;  // "2 hosts x 2 ranks", "hosts of 2 and 1 ranks"
 
