@@ -105,8 +105,8 @@ class DataParallel {
   // ReplicaError.
   template <typename... Args>
   auto operator()(Args&&... args) {
-    using Output = std::decay_t<decltype(std::declval<M&>().forward(
-        detail::argument_with(args, std::declval<const at::Tensor*&>())...))>;
+    using Output =
+        std::decay_t<decltype(std::declval<M&>().forward(std::declval<detail::ArgumentWith<Args>&>()...))>;
     using Results = detail::TensorsIn<Output>;
     static_assert(Results::only,
                   "forward must return tensors, or tuples, vectors, maps of nothing but tensors");
@@ -117,13 +117,10 @@ class DataParallel {
         state_, inputs.tensors, sizeof...(Args) > 0,
         [&](torch::nn::Module& replica, std::size_t index, const std::vector<at::Tensor>& own) {
           [[maybe_unused]] const at::Tensor* next = own.data();
-          std::tuple<decltype(detail::argument_with(args, next))...> given{
-              detail::argument_with(args, next)...};
+          std::tuple<detail::ArgumentWith<Args>...> given{detail::argument_with(args, next)...};
           Output output = std::apply(
-              [&](auto&&... each) -> decltype(auto) {
-                return static_cast<M&>(replica).forward(std::forward<decltype(each)>(each)...);
-              },
-              std::move(given));
+              [&](auto&... each) -> decltype(auto) { return static_cast<M&>(replica).forward(each...); },
+              given);
           detail::TensorsOf found;
           Results::list(output, found);
           if (index == 0) first.emplace(std::move(output));

@@ -81,8 +81,10 @@ struct TensorsIn<std::vector<T>> {
 };
 
 template <>
-struct TensorsIn<std::vector<bool>> {
+struct TensorsIn<std::vector<bool>> {  // which is no vector
   static constexpr bool any = false, only = false;
+  static void list(const std::vector<bool>&, TensorsOf&) {}
+  static const std::vector<bool>& with(const std::vector<bool>& value, const at::Tensor*&) { return value; }
 };
 
 template <typename K, typename V, typename... Rest>
@@ -158,5 +160,8 @@ decltype(auto) argument_with(T& value, const at::Tensor*& next) {
   else
     return (value);
 }
+template <typename Arg>
+using ArgumentWith = decltype(argument_with(std::declval<std::remove_reference_t<Arg>&>(),
+                                            std::declval<const at::Tensor*&>()));
 
 }  // namespace lockstep::detail

@@ -14,6 +14,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
@@ -26,21 +27,25 @@ namespace {
 // A thread's settings that a replica must share with its caller.
 class CallerState {
  public:
-  explicit CallerState(const std::vector<at::Device>& devices) {
+  explicit CallerState(const std::vector<at::Device>& devices) : devices_(devices) {
     std::fegetenv(&floating_point_);
-    for (const auto device : devices)
-      if (!device.is_cpu()) streams_.push_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    if (devices[0].is_cpu()) return;
+    // Of every device: an input may come from one that has no replica.
+    const c10::impl::VirtualGuardImpl all(devices[0].type());
+    for (c10::DeviceIndex i = 0; i < all.deviceCount(); ++i)
+      streams_.push_back(all.getStream(at::Device(devices[0].type(), i)));
   }
   void run(const ReplicaWorkers::Task& task, std::size_t index) const {
     at::ThreadLocalStateGuard guard(state_);
     at::autocast::set_autocast_cache_enabled(cache_casts_);
     std::fesetenv(&floating_point_);  // flushed denormals, for one
-    std::optional<c10::StreamGuard> stream;
-    if (!streams_.empty()) stream.emplace(streams_[index]);
+    const c10::MultiStreamGuard streams(streams_);
+    const c10::OptionalDeviceGuard device(streams_.empty() ? std::nullopt : std::optional(devices_[index]));
     task(index);
   }
 
  private:
+  const std::vector<at::Device>& devices_;
   at::ThreadLocalState state_;
   bool cache_casts_ = at::autocast::is_autocast_cache_enabled();
   std::fenv_t floating_point_;
@@ -128,12 +133,20 @@ void ReplicaWorkers::run(std::size_t count, std::string_view phase, const Task& 
     throw Error(
         "DataParallel: this process was forked from the one that made it, and has none of its threads");
   const auto round = std::make_shared<Round>(count, devices_, task);
-  for (std::size_t i = 0; i < count; ++i) {
-    {
-      std::lock_guard lock(workers_[i]->mutex);
-      workers_[i]->rounds.push_back(round);
+  std::size_t posted = 0;
+  try {
+    for (; posted < count; ++posted) {
+      auto& worker = *workers_[posted];
+      {
+        std::lock_guard lock(worker.mutex);
+        worker.rounds.push_back(round);
+      }
+      worker.posted.notify_one();
     }
-    workers_[i]->posted.notify_one();
+  } catch (...) {  // those that have the task still use what is the caller's
+    round->unfinished.count_down(static_cast<std::ptrdiff_t>(count - posted));
+    round->unfinished.wait();
+    throw;
   }
   round->unfinished.wait();
   for (std::size_t i = 0; i < count; ++i)

@@ -34,8 +34,8 @@ class ReplicaWorkers {
 
   // task(i) on worker i for every i below count, all at once, each with this thread's grad mode, autocast,
   // dispatch keys, streams and floating-point settings; returns when all have ended. Rounds of several
-  // callers take turns on each worker. Throws the ReplicaError of the first that failed: `phase` is what they
-  // were doing.
+  // callers take turns on each worker. Throws the ReplicaError of the first that failed: `phase` is what
+  // they were doing.
   void run(std::size_t count, std::string_view phase, const Task& task);
 
   bool is_one_of_them() const;  // this thread

@@ -150,7 +150,36 @@ TEST(DataParallelRandom, every_random_operation_takes_the_replicas_own_numbers) 
   EXPECT_TRUE(at::equal(torch::rand(4), mine));
 }
 
-TEST(DataParallelRandom, nested_ones_and_dropout_in_rnns_repeat_too) {
+// A DataParallel with dropout in every replica.
+struct NestedDropoutImpl : nn::Cloneable<NestedDropoutImpl> {
+  NestedDropoutImpl() { reset(); }
+  void reset() override {
+    inner = register_module("inner", nn::Dropout(0.5));
+    parallel.reset();
+  }
+  Tensor forward(const Tensor& x) {
+    if (!parallel) parallel.emplace(inner, cpus(2));
+    return (*parallel)(x);
+  }
+  nn::Dropout inner{nullptr};
+  std::optional<DataParallel<nn::DropoutImpl>> parallel;
+};
+TORCH_MODULE(NestedDropout);
+
+TEST(DataParallelRandom, one_inside_another_takes_its_numbers_from_the_replica_around_it) {
+  NestedDropout model;
+  DataParallel dp(model, cpus(2));
+  const auto draw = [&] {
+    torch::manual_seed(4);
+    return dp(torch::ones({4, 64}));
+  };
+  const auto first = draw();
+  for (int a = 0; a < 4; ++a)
+    for (int b = 0; b < a; ++b) EXPECT_FALSE(at::equal(first[a], first[b])) << a << " and " << b;
+  for (int run = 0; run < 10; ++run) EXPECT_TRUE(at::equal(draw(), first));
+}
+
+TEST(DataParallelRandom, dropout_in_rnns_repeats_too) {
   nn::LSTM model(nn::LSTMOptions(4, 5).num_layers(2).dropout(0.5).batch_first(true));
   DataParallel dp(model, cpus(2));
   const auto x = torch::ones({4, 3, 4});
@@ -258,6 +287,23 @@ TEST(DataParallelValues, arguments_that_cannot_be_split_alike_are_refused) {
   EXPECT_THAT(error_of<ConfigError>([&] { dp(torch::ones({8}), torch::tensor(1.f)); }),
               HasSubstr("tensor 1 of the arguments has shape [], which cannot be split along dim 0"));
   EXPECT_EQ(dp(torch::ones({4, 2}), torch::ones({4})).sizes(), (at::IntArrayRef{4, 2}));
+}
+
+TEST(DataParallelValues, arguments_are_passed_as_variables_are) {
+  struct ByReferenceImpl : nn::Cloneable<ByReferenceImpl> {
+    void reset() override {}
+    Tensor forward(Tensor& x, const std::vector<Tensor>& list, double& factor, std::vector<bool> flags,
+                   const char* word) {
+      x = x + 1;  // the replica's own variable
+      return x + list[0] * factor + (flags.at(1) && word[0] == 'w');
+    }
+  };
+  DataParallel dp(std::make_shared<ByReferenceImpl>(), cpus(2));
+  auto x = torch::zeros(4);
+  double factor = 3;
+  const auto out = dp(x, std::vector<Tensor>{torch::ones(4)}, factor, std::vector<bool>{false, true}, "word");
+  EXPECT_TRUE(at::equal(out, torch::full({4}, 5.f)));
+  EXPECT_TRUE(at::equal(x, torch::zeros(4)));
 }
 
 TEST(DataParallelValues, calls_without_tensors_run_on_every_replica_and_without_arguments_on_one) {
