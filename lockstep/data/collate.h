@@ -1,11 +1,11 @@
 // Makes a batch of samples, as torch.utils.data.default_collate does:
 //
-//   at::Tensor                      one with a dimension in front
-//   an integer, bool, float, double a tensor of int64, bool, float32, float64
-//   std::string                     std::vector<std::string>
-//   std::pair, std::tuple, std::array, torch::data::Example, std::vector, std::map    the same, of batches
-//   a struct of up to 8 members     the same struct where its members are their own batches (tensors), else a
-//   std::tuple
+//   at::Tensor                          one with a dimension in front
+//   integers, bool, float, double       a tensor of int64, bool, float32, float64
+//   std::string                         std::vector<std::string>
+//   std::pair, tuple, array, vector,    the same, of batches
+//     map, torch::data::Example
+//   a struct of up to 8 members         the same struct where all of them are tensors, else a std::tuple
 //
 // Anything else needs a collate of yours: any callable that takes std::vector<Sample> and returns the batch.
 #pragma once

@@ -1,19 +1,19 @@
 // Samples by number.
 //
-//   TensorDataset dataset(images, labels);                       // batches: std::array<at::Tensor, 2>
-//   MapDataset pictures(names.size(), [&](std::int64_t i) { return std::pair(decode(names[i]), labels[i]);
-//   }); MapDataset noisy(size, [&](std::int64_t i, at::Generator& random) { return x[i] + torch::randn({3},
-//   random); }); auto [train, valid] = random_split(dataset, {0.9, 0.1}); ConcatDataset both(train, valid);
+//   TensorDataset dataset(images, labels);
+//   MapDataset pictures(100, [&](std::int64_t i) { return std::pair(decode(names[i]), labels[i]); });
+//   MapDataset noisy(100, [&](std::int64_t i, at::Generator& random) { return add_noise(x[i], random); });
 //
-// A dataset of your own is any class with `size()` and one of
-//   get(std::int64_t index)                            a sample: what collate.h can put together, or your
-//   collate get(std::int64_t index, at::Generator& random)     the same, with random numbers of its own
-//   get_batch(std::span<const std::int64_t> indices)   a whole batch at once; used if there is no collate of
-//   yours
+// A dataset of your own is any class with size() and one of
+//
+//   get(std::int64_t index)                            a sample: of what collate.h knows, or your collate
+//   get(std::int64_t index, at::Generator& random)     the same, with random numbers of its own
+//   get_batch(std::span<const std::int64_t> indices)   a batch, where there is no collate of yours
+//
 // and so is every dataset of torch::data. With workers, several threads call these at once.
 //
-// Datasets of this header are handles: a copy is cheap and means the same samples. Others are referred to
-// where a variable is given, and moved in where a temporary is.
+// Lockstep's datasets are handles: a copy is cheap and means the same samples. Others are referred to where
+// a variable is given, and moved in where a temporary is; a std::shared_ptr is shared.
 #pragma once
 
 #include <array>
@@ -74,11 +74,11 @@ class MapDataset {
       : size_(detail::checked_size(size)), f_(std::make_shared<F>(std::move(f))) {}
 
   std::int64_t size() const { return size_; }
-  static constexpr bool random() { return !std::invocable<F&, std::int64_t>; }
+  static constexpr bool draws_random() { return !std::invocable<F&, std::int64_t>; }
   // Without a generator: PyTorch's default one.
   auto get(std::int64_t index, at::Generator generator = {}) const {
     detail::check_index(index, size_);
-    if constexpr (random())
+    if constexpr (draws_random())
       return (*f_)(index, generator);
     else
       return (*f_)(index);

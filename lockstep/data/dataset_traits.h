@@ -38,11 +38,14 @@ concept batched = !torch_dataset<D> && requires(D & d, std::span<const std::int6
   d.get_batch(s);
 };
 template <typename D>
-concept dataset = requires(std::remove_reference_t<D>& d) {
-  d.size();
-}
-&&(indexed<std::remove_reference_t<D>> || indexed_random<std::remove_reference_t<D>> ||
-   batched<std::remove_reference_t<D>> || torch_dataset<std::remove_cvref_t<D>>);
+concept single = indexed<D> || indexed_random<D>;
+template <typename D>
+concept dataset_type = torch_dataset<std::remove_const_t<D>> || single<D> || batched<D>;
+template <typename D>
+concept dataset = dataset_type<std::remove_reference_t<D>>;
+// A constructor's arguments, which are not one Self alone.
+template <typename Self, typename First, typename... Others>
+concept no_copy = (sizeof...(Others) > 0) || !std::same_as<std::remove_cvref_t<First>, Self>;
 
 // Nothing: a stream without an end.
 template <typename D>
@@ -62,9 +65,9 @@ std::int64_t size_of(const D& d) {
 
 // Whether get() draws random numbers.
 template <typename D>
-bool draws_random(D& d) {
-  if constexpr (requires { d.random(); })
-    return d.random();
+bool uses_random(D& d) {
+  if constexpr (requires { d.draws_random(); })
+    return d.draws_random();
   else
     return indexed_random<D> && !indexed<D>;
 }

@@ -98,7 +98,7 @@ class Fetcher {
     } else if constexpr (batched<D> && !kOwnCollate) {
       return some(dataset_->get_batch(std::span<const std::int64_t>(task.indices)));
     } else {
-      static_assert(indexed<D> || indexed_random<D>, "a collate of your own needs get(index) of the dataset");
+      static_assert(single<D>, "a collate of your own needs get(index) of the dataset");
       return some((*collate_)(samples(task, index, at)));
     }
   }
@@ -118,7 +118,7 @@ class Fetcher {
 
   template <typename At>
   auto samples(const Task& task, std::optional<std::int64_t>& index, const At& at) {
-    const bool random = draws_random(*dataset_);
+    const bool random = uses_random(*dataset_);
     std::vector<sample_t<D>> found;
     found.reserve(task.indices.size());
     auto place = task.place;

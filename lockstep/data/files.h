@@ -1,12 +1,11 @@
 // Data in files. All of them are mapped, not read: a file of any size is there at once, and its pages are
 // read when they are touched. A file that is not what it should be is a ConfigError that names it.
 //
-//   TokenFile tokens("train.bin", {.block_size = 1024});             // uint16 tokens, as nanoGPT and llm.c
-//   write for (auto& [x, y] : DataLoader(tokens, {.batch_size = 8, .shuffle = true})) ...
+//   TokenFile tokens("train.bin", {.block_size = 1024});
+//   for (auto& [x, y] : DataLoader(tokens, {.batch_size = 8, .shuffle = true})) ...
 //
 //   TensorDataset digits(read_npy("images.npy"), read_npy("labels.npy"));
-//   auto train = read_mnist("data/mnist");                            // floats from 0 to 1 [n, 1, 28, 28],
-//   int64 [n]
+//   auto train = read_mnist("data/mnist");
 #pragma once
 
 #include <array>

@@ -44,14 +44,12 @@ class DataLoader {
   }
 
   template <typename D, detail::sampler S>
-  requires std::same_as<detail::held_t<D>, Dataset> DataLoader(D&& dataset, S&& sampler,
-                                                               DataLoaderOptions options = {},
-                                                               Collate collate = {})
+  requires std::same_as<detail::held_t<D>, Dataset>
+  explicit DataLoader(D&& dataset, S&& sampler, DataLoaderOptions options = {}, Collate collate = {})
       : core_(make(detail::hold(std::forward<D>(dataset)), detail::hold(std::forward<S>(sampler)),
                    std::move(options), std::move(collate))) {}
 
-  // An input iterator whose copies are at the same batch. What it points to is the caller's to change or
-  // move.
+  // An input iterator; its copies are at the same batch. What it points to may be changed and moved from.
   class Iterator {
    public:
     using iterator_concept = std::input_iterator_tag;

@@ -1,7 +1,7 @@
 // A random order of 0 .. size-1, worked out place by place: nothing is stored and nothing is shuffled, so
 // that the middle of an order of any size is there at once. A Feistel network over two digits, a * b >= size,
 // with sums in place of exclusive ors. Fewer than sqrt(size) of the a * b places lie outside, and are sent
-// round again.
+// round again. Up to 4096, where two digits are too few to reach every order, it is a shuffled table.
 #pragma once
 
 #include <array>

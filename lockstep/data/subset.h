@@ -38,8 +38,8 @@ class Subset {
 
   std::int64_t size() const { return static_cast<std::int64_t>(indices_->size()); }
   const std::vector<std::int64_t>& indices() const { return *indices_; }
-  bool random() const { return detail::draws_random(*dataset_); }
-  auto get(std::int64_t index, at::Generator generator = {}) const {
+  bool draws_random() const { return detail::uses_random(*dataset_); }
+  auto get(std::int64_t index, at::Generator generator = {}) const requires detail::single<Dataset> {
     return detail::sample_of(*dataset_, there(index), generator);
   }
   auto get_batch(std::span<const std::int64_t> indices) const requires detail::batched<Dataset> {
@@ -69,8 +69,8 @@ class ConcatDataset {
 
   // Not of one of its own kind alone: that is a copy.
   template <detail::dataset D, detail::dataset... Others>
-  requires(sizeof...(Others) > 0 || !std::same_as<std::remove_cvref_t<D>, ConcatDataset>)  //
-      explicit ConcatDataset(D&& first, Others&&... others) {
+  requires detail::no_copy<ConcatDataset, D, Others...>
+  explicit ConcatDataset(D&& first, Others&&... others) {
     add(std::forward<D>(first));
     (add(std::forward<Others>(others)), ...);
   }
@@ -80,7 +80,7 @@ class ConcatDataset {
   }
 
   std::int64_t size() const { return ends_.empty() ? 0 : ends_.back(); }
-  bool random() const { return random_; }
+  bool draws_random() const { return random_; }
   Sample get(std::int64_t index, at::Generator generator = {}) const {
     detail::check_index(index, size());
     const auto which = std::upper_bound(ends_.begin(), ends_.end(), index) - ends_.begin();
@@ -91,7 +91,7 @@ class ConcatDataset {
   void add(auto&& dataset) {
     auto held = detail::hold(std::forward<decltype(dataset)>(dataset));
     ends_.push_back(size() + detail::size_of(*held));
-    random_ = random_ || detail::draws_random(*held);
+    random_ = random_ || detail::uses_random(*held);
     gets_.push_back([held](std::int64_t index, at::Generator& generator) -> Sample {
       return detail::sample_of(*held, index, generator);
     });
@@ -115,11 +115,10 @@ auto random_split(D&& dataset, const T (&parts)[N], std::optional<at::Generator>
   const auto held = detail::hold(std::forward<D>(dataset));
   const std::vector<double> numbers(parts, parts + N);
   auto indices = detail::split(detail::size_of(*held), numbers, generator);
-  return [&]<std::size_t... I>(std::index_sequence<I...>) {
-    return std::array<Subset<detail::held_t<D>>, N>{
-        Subset<detail::held_t<D>>(held, std::move(indices[I]))...};
-  }
-  (std::make_index_sequence<N>());
+  const auto subsets = [&]<std::size_t... I>(std::index_sequence<I...>) {
+    return std::array{Subset<detail::held_t<D>>(held, std::move(indices[I]))...};
+  };
+  return subsets(std::make_index_sequence<N>());
 }
 template <typename D, typename T>
 requires std::is_arithmetic_v<T>

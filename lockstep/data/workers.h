@@ -1,10 +1,11 @@
 // Threads that do the tasks of numbered slots; whoever waits gets them in the order of its own asking.
 //
-//   Workers workers({.threads = 2, .slots = 4, .work = [&](Workers& self, int worker, std::size_t slot) { ...
-//   }}); workers.put(0); workers.wait(0);      // throws what work(_, 0) threw
+//   Workers workers({.threads = 2, .slots = 4, .work = fetch_into_slot});
+//   workers.put(0);
+//   workers.wait(0);  // throws what the task of slot 0 threw
 //
-// One thread puts and waits. What it wrote before put(slot) is seen by work(_, slot), and what that wrote is
-// seen after wait(slot).
+// One thread puts and waits. What it wrote before put(slot) is seen by work(_, _, slot), and what that wrote
+// is seen after wait(slot).
 #pragma once
 
 #include <atomic>

@@ -97,6 +97,24 @@ Numbers loaded(const Case& c) {
   return out;
 }
 
+// What a rank of a job does.
+Numbers shared(const Case& c) {
+  const auto size = c.number("size");
+  const auto y = at::arange(size, at::kLong);
+  TensorDataset dataset(at::stack({y, y}, 1).to(at::kFloat), y);
+  DistributedSampler sampler(size, static_cast<int>(c.number("rank")), static_cast<int>(c.number("ranks")),
+                             {.seed = c.number("seed")});
+  DataLoader loader(dataset, sampler,
+                    {.batch_size = c.number("batch"), .num_workers = static_cast<int>(c.number("workers"))});
+  Numbers out = {static_cast<std::int64_t>(loader.size())};
+  for (int epoch = 0; epoch < 3; ++epoch) {
+    sampler.set_epoch(epoch);
+    append_batches(out, loader, 0);
+  }
+  append_draws(out, std::nullopt);
+  return out;
+}
+
 // Two iterators, advanced in turns.
 Numbers interleaved(const Case& c) {
   const auto y = at::arange(c.number("size"), at::kLong);
@@ -134,6 +152,7 @@ Numbers answer(const Case& c) {
       c.kind == "loader" || c.kind == "interleaved" ? std::nullopt : c.generator("generator");
   if (c.kind == "loader") return loaded(c);
   if (c.kind == "interleaved") return interleaved(c);
+  const auto generator = c.generator("generator");
   if (c.kind == "random") {
     const auto num_samples = c.number("num_samples");
     RandomSampler sampler(c.number("size"),

@@ -83,6 +83,19 @@ def loader(seed, generator_seed, size, batch, shuffle, drop_last, workers, passe
     return out + both(g)
 
 
+def shared(seed, size, ranks, rank, batch, workers):
+    torch.manual_seed(seed)
+    y = torch.arange(size)
+    sampler = data.DistributedSampler(y, ranks, rank, seed=seed)
+    loader = data.DataLoader(data.TensorDataset(y), batch, sampler=sampler, num_workers=workers)
+    out = [len(loader)]
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for (labels,) in loader:
+            out += [len(labels), *labels.tolist()]
+    return out + draws(None)
+
+
 def interleaved(seed, size, batch):
     torch.manual_seed(seed)
     loader = data.DataLoader(data.TensorDataset(torch.arange(size)), batch, True)
@@ -104,7 +117,7 @@ def npy(path):
 
 
 KINDS = {"distributed": distributed, "random": random_sampler, "subset": subset, "weighted": weighted, "split": split,
-         "loader": loader, "interleaved": interleaved, "npy": npy}
+         "loader": loader, "shared": shared, "interleaved": interleaved, "npy": npy}
 
 
 def cases(folder):
@@ -138,6 +151,9 @@ def cases(folder):
     for size, workers, shuffle, g, passes in ((33, 1, 1, -1, [0, 0]), (33, 2, 1, 6, [0, 0]), (100, 2, 1, 6, [1, 0]), (12, 2, 0, -1, [0]),
                                               (100, 2, 1, -1, [2, 0])):
         yield "loader", dict(seed=8, generator=g, size=size, batch=4, shuffle=shuffle, drop_last=0, workers=workers, passes=passes)
+    for size, ranks, batch in itertools.product([5, 64, 101], [1, 2, 4], [4, 32]):
+        yield "shared", dict(seed=rng.randint(0, 9), size=size, ranks=ranks, rank=ranks - 1, batch=batch, workers=0)
+    yield "shared", dict(seed=3, size=33, ranks=2, rank=1, batch=4, workers=2)
     for size, batch in ((10, 3), (12, 4), (1, 1)):
         yield "interleaved", dict(seed=4, size=size, batch=batch)
     for number, (name, shape, order, byteorder) in enumerate(itertools.product(TYPES, [(), (4,), (2, 3), (0, 5), (2, 3, 4)], "CF", "<>")):
