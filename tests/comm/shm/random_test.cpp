@@ -331,7 +331,8 @@ class Running {
     auto told = std::make_shared<std::promise<std::string>>();
     ended_ = told->get_future();
     part.done = [told](const std::exception_ptr& error, int) { told->set_value(Item::text(error)); };
-    message_ = member_.messages->post(std::move(part), step_.number, seconds(60));
+    const int peer = part.call.root;
+    message_ = member_.messages->post(std::move(part), peer, step_.number, seconds(60));
   }
 
   const Step step_;
