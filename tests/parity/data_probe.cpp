@@ -148,8 +148,6 @@ Numbers answer(const Case& c) {
     return out;
   }
   torch::manual_seed(static_cast<std::uint64_t>(c.number("seed")));
-  const auto generator =
-      c.kind == "loader" || c.kind == "interleaved" ? std::nullopt : c.generator("generator");
   if (c.kind == "loader") return loaded(c);
   if (c.kind == "interleaved") return interleaved(c);
   const auto generator = c.generator("generator");
