@@ -7,6 +7,9 @@ foreach(header
     lockstep.h
     base/error.h
     base/log.h
+    checkpoint/checkpoint.h
+    checkpoint/parts.h
+    checkpoint/value.h
     comm/call.h
     comm/group.h
     comm/observer.h

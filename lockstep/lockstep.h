@@ -3,6 +3,7 @@
 
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
+#include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/comm/call.h>
 #include <lockstep/comm/group.h>
 #include <lockstep/comm/observer.h>

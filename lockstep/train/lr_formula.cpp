@@ -1,4 +1,4 @@
-#include <lockstep/train/lr_schedule.h>
+#include <lockstep/train/lr_formula.h>
 
 #include <algorithm>
 #include <cmath>

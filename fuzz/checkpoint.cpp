@@ -1,0 +1,58 @@
+// A checkpoint's file as somebody else may have made it: its header, and the JSON that the header carries.
+//
+// Input: a file from its first byte; and the same bytes again as a manifest alone.
+#include <string>
+
+#include <lockstep/checkpoint/format_error.h>
+#include <lockstep/checkpoint/manifest.h>
+#include <lockstep/checkpoint/safetensors.h>
+
+#include "input.h"
+
+namespace lockstep::fuzz {
+namespace {
+
+using namespace detail;
+
+void manifest(std::string_view text) {
+  try {
+    const auto encoded = Manifest::decode(text).encode();
+    require(Manifest::decode(encoded).encode() == encoded, "a manifest is encoded as it was decoded");
+  } catch (const FormatError&) {
+  }
+}
+
+void file(std::string_view bytes) {
+  const auto length = header_length(bytes.substr(0, kLengthBytes), bytes.size());
+  require(length <= bytes.size() - kLengthBytes, "the header lies in the file");
+  const auto data_bytes = bytes.size() - kLengthBytes - length;
+  const auto header = parse_header(bytes.substr(kLengthBytes, length), data_bytes);
+  std::uint64_t at = 0;
+  for (const auto& tensor : header.tensors) {
+    require(tensor.begin == at && tensor.end >= at && tensor.end <= data_bytes,
+            "tensors lie side by side in the file");
+    require(tensor.end - tensor.begin == tensor_bytes(tensor.dtype, tensor.shape), "a tensor has its bytes");
+    at = tensor.end;
+  }
+  require(at == data_bytes, "no bytes are left over");
+  auto copy = header;
+  const auto encoded = encode(copy);
+  require(parse_header(std::string_view(encoded).substr(kLengthBytes), data_bytes) == header,
+          "a header is encoded as it came");
+  if (const auto found = header.metadata.find("lockstep"); found != header.metadata.end())
+    manifest(found->second);
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const auto bytes = Input(data, size).rest();
+  manifest(bytes);
+  try {
+    file(bytes);
+  } catch (const FormatError&) {
+  }
+  return 0;
+}
+
+}  // namespace lockstep::fuzz

@@ -1,0 +1,118 @@
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <lockstep/base/error.h>
+#include <lockstep/checkpoint/checkpoint.h>
+#include <lockstep/checkpoint/contents.h>
+#include <lockstep/checkpoint/file.h>
+#include <lockstep/checkpoint/manifest.h>
+#include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/control/frame.h>
+
+namespace lockstep {
+namespace {
+
+using namespace detail;
+
+// What is each rank's own.
+struct RankShare {
+  std::optional<CheckpointValues> sampler;
+  std::vector<at::Tensor> generators;
+
+  std::string encode() const {
+    control::Writer writer;
+    writer.number(sampler ? 1 : 0);
+    if (sampler) writer.text(Manifest::encode_state(*sampler));
+    writer.number(static_cast<std::int64_t>(generators.size()));
+    for (const auto& state : generators)
+      writer.text({static_cast<const char*>(state.const_data_ptr()), state.nbytes()});
+    return writer.take();
+  }
+  static RankShare decode(std::string_view bytes) {
+    control::Reader reader(bytes);
+    RankShare share;
+    if (reader.number(0, 1) == 1) share.sampler = Manifest::decode_state(reader.text());
+    for (auto left = reader.number(0, 1024); left > 0; --left) {
+      const auto text = reader.text();
+      auto& state =
+          share.generators.emplace_back(at::empty({static_cast<std::int64_t>(text.size())}, at::kByte));
+      text.copy(static_cast<char*>(state.mutable_data_ptr()), text.size());
+    }
+    reader.end();
+    return share;
+  }
+};
+
+void write_file(const std::string& path, Header& header, const std::vector<NamedTensor>& tensors) {
+  header.metadata[std::string(kChecksumKey)] = std::string(Checksum::kDigits, '0');
+  const auto head = encode(header);
+  Checksum checksum;
+  PartialFile file(path);
+  auto write = [&](std::span<const std::byte> bytes) {
+    checksum.add(bytes);
+    file.write(bytes);
+  };
+  write(bytes_of(head));
+  for (const auto& named : tensors) {
+    const auto dense = named.tensor.detach().to(at::kCPU).resolve_conj().resolve_neg().contiguous();
+    write(bytes_of(dense));
+  }
+  const auto place = head.find(kChecksumBegins);
+  LOCKSTEP_ASSERT(place != std::string::npos, "the checksum has no place");
+  file.write_at(place + kChecksumBegins.size(), checksum.digits());
+  file.commit();
+}
+
+void write_checkpoint(const std::string& path, const SaveOptions& options,
+                      const std::vector<RankShare>& shares) {
+  at::NoGradGuard no_grad;
+  auto tensors = tensors_of(options.model);
+  Manifest manifest;
+  manifest.ranks = static_cast<std::int64_t>(shares.size());
+  manifest.values = options.values;
+  if (auto* optimizer = options.optimizer.get())
+    manifest.optimizer = describe(*optimizer, parameter_names(*optimizer, tensors), tensors);
+  if (options.scheduler.save) manifest.states["scheduler"] = {options.scheduler.save()};
+  if (options.scaler.save) manifest.states["scaler"] = {options.scaler.save()};
+  if (options.sampler.save) {
+    auto& states = manifest.states["sampler"];
+    for (const auto& share : shares) states.push_back(share.sampler.value());
+    if (std::all_of(states.begin(), states.end(), [&](const auto& each) { return each == states[0]; }))
+      states.resize(1);
+  }
+  for (std::size_t r = 0; r < shares.size(); ++r)
+    for (std::size_t g = 0; g < shares[r].generators.size(); ++g)
+      tensors.push_back({rng_name(static_cast<std::int64_t>(r), g), shares[r].generators[g]});
+
+  Header header;
+  header.metadata[std::string(kManifestKey)] = manifest.encode();
+  for (const auto& named : tensors)
+    header.tensors.push_back({named.name, dtype_name(named), named.tensor.sizes().vec(), 0, 0});
+  write_file(path, header, tensors);
+}
+
+}  // namespace
+
+void save(const std::string& path, const SaveOptions& options) {
+  std::string own;
+  const auto problem = problem_of("save", path, [&] {
+    RankShare share;
+    if (options.sampler.save) share.sampler = options.sampler.save();
+    if (options.rng)
+      share.generators = generator_states(default_generators(options.model, options.optimizer));
+    own = share.encode();
+  });
+  agree(options.group, problem);
+  std::vector<std::string> encoded = {own};
+  if (options.group) encoded = Group(*options.group).all_gather_values(own, {.tag = "checkpoint"});
+  std::string written;
+  if (!options.group || options.group->rank() == 0)
+    written = problem_of("save", path, [&] {
+      std::vector<RankShare> shares;
+      for (const auto& bytes : encoded) shares.push_back(RankShare::decode(bytes));
+      write_checkpoint(path, options, shares);
+    });
+  agree(options.group, written);
+}
+
+}  // namespace lockstep
