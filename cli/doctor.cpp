@@ -27,6 +27,7 @@ using Json = nlohmann::ordered_json;
 struct DoctorPlan {
   int ranks = 0;
   std::vector<std::string> backends;
+  std::vector<int> hosts;
   bool json = false;
 };
 
@@ -154,6 +155,7 @@ class Doctor {
     take(limit_rows(plan_.ranks));
     take(network_rows());
     take(software_rows(installed));
+    take(sum_rows(plan_.ranks, plan_.hosts));
     if (plan_.ranks > 0) {
       if (!plan_.json) table_.show_heads_of_figures(plan_.ranks);
       const bool chosen = !plan_.backends.empty();
@@ -227,6 +229,12 @@ void add_doctor(CLI::App& app, Action& action) {
       ->option_text("LIST")
       ->delimiter(',')
       ->needs(ranks);
+  doctor
+      ->add_option("--hosts", plan->hosts,
+                   "How many ranks the job that you mean has on each host: tells in which order they sum")
+      ->option_text("LIST")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 4096));
   doctor->add_flag("--json", plan->json, "Print JSON instead of a table");
   doctor->callback([&action, plan] {
     const auto& known = transport_names();

@@ -35,6 +35,8 @@ Rows host_rows(int ranks);
 Rows limit_rows(int ranks);
 Rows network_rows();
 Rows software_rows(Installed& installed);
+// per_host: the ranks on each host of the job that is meant; none: what SLURM says, or `ranks` on this one.
+Rows sum_rows(int ranks, std::vector<int> per_host);
 
 // The transports of `lockstep doctor -n`, as --backend names them. Each is measured by ranks of
 // lockstep-probe.

@@ -90,10 +90,10 @@ TEST(Doctor, every_row_has_a_name_a_finding_and_a_verdict) {
     // Who calls something bad owes a way out.
     EXPECT_TRUE(row["verdict"] != "bad" || row["hint"] != "") << row;
   }
-  for (const char* name :
-       {"cores",     "load",      "memory",     "swap",      "/dev/shm",      "huge pages", "kernel",
-        "clock",     "container", "open files", "processes", "locked memory", "core dumps", "network",
-        "host name", "LibTorch",  "CUDA",       "NCCL",      "Open MPI",      "MPICH",      "SLURM"})
+  for (const char* name : {"cores",      "load",    "memory",    "swap",         "/dev/shm",  "huge pages",
+                           "kernel",     "clock",   "container", "open files",   "processes", "locked memory",
+                           "core dumps", "network", "host name", "LibTorch",     "CUDA",      "NCCL",
+                           "Open MPI",   "MPICH",   "SLURM",     "order of sums"})
     EXPECT_TRUE(names.contains(name)) << name;
   EXPECT_GE(report.row("cores")["values"]["usable"], 1);
   EXPECT_GT(report.row("memory")["values"]["total"], 0);
@@ -251,6 +251,33 @@ TEST(Doctor, the_environment_is_looked_at) {
               AllOf(HasSubstr("job 77"), HasSubstr("node[1-2]")));
 }
 
+TEST(Doctor, the_order_of_sums_follows_from_the_ranks_of_each_host) {
+  auto row = [](const std::vector<std::string>& arguments, const Environment& environment = {}) {
+    auto all = arguments;
+    all.emplace_back("--json");
+    return Report(doctor(all, environment)).row("order of sums");
+  };
+  const auto alike = row({"--hosts", "2,2,2"});
+  EXPECT_EQ(alike["verdict"], "ok");
+  EXPECT_TRUE(alike["values"]["follows_tree"]);
+  EXPECT_THAT(alike["finding"].get<std::string>(),
+              AllOf(HasSubstr("3 hosts x 2 ranks"), HasSubstr("the bits of as many ranks on one host")));
+  const auto others = row({"--hosts", "3,1"});
+  EXPECT_EQ(others["verdict"], "note");
+  EXPECT_FALSE(others["values"]["follows_tree"]);
+  EXPECT_THAT(others["finding"].get<std::string>(),
+              AllOf(HasSubstr("hosts of 3, 1 ranks"), HasSubstr("the same bits in every run")));
+  EXPECT_THAT(others["hint"].get<std::string>(), HasSubstr("power of two"));
+  // SLURM tells it by itself, inside an allocation.
+  EXPECT_EQ(row({}, {{"SLURM_TASKS_PER_NODE", "4(x2),3"}})["values"]["ranks"], (std::vector{4, 4, 3}));
+  EXPECT_TRUE(row({}, {{"SLURM_TASKS_PER_NODE", "4(x2),3"}})["values"]["follows_tree"]);
+  EXPECT_FALSE(row(
+      {}, {{"SLURM_TASKS_PER_NODE", "2(x2)"}, {"SLURM_DISTRIBUTION", "cyclic"}})["values"]["follows_tree"]);
+  for (const char* nonsense : {"", "x", "2(y2)", "-1", "2(x99999999999)", "0"})
+    EXPECT_THAT(row({}, {{"SLURM_TASKS_PER_NODE", nonsense}})["finding"].get<std::string>(),
+                HasSubstr("--hosts"));
+}
+
 TEST(Doctor, misuse_is_explained) {
   const auto explained = [](std::vector<std::string> arguments, const std::string& text) {
     const auto outcome = doctor(std::move(arguments));
@@ -262,6 +289,7 @@ TEST(Doctor, misuse_is_explained) {
   explained({"-n", "2", "--backend", "wibble"},
             "--backend='wibble' is not allowed: threads, shm, gloo, mpi, nccl are");
   explained({"--backend", "gloo"}, "-n");
+  explained({"--hosts", "2,0"}, "0");
   explained({"--wibble"}, "--wibble");
   const auto help = doctor({"--help"});
   EXPECT_EQ(help.status, 0);

@@ -19,12 +19,16 @@ and a test compares it with each later run.
 
 """
 FOOT = """
+`hierarchy` is shared memory inside hosts and gloo between them (`shm+gloo`), with each half of the ranks on another host, as
+`LOCKSTEP_NODES` has it; tests/faults/two_hosts.py runs the same between network namespaces, with 2+2, 1+1, 2+2+2, 4+4, 2+2+2+2,
+2+1 and 3+1 ranks, and ctest with MPI in gloo's place.
+
 `mismatch` tests run with `LOCKSTEP_CHECK=1` except on threads; `interrupt` tests have 2 ranks, one of which never comes or is
 stopped by a signal, and require that the waiter and ~World return within 1 s of the failure being told. `large` is tensors
 above 2^31 bytes. A peer that is a thread cannot be stopped inside. nccl: one GPU was at hand, and NCCL refuses two ranks on
 one GPU.
 """
-ORDER = ["threads", "shm", "gloo", "openmpi", "mpich", "nccl"]
+ORDER = ["threads", "shm", "hierarchy", "gloo", "openmpi", "mpich", "nccl"]
 
 
 def read_results(folder):

@@ -25,8 +25,8 @@ How it was measured:
 - Seconds, from the injection to what the column "until" says, on CLOCK_MONOTONIC, which the harness and the ranks
   share. Where a fault was injected several times: median / p99 / max. Ratios are marked with x.
 - Kills come at random times. In all phases together: {kills}.
-- Ranks are LibTorch processes that train in shared memory (on gloo between hosts), all on one machine with {processors} processors, so times include
-  what it takes to get a processor. "A host" is a network namespace.
+- Ranks are LibTorch processes that train in shared memory (between hosts on gloo), all on one machine with {processors}
+  processors, so times include what it takes to get a processor. "A host" is a network namespace.
 - After each job the harness looks for processes, sockets of the control plane, listening ports and entries of /dev/shm
   that are left; none may be there 2 s later.
 - torchrun: the same injections (`tests/faults/torchrun_faults.py`) on the same machine, PyTorch {torch}, gloo, one run

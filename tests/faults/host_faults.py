@@ -4,12 +4,13 @@ import contextlib
 import os
 import resource
 import select
+import signal
 import socket
 import statistics
 import time
 
 import harness
-from case import Skip, fault
+from case import Skip, check_survivors, fault
 from harness import Job, KeyFile, TwoHosts, free_port, now
 
 
@@ -177,6 +178,28 @@ def old_key(case):
         counts = {"joined": case.ranks, "done": case.ranks}
         for name, count in counts.items():
             case.check(len(jobs[0].events(name)) in (0, count), f"not {count} '{name}'")
+
+
+@fault("kill -9 of a rank, of two hosts", "CommError on every other rank of both hosts that names the dead rank and its pid",
+       "the last survivor's error", 1.0)
+def kill_of_two_hosts(case):
+    reason = harness.why_no_hosts()
+    if reason:
+        raise Skip(reason)
+    for index in range(case.ranks * (5 if case.options.full else 1)):
+        rank = index % case.ranks
+        phase = ("in_collective", "between")[case.random.randrange(2)]
+        with TwoHosts() as hosts, KeyFile(case.options.lockstep) as key:
+            with two_nodes(case, [case.options.victim, "--rank", rank, "--phase", phase], 29400, key, hosts) as jobs:
+                jobs[0].await_events("training", case.ranks, timeout=60)
+                time.sleep(case.random.uniform(0, 0.3))
+                pid = jobs[0].rank_pid(rank)
+                since = now()
+                os.kill(pid, signal.SIGKILL)
+                for job in jobs:
+                    status = job.wait(20)
+                    case.check(status not in (0, None), f"the status is {status}", job)
+                case.measure(check_survivors(case, jobs[0], rank, f"rank {rank} (pid {pid})", since=since))
 
 
 @fault("a host is lost", "both sides know", "the last rank's error, on either side", 2.0)

@@ -25,7 +25,7 @@ using std::chrono::milliseconds;
 struct Request {
   int target = 1;  // --rank: the rank that all of this is about, but for --steps and --stop
   int steps = 1'000'000, at = 20, gib = 0, ms = 1000, attempts = 1'000'000;
-  std::string phase = "between", fault;
+  std::string phase = "between", fault, backend = "auto";
   bool stop = false, ignore_signals = false, helpers = false, uncaught = false;
 };
 
@@ -34,6 +34,7 @@ Request parse(int argc, char** argv) {
   CLI::App app("a rank that comes to a bad end");
   app.add_option("--rank", request.target);
   app.add_option("--steps", request.steps);
+  app.add_option("--backend", request.backend);
   app.add_option("--phase", request.phase, "where ranks spend their time")
       ->check(CLI::IsMember({"before_init", "in_init", "in_collective", "between", "compute"}));
   app.add_option("--gib", request.gib, "of memory that is in use, in pages of 4 KiB");
@@ -213,7 +214,7 @@ int run(const Request& request) {
   if (request.phase == "in_init" && !target && (rank == size - 1 || rank == size - 2))
     std::this_thread::sleep_for(milliseconds(150));
   tell("joining");
-  auto world = telling([] { return lockstep::World::from_environment({.backend = "gloo"}); });
+  auto world = telling([&] { return lockstep::World::from_environment({.backend = request.backend}); });
   tell("joined");
   return telling([&] { return train(request, world); });
 }

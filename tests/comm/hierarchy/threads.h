@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <lockstep/comm/transports/hierarchy/engine.h>
+#include <lockstep/comm/transports/hierarchy/mail.h>
 
 #include "comm/shm/threads.h"
 
@@ -89,8 +90,10 @@ class ThreadLinks final : public Links {
       return !waiting.empty() && taken_[under.from] == under.number;
     };
     while (!there())
-      if (network_->changed.wait_until(lock, deadline) == std::cv_status::timeout && Clock::now() >= deadline)
+      if (Clock::now() >= deadline)
         throw shm::TimedOut("the deadline has passed");
+      else  // a deadline may be further away than a clock can count
+        network_->changed.wait_until(lock, std::min(deadline, Clock::now() + std::chrono::seconds(1)));
     if (under.letter) return std::get<1>(under.from);
     auto letter = network_->letters[under.from].front();
     network_->letters[under.from].pop_front();
@@ -144,15 +147,24 @@ class HostRanks {
                                                host.memory, hosts.neighbours());
       }
       auto links = std::make_shared<ThreadLinks>(network, r);
+      std::shared_ptr<shm::Messages> messages;
+      shm::Meeting* meeting = inside ? &inside->meeting() : nullptr;
+      if (meeting != nullptr)
+        messages = std::make_shared<shm::Messages>(*meeting, host.memory, std::chrono::nanoseconds(0),
+                                                   nullptr, true);
+      mails_.push_back(std::make_shared<Mail>(hosts, messages, meeting, links));
       engines_.push_back(std::make_unique<Engine>(hosts, std::move(inside), links,
                                                   neighbours > 1 ? &host.memory : nullptr, tuning));
     }
   }
   ~HostRanks() {
+    for (auto& mail : mails_) mail->close();
+    mails_.clear();
     engines_.clear();
     for (auto& [number, host] : hosts_) std::free(host.region);
   }
   Engine& engine(int rank) { return *engines_[static_cast<std::size_t>(rank)]; }
+  Mail& mail(int rank) { return *mails_[static_cast<std::size_t>(rank)]; }
   void run(const std::function<void(int rank, Engine& engine)>& body) {
     std::vector<std::thread> threads;
     for (std::size_t r = 0; r < engines_.size(); ++r)
@@ -169,6 +181,7 @@ class HostRanks {
   };
   std::map<int, Host> hosts_;
   std::vector<std::unique_ptr<Engine>> engines_;
+  std::vector<std::shared_ptr<Mail>> mails_;
 };
 
 }  // namespace lockstep::hierarchy
