@@ -90,8 +90,10 @@ class ThreadLinks final : public Links {
       return !waiting.empty() && taken_[under.from] == under.number;
     };
     while (!there())
-      if (network_->changed.wait_until(lock, deadline) == std::cv_status::timeout && Clock::now() >= deadline)
+      if (Clock::now() >= deadline)
         throw shm::TimedOut("the deadline has passed");
+      else  // a deadline may be further away than a clock can count
+        network_->changed.wait_until(lock, std::min(deadline, Clock::now() + std::chrono::seconds(1)));
     if (under.letter) return std::get<1>(under.from);
     auto letter = network_->letters[under.from].front();
     network_->letters[under.from].pop_front();
