@@ -1,0 +1,57 @@
+"""The example 04_digits: it learns, on 1, 2 and 4 ranks, and a run that is killed with -9 at some step goes on after the launcher's
+restart and ends with the weights of the undisturbed one.
+
+usage: digits_test.py LOCKSTEP 04_DIGITS DATA
+"""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+lockstep, digits, data = sys.argv[1:]
+if not os.path.exists(os.path.join(data, "labels.npy")):
+    print("skipped: the digits were not fetched (./dev build does that)")
+    sys.exit(77)
+
+
+def command(ranks, *arguments, options=()):
+    return [lockstep, "run", "-q", "--prefix", "never", "--threads", "1", "-n", str(ranks), *options, digits, "--data", data, *arguments]
+
+
+def run(ranks, *arguments):
+    done = subprocess.run(command(ranks, *arguments), capture_output=True, text=True, timeout=250)
+    if done.returncode != 0:
+        sys.exit(f"failed: {ranks} ranks end with {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
+
+
+for ranks in (1, 2, 4):
+    text = run(ranks, "--epochs", "12")
+    accuracy = float(re.findall(r"epoch 12/12 .* test +([0-9.]+) %", text)[0])
+    print(f"{ranks} ranks: {accuracy} %")
+    if accuracy < 98:
+        sys.exit(f"failed: {ranks} ranks reach {accuracy} %, not 98")
+
+undisturbed = re.findall(r"weights (\w+)", run(2, "--epochs", "3"))[0]
+with tempfile.TemporaryDirectory() as folder:
+    for attempt in range(2):
+        path = os.path.join(folder, f"{attempt}.safetensors")
+        job = subprocess.Popen(command(2, "--epochs", "3", "--save", path, "--save-every", "3", options=("--max-restarts", "1")),
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        deadline = time.monotonic() + 60
+        while not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(random.random() * 0.3)
+        ranks = [int(pid) for pid in subprocess.run(["pgrep", "-f", f"^{digits} .*{path}"], capture_output=True, text=True).stdout.split()]
+        if ranks:
+            os.kill(random.choice(ranks), signal.SIGKILL)
+        out, error = job.communicate(timeout=200)
+        found = re.findall(r"weights (\w+)", out)
+        print(f"killed {'one of ' + str(len(ranks)) if ranks else 'nobody: it had ended'}: {found}")
+        if job.returncode != 0 or not found or found[-1] != undisturbed:
+            sys.exit(f"failed: {found} after a kill, {undisturbed} undisturbed, status {job.returncode}: {error[-2000:]}")
