@@ -84,7 +84,7 @@ class LauncherTest(unittest.TestCase):
         total = count * (count + 1) // 2
         for rank in range(count):
             local = rank % (per_host or count)
-            self.assertRegex(output, rf"rank {rank} of {count} \(local {local}, cpu, \w+\): "
+            self.assertRegex(output, rf"rank {rank} of {count} \(local {local}, cpu, [\w+]+\): "
                                      rf"mine {rank + 1}, the sum of all {total}\b")
 
 
