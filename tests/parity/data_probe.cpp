@@ -150,6 +150,7 @@ Numbers answer(const Case& c) {
   torch::manual_seed(static_cast<std::uint64_t>(c.number("seed")));
   if (c.kind == "loader") return loaded(c);
   if (c.kind == "interleaved") return interleaved(c);
+  if (c.kind == "shared") return shared(c);
   const auto generator = c.generator("generator");
   if (c.kind == "random") {
     const auto num_samples = c.number("num_samples");
