@@ -22,6 +22,10 @@ DdpOptions checked(DdpOptions options) {
                                   options.first_bucket_bytes, options.bucket_bytes));
   if (options.micro_batches < 1)
     throw ConfigError(fmt::format("micro_batches = {} is not allowed: 1 or more is", options.micro_batches));
+  if (options.micro_batches > 1 && options.static_graph)
+    throw ConfigError(
+        "static_graph is not allowed with micro_batches above 1: how often a gradient comes would be counted "
+        "wrongly");
   if (options.check_replicas_every < 0)
     throw ConfigError(fmt::format("check_replicas_every = {} is not allowed: 0 (never) or more is",
                                   options.check_replicas_every));

@@ -379,6 +379,10 @@ TEST(Ddp, bad_options_and_models_are_refused) {
                 HasSubstr("above 0"));
     EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(model, group, {.micro_batches = 0}); }),
                 HasSubstr("micro_batches"));
+    EXPECT_THAT(error_of<ConfigError>([&] {
+                  DistributedDataParallel(model, group, {.static_graph = true, .micro_batches = 2});
+                }),
+                HasSubstr("static_graph is not allowed with micro_batches"));
     EXPECT_THAT(
         error_of<ConfigError>([&] { DistributedDataParallel(model, group, {.check_replicas_every = -1}); }),
         HasSubstr("check_replicas_every"));

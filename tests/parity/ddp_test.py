@@ -75,7 +75,7 @@ def main():
             differing = sum(x != y for x, y in zip(a, b)) if len(a) == len(b) else len(a)
             largest = max(abs(x) for x in a)
             apart = max(abs(x - y) for x, y in zip(a, b)) / largest
-            good = differing == 0 if ranks == 2 else apart <= (1e-6 if kind == "sgd" else 1e-4)
+            good = differing == 0 if ranks == 2 else apart <= 1e-6
             failures += not good
             print(f"{ranks} ranks, {kind}: {differing} of {len(a)} weights differ, by at most {apart:.1e} of the largest{'' if good else ': FAILED'}")
     sys.exit(failures)
