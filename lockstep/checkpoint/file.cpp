@@ -57,7 +57,7 @@ PartialFile::PartialFile(const std::string& path) : path_(path) {
     if (!known || !S_ISREG(opened.st_mode) || opened.st_uid != ::geteuid() || opened.st_nlink > 1)
       problem = "it is there already, and is not a plain file of this user";
     else if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)  // other errors: no locks here
-      problem = "another process is writing it";
+      problem = "somebody else is writing it now";
     if (!problem.empty()) {
       ::close(file_);
       throw ConfigError(fmt::format("cannot write '{}': {}", partial_, problem));

@@ -32,7 +32,7 @@ using std::chrono::milliseconds;
 namespace {
 
 // Those who were refused are told by the agent, which stays that long.
-constexpr milliseconds kRefusalLimit(1500);
+constexpr milliseconds kRefusalLimit(5000);
 // Those who are told of a failure are told by the agent, which stays that long.
 constexpr milliseconds kFailureLimit(300);
 

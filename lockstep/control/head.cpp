@@ -154,11 +154,11 @@ void Head::hello(int node, std::uint32_t from, const Hello& hello) {
   // A job that has begun is not disturbed by one that comes late.
   auto contradicts = [&](std::string text) {
     if (has_begun()) return refuse_it(std::move(text));
-    came_.insert(hello.rank);
+    came_.emplace(hello.host, hello.pid);
     refuse(text);
   };
   if (refused_) {
-    came_.insert(hello.rank);
+    came_.emplace(hello.host, hello.pid);
     return refuse_it(*refused_);
   }
   if (size_ == 0) size_ = hello.size;
@@ -181,7 +181,7 @@ void Head::hello(int node, std::uint32_t from, const Hello& hello) {
           fmt::format("ranks run different versions of lockstep: {} on rank {} and {} on rank {}",
                       other.card->version, number, hello.version, hello.rank));
   Rank& rank = ranks_[hello.rank];
-  came_.insert(hello.rank);
+  came_.emplace(hello.host, hello.pid);
   rank.node = node;
   rank.card = hello;
   rank.here = true;

@@ -112,7 +112,7 @@ class Head {
 
   int size_ = 0;  // of the job; 0: not known yet
   int attempt_ = 0;
-  std::set<int> came_;  // ranks that have said hello, also those that were refused
+  std::set<std::pair<std::string, int>> came_;  // processes that have said hello, also those refused
   std::optional<std::string> refused_;
   std::optional<Failure> failure_, last_failure_;
   std::optional<std::pair<Failure, Clock::time_point>> suspicion_;  // it may be another rank's doing

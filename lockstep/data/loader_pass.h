@@ -117,7 +117,10 @@ class LoaderPass {
     if (!there) throw_timeout(*core_->options.timeout, workers_->whereabouts());
     ++received_;
     auto batch = std::exchange(slot.batch, std::nullopt);
-    if (!batch) return end();
+    if (!batch) {  // the stream has ended; the last batch may have gone to a worker with a later task
+      over_ = true;
+      return;
+    }
     const auto position = slot.task.position;
     put();
     deliver(position, std::move(*batch));
@@ -134,6 +137,7 @@ class LoaderPass {
   }
 
   bool put() {
+    if (over_) return false;
     const auto slot = drawn_ % slots_.size();
     if (!feed_.next(slots_[slot].task)) return false;
     ++drawn_;
@@ -156,8 +160,8 @@ class LoaderPass {
   std::vector<Slot> slots_;
   std::size_t drawn_ = 0, received_ = 0;  // tasks, of all that there were
   std::optional<Batch> current_;
-  bool ended_ = false;
-  std::unique_ptr<Workers> workers_;  // goes first
+  bool over_ = false, ended_ = false;  // nothing more to draw, nothing more to deliver
+  std::unique_ptr<Workers> workers_;   // goes first
 };
 
 }  // namespace lockstep::detail

@@ -155,6 +155,10 @@ class Step {
   explicit Step(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
 
   void run() {
+    for (const auto& group : optimizer_.param_groups())  // before anything changes
+      for (const auto& parameter : group.params())
+        if (parameter.grad().defined() && parameter.grad().is_sparse())
+          throw ConfigError(fmt::format("{} does not take sparse gradients: SGD does", Kind::name));
     slices().clear();
     for (auto& group : optimizer_.param_groups()) {
       const auto& options = own_options<typename Kind::Base>(group, optimizer_.defaults());
@@ -171,6 +175,7 @@ class Step {
   using State = typename Kind::State;
   struct Fused {
     std::vector<at::Tensor> parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
+    std::int64_t last_step = 0;
   };
 
   // Kept between steps, so that small models do not pay for memory.
@@ -195,8 +200,6 @@ class Step {
 
   void update(const at::Tensor& parameter, const at::Tensor& gradient, const Options<Kind>& options,
               const AdamSettings& settings) {
-    if (gradient.is_sparse())
-      throw ConfigError(fmt::format("{} does not take sparse gradients: SGD does", Kind::name));
     auto& state = state_of(parameter, options.amsgrad());
     state.step(state.step() + 1);
     Moments moments{state.exp_avg(), state.exp_avg_sq(), {}};
@@ -233,8 +236,8 @@ class Step {
     fused.exp_avg_sqs.push_back(moments.exp_avg_sq);
     if (moments.max_exp_avg_sq.defined()) fused.max_exp_avg_sqs.push_back(moments.max_exp_avg_sq);
     // One tensor for all parameters that are as far: they are read alone.
-    if (state.step() != fused_step_ || fused.steps.empty()) {
-      fused_step_ = state.step();
+    if (state.step() != fused.last_step) {
+      fused.last_step = state.step();
       fused.steps.push_back(at::full({}, static_cast<double>(state.step()),
                                      at::TensorOptions(at::kFloat).device(parameter.device())));
     } else {
@@ -252,7 +255,7 @@ class Step {
   }
 
   torch::optim::Optimizer& optimizer_;
-  std::int64_t last_step_ = 0, fused_step_ = 0;
+  std::int64_t last_step_ = 0;
   AdamScalars scalars_{};
   AdamFactors factors_{};
   std::map<FusedKind, Fused, FusedKindLess> fused_;

@@ -12,9 +12,7 @@ namespace {
 const UpdateKernels& kernels() {
 #if defined(__x86_64__)
   static const bool fma = __builtin_cpu_supports("fma");
-  const auto level = simd_level();
-  if (fma && level == SimdLevel::avx512) return kUpdateAvx512;
-  if (fma && level == SimdLevel::avx2) return kUpdateAvx2;
+  if (fma && simd_level() != SimdLevel::portable) return kUpdateAvx2;
 #endif
   return kUpdatePortable;
 }

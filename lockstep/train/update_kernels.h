@@ -1,4 +1,4 @@
-// The kernels of update.cpp, one set for each kind of CPU: update_vector.h, compiled three times. As for
+// The kernels of update.cpp, for CPUs with AVX2 and for any: update_vector.h, compiled twice. As for
 // those of reductions (comm/reduce_kernels.h says why), their files include nothing but this and define
 // nothing that others could take for their own.
 #pragma once
@@ -58,7 +58,6 @@ struct UpdateKernels {
 extern const UpdateKernels kUpdatePortable;
 #if defined(__x86_64__)
 extern const UpdateKernels kUpdateAvx2;
-extern const UpdateKernels kUpdateAvx512;
 #endif
 
 }  // namespace lockstep::detail

@@ -1,6 +1,6 @@
-// The body of update_portable.cpp, update_avx2.cpp and update_avx512.cpp: plain loops, which the compiler
+// The body of update_portable.cpp and update_avx2.cpp: plain loops, which the compiler
 // turns into vectors. Each operation rounds as LibTorch's kernels round: two roundings, or one where they use
-// a fused multiply-add. Nothing else may be contracted (lockstep/CMakeLists.txt says so to the compiler), so
+// a fused multiply-add. Nothing else may be contracted (arithmetic.cmake says so to the compiler), so
 // the bits are the same at any width.
 #pragma once
 

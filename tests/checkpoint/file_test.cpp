@@ -185,7 +185,7 @@ TEST_F(PartialFileTest, readers_see_one_whole_file_or_the_other_while_writers_ta
           put(std::string(100'000 + static_cast<std::size_t>(letter), letter));
           ++written;
         } catch (const ConfigError& error) {
-          EXPECT_THAT(error.what(), HasSubstr("another process is writing it"));
+          EXPECT_THAT(error.what(), HasSubstr("somebody else is writing it now"));
         }
       }
     });

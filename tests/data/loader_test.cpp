@@ -1,9 +1,12 @@
 #include <lockstep/data/loader.h>
 
+#include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <random>
 #include <ranges>
+#include <thread>
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
@@ -631,6 +634,33 @@ class Stateful : public td::datasets::StatefulDataset<Stateful, std::vector<td::
   std::mutex mutex_;
   std::int64_t next_ = 0;
 };
+
+// Three workers ask at once: the first to ask is told of the end, and the last batch comes from a later task.
+class EndsFirst : public td::datasets::StatefulDataset<EndsFirst, std::vector<td::Example<>>, std::size_t> {
+ public:
+  std::optional<std::vector<td::Example<>>> get_batch(std::size_t) override {
+    const auto turn = turns_++;
+    if (turn == 0) return std::nullopt;
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    if (turn != 2) return std::nullopt;
+    return std::vector<td::Example<>>{{at::ones({1}), at::ones({1})}};
+  }
+  std::optional<std::size_t> size() const override { return 1; }
+  void reset() override { turns_ = 0; }
+  void save(torch::serialize::OutputArchive&) const override {}
+  void load(torch::serialize::InputArchive&) override {}
+
+ private:
+  std::atomic<int> turns_ = 0;
+};
+
+TEST(TorchData, a_stream_that_ends_while_another_worker_has_its_last_batch_loses_nothing) {
+  auto shared = td::datasets::make_shared_dataset<EndsFirst>();
+  int count = 0;
+  for (auto& batch : DataLoader(shared, {.batch_size = 1, .num_workers = 3}))
+    count += static_cast<int>(batch.data.size(0));
+  EXPECT_EQ(count, 1);
+}
 
 class Endless : public td::datasets::StreamDataset<Endless> {
  public:

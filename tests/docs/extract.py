@@ -9,7 +9,8 @@ import pathlib
 import re
 import sys
 
-PRELUDE = """#include <iostream>
+PRELUDE = """#include <filesystem>
+#include <iostream>
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 using namespace lockstep;
@@ -18,6 +19,9 @@ using namespace lockstep;
 MAIN = """
 int main() {
   auto world = World::from_environment();
+  const auto folder = "docs-" + std::to_string(world.size());  // for what they write
+  std::filesystem::create_directories(folder);
+  std::filesystem::current_path(folder);
   auto run = [&](const char* name, void (*snippet)(World&, Group, torch::Tensor)) {
     snippet(world, world.group(), torch::ones({4}));
     if (world.is_main()) std::cout << name << " ran" << std::endl;

@@ -1,4 +1,4 @@
-// What README.md says the demo prints is what it prints.
+// What the pages say of programs is what these do.
 #include <fstream>
 #include <sstream>
 
@@ -15,11 +15,12 @@ std::string text_of(const std::string& file) {
   return text.str();
 }
 
-TEST(Docs, the_demo_prints_what_the_readme_shows) {
+TEST(Docs, hello_prints_what_its_page_shows) {
   const auto outcome = run(
       {{LOCKSTEP_PROGRAM, "run", "--quiet", "-n", "4", LOCKSTEP_HELLO}, {{"LOCKSTEP_BACKEND", "cpu:auto"}}});
   EXPECT_EQ(outcome.status, 0) << outcome.output;
-  EXPECT_THAT(text_of("README.md"), HasSubstr("$ ./dev demo\n" + outcome.output));
+  EXPECT_THAT(text_of("examples/00_hello/README.md"),
+              HasSubstr("$ build/bin/lockstep run --quiet -n 4 build/bin/00_hello\n" + outcome.output));
 }
 
 TEST(Docs, the_readme_has_both_commands_and_ci_calls_one_of_them) {

@@ -245,6 +245,25 @@ TEST(Optimizers, fused_is_the_same_within_rounding) {
   expect_fused_close<SGD>(SGDOptions{.lr = 0.01});
 }
 
+TEST(Optimizers, fused_kinds_of_parameters_may_be_at_different_steps) {
+  torch::manual_seed(6);
+  std::vector<Tensor> single;
+  for (auto dtype : {at::kFloat, at::kDouble, at::kFloat, at::kDouble})
+    single.push_back(torch::randn({9}, dtype).requires_grad_());
+  const auto fused = copies(single);
+  Adam a(single, {.lr = 0.1}), b(fused, {.lr = 0.1, .implementation = Implementation::fused});
+  for (int step = 0; step < 6; ++step) {
+    for (std::size_t i = 0; i < single.size(); ++i) {
+      single[i].mutable_grad() = step < 3 && i < 2 ? Tensor() : torch::randn_like(single[i].detach());
+      fused[i].mutable_grad() = single[i].grad();
+    }
+    a.step();
+    b.step();
+  }
+  for (std::size_t i = 0; i < single.size(); ++i)
+    EXPECT_TRUE(torch::allclose(single[i], fused[i], 1e-5, 1e-6)) << i;
+}
+
 TEST(Optimizers, groups_have_options_of_their_own) {
   auto a = torch::ones({3}).requires_grad_(), b = torch::ones({3}).requires_grad_(),
        c = torch::ones({3}).requires_grad_(), d = torch::ones({3}).requires_grad_();
@@ -377,7 +396,10 @@ TEST(Optimizers, sgd_takes_sparse_gradients_and_adam_refuses_them) {
   };
   loss().backward();
   ASSERT_TRUE(weight.grad().is_sparse());
-  EXPECT_THAT(error_of<ConfigError>([&] { Adam({weight}).step(); }), HasSubstr("sparse gradients"));
+  auto other = torch::ones({2}).requires_grad_();
+  other.mutable_grad() = torch::ones({2});
+  EXPECT_THAT(error_of<ConfigError>([&] { Adam({other, weight}).step(); }), HasSubstr("sparse gradients"));
+  EXPECT_TRUE(torch::equal(other, torch::ones({2})));
   for (auto implementation : {Implementation::single, Implementation::fused})
     SGD({weight}, {.lr = 0.25, .implementation = implementation}).step();
   EXPECT_TRUE(torch::equal(weight.detach().select(1, 0), torch::tensor({1.f, 0.f, 1.f, 0.5f, 1.f})));

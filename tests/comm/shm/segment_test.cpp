@@ -14,6 +14,8 @@
 #include <filesystem>
 #include <fstream>
 
+#include <fmt/format.h>
+
 #include "support/errors.h"
 #include "support/folder.h"
 
@@ -37,6 +39,34 @@ TEST(Segment, is_there_as_a_whole_and_cannot_be_cut) {
   EXPECT_EQ(::ftruncate(segment->fd(), 4096), -1);
   EXPECT_EQ(::ftruncate(segment->fd(), 1 << 20), -1);
   for (std::size_t i = 0; i < segment->size(); ++i) EXPECT_EQ(segment->data()[i], 0);
+}
+
+// Of the mapping that begins there.
+std::size_t huge_kib(const char* start) {
+  std::ifstream maps("/proc/self/smaps");
+  const auto begins = fmt::format("{:x}-", reinterpret_cast<std::uintptr_t>(start));
+  bool here = false;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find(' ') != std::string::npos && line.find('-') < line.find(' '))
+      here = line.starts_with(begins);
+    if (here && line.starts_with("ShmemPmdMapped:")) return std::stoul(line.substr(15));
+  }
+  return 0;
+}
+
+TEST(Segment, has_huge_pages_where_the_system_gives_them) {
+  std::ifstream in("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+  std::string settings;
+  std::getline(in, settings);
+  auto segment = Segment::make(std::size_t{16} << 20);
+  if (settings.find("[never]") != std::string::npos || settings.find("[deny]") != std::string::npos ||
+      settings.empty()) {
+    EXPECT_EQ(huge_kib(segment->data()), 0);
+    return;
+  }
+  EXPECT_GE(huge_kib(segment->data()), 8 << 10);
+  auto other = Segment::map(control::Fd(::dup(segment->fd())), segment->size());
+  EXPECT_GE(huge_kib(other->data()), 8 << 10);
 }
 
 TEST(Segment, is_the_same_memory_in_every_mapping) {

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <fstream>
+#include <string>
 #include <system_error>
 
 #include <fmt/format.h>
@@ -49,6 +51,17 @@ control::Fd make_memfd() {
   return fd;
 }
 
+#ifndef MADV_POPULATE_WRITE
+constexpr int MADV_POPULATE_WRITE = 23;
+#endif
+
+bool huge_pages_are_advised() {
+  std::ifstream in("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+  std::string settings;
+  std::getline(in, settings);
+  return settings.find("[advise]") != std::string::npos;
+}
+
 }  // namespace
 
 void check_memory(std::size_t bytes, const host::Root& root, std::size_t taken) {
@@ -81,19 +94,24 @@ std::shared_ptr<Segment> Segment::make(std::size_t bytes) {
   auto fd = make_memfd();
   if (!fd) fail(bytes, "it cannot be made");
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) fail(bytes, "its size cannot be set");
+  std::shared_ptr<Segment> segment(new Segment(std::move(fd), bytes));
+  const bool advised = huge_pages_are_advised();
   const detail::QuietThreads quiet;  // at a signal fallocate gives back what it has, and begins anew
   for (std::size_t at = 0; at < bytes; at += kPiece) {
     check_memory(bytes, "/", at);
-    const auto piece = static_cast<off_t>(std::min(kPiece, bytes - at));
+    const auto piece = std::min(kPiece, bytes - at);
+    // fallocate knows nothing of what a mapping was advised to: there it would take small pages.
+    if (advised) ::madvise(segment->data_ + at, piece, MADV_POPULATE_WRITE);
     int result = 0;
     do {
-      result = ::fallocate(fd.get(), 0, static_cast<off_t>(at), piece);
+      result = ::fallocate(segment->fd(), 0, static_cast<off_t>(at), static_cast<off_t>(piece));
     } while (result != 0 && errno == EINTR);
     if (result != 0) fail(bytes, "the system does not give them");
   }
-  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+  if (::fcntl(segment->fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     fail(bytes, "it cannot be sealed");
-  return std::shared_ptr<Segment>(new Segment(std::move(fd), bytes));
+  segment->enter();
+  return segment;
 }
 
 std::shared_ptr<Segment> Segment::map(control::Fd fd, std::size_t bytes) {
@@ -103,17 +121,21 @@ std::shared_ptr<Segment> Segment::map(control::Fd fd, std::size_t bytes) {
       (seals & F_SEAL_SHRINK) == 0)
     throw Error("a peer handed over what is not a segment of shared memory");
   std::shared_ptr<Segment> segment(new Segment(std::move(fd), bytes));
+  segment->enter();
   segment->fd_.reset();  // the mapping stays, and descriptors are few
   return segment;
 }
 
 Segment::Segment(control::Fd fd, std::size_t bytes) : fd_(std::move(fd)), size_(bytes) {
-  // The pages are there: entering them into our table all at once is cheaper than one fault each.
-  void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_.get(), 0);
+  void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   if (memory == MAP_FAILED) fail(size_, "it cannot be mapped");
   data_ = static_cast<char*>(memory);
   ::madvise(memory, size_, MADV_HUGEPAGE);  // where the system allows it for shared memory
 }
+
+// The pages are there: entering them into our table all at once is cheaper than one fault each. A system that
+// does not know how (before Linux 5.14) does it one by one.
+void Segment::enter() noexcept { ::madvise(data_, size_, MADV_POPULATE_WRITE); }
 
 Segment::~Segment() { ::munmap(data_, size_); }
 

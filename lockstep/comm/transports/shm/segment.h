@@ -31,6 +31,7 @@ class Segment {
 
  private:
   Segment(control::Fd fd, std::size_t bytes);
+  void enter() noexcept;
 
   control::Fd fd_;
   std::size_t size_ = 0;
