@@ -191,7 +191,8 @@ Bytes reference_of(ReduceOp op, const std::vector<Bytes>& inputs) {
     for (std::size_t stride = 1; stride < column.size(); stride *= 2)
       for (std::size_t r = 0; r + stride < column.size(); r += 2 * stride)
         column[r] = combined(op, column[r], column[r + stride]);
-    if (op == ReduceOp::AVG && column.size() > 1) column[0] /= static_cast<W>(column.size());
+    if (op == ReduceOp::AVG && column.size() > 1)
+      column[0] = static_cast<W>(column[0] / static_cast<W>(column.size()));
     const auto narrow = static_cast<T>(column[0]);
     std::memcpy(result.data() + i * sizeof(T), &narrow, sizeof(T));
   }
