@@ -27,8 +27,10 @@ double peak_mib() {
 template <typename M>
 void serve(World& world, M model, const std::string& name, const std::string& optimizer_name) {
   auto group = world.group();
-  // The bare model is another: hooks stay with the one that has them.
+  // The bare model is another: hooks stay with the one that has them. Which one lies where in memory can
+  // make a difference, so they change places from one process to the next.
   M bare;
+  if (std::getenv("BENCH_SWAP") != nullptr) std::swap(model, bare);
   DistributedDataParallel ddp(model, group);
   const auto optimizer_for = [&](M& of) -> std::unique_ptr<torch::optim::Optimizer> {
     if (optimizer_name == "sgd") return std::make_unique<SGD>(of->parameters(), SGDOptions{.lr = 1e-3});

@@ -238,7 +238,11 @@ void Agent::Loop::note_desertion() {
 }
 
 void Agent::Loop::tick() {
-  last_tick_ = Clock::now();
+  const auto now = Clock::now();
+  // While this process was held up (stopped, or its machine frozen) it could not have heard anybody.
+  if (const auto gap = now - last_tick_; gap > 5 * kTick)
+    for (Node& node : nodes_) node.heard = std::min(now, node.heard + gap);
+  last_tick_ = now;
   look_at_stops();
   for (const auto& connection : connections_)
     if (connection.here && connection.attached) send_rows(connection.rank);

@@ -132,6 +132,9 @@ void ReplicaWorkers::run(std::size_t count, std::string_view phase, const Task& 
   if (::getpid() != process_)
     throw Error(
         "DataParallel: this process was forked from the one that made it, and has none of its threads");
+  if (is_one_of_them())
+    throw Error(fmt::format(
+        "DataParallel: {} was asked for inside one of its replicas, which would wait for itself", phase));
   const auto round = std::make_shared<Round>(count, devices_, task);
   std::size_t posted = 0;
   try {

@@ -6,6 +6,7 @@
 //   });
 #pragma once
 
+#include <any>
 #include <cstddef>
 #include <functional>
 #include <string>
@@ -28,6 +29,7 @@ class GradBucket {
   at::Tensor& buffer() { return buffer_; }                                 // all of it, one dimension
   const std::vector<at::Tensor>& gradients() const { return gradients_; }  // views of the buffer
   const std::vector<std::string>& names() const { return names_; }         // of their parameters
+  std::any& state() { return state_; }  // whatever the hook keeps of this bucket from step to step
 
  private:
   friend class detail::DdpReducer;
@@ -40,6 +42,7 @@ class GradBucket {
   at::Tensor buffer_;
   std::vector<at::Tensor> gradients_;
   std::vector<std::string> names_;
+  std::any state_;
 };
 
 // Called when the gradients of a bucket are there, in the order of the buckets, during backward. Starts what

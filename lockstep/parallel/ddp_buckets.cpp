@@ -14,6 +14,9 @@ namespace {
 
 constexpr std::int64_t kAlignment = 64;  // of a gradient in its bucket, in bytes
 
+// What a step did with a parameter on some rank: the most counts.
+constexpr char kNothing = 0, kKept = 1, kUsed = 2;
+
 bool low_precision(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
 
 // The parameter's strides where its elements fill their memory, so that autograd and optimizers see the
@@ -26,8 +29,8 @@ at::Tensor view_of(const at::Tensor& buffer, std::int64_t offset, const at::Tens
 }
 
 void copy_gradient(const at::Tensor& to, const at::Tensor& from) {
-  if (to.is_cpu() && from.is_cpu() && to.is_contiguous() && from.is_contiguous() &&
-      to.scalar_type() == from.scalar_type())
+  if (to.is_cpu() && from.is_cpu() && to.is_contiguous() && from.is_contiguous() && !from.is_conj() &&
+      !from.is_neg() && to.scalar_type() == from.scalar_type())
     std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
   else
     to.copy_(from, /*non_blocking=*/true);
@@ -43,6 +46,19 @@ std::string names_of(const std::vector<std::string>& names) {
 }
 
 }  // namespace
+
+void DdpReducer::set_aside(Param& param) {
+  if (micro_batch_ > 0 || param.fired > 0) return;
+  if (auto& grad = param.tensor.mutable_grad(); grad.defined()) {
+    // A view of the bucket is written to when the sum is there.
+    param.before = param.bucket && grad.is_alias_of(param.view) ? grad.clone() : grad;
+    grad.reset();
+  }
+}
+
+bool DdpReducer::wide(const Param& param) const {
+  return options_.micro_batches > 1 && !alone_ && low_precision(param.tensor.scalar_type());
+}
 
 // A binary counter: the sums in levels are those of aligned halves of the tree over micro-batches.
 void DdpReducer::fold(Param& param) {
@@ -65,15 +81,18 @@ void DdpReducer::fold(Param& param) {
   for (; level < param.levels.size(); ++level) add(param.levels[level]);
   if (!sum.defined()) return;
   if (alone_) sum.div_(options_.micro_batches);
-  grad = sum.to(param.tensor.scalar_type());
+  if (wide(param))
+    param.sum = std::move(sum);
+  else
+    grad = sum.to(param.tensor.scalar_type());
 }
 
 // Every rank makes the same ones: in the order that root saw in its first step, the rest as they were
 // registered, last first.
 void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shadow) {
   const auto count = params_.size();
-  std::vector<std::int32_t> order(2 * count);  // parameters, then whether each is sparse
-  std::vector<char> placed(count);
+  std::vector<std::int32_t> order(2 * count);         // parameters, then how often each one's gradient came
+  std::vector<char> placed(count), kinds(2 * count);  // kinds: sparse somewhere, then dense somewhere
   std::size_t at = 0;
   const auto place = [&](std::size_t i) {
     if (std::exchange(placed[i], true)) return;
@@ -83,9 +102,10 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
   for (auto i = count; i-- > 0;) place(i);
   for (std::size_t i = 0; i < count; ++i) {
     const auto& grad = params_[i].tensor.grad();
-    params_[i].sparse = grad.defined() && grad.is_sparse();
-    order[count + i] = params_[i].sparse;
+    if (grad.defined() && params_[i].fired > 0) kinds[grad.is_sparse() ? i : count + i] = 1;
+    order[count + i] = params_[i].fired;
   }
+  kinds = agree_on_most(std::move(kinds));
   std::string bytes(reinterpret_cast<const char*>(order.data()), order.size() * sizeof(order[0]));
   bytes = group_.broadcast_value(std::string_view(bytes), {.root = root, .tag = "ddp order"});
   bytes.copy(reinterpret_cast<char*>(order.data()), bytes.size());
@@ -100,16 +120,17 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
   for (std::size_t k = 0; k < count; ++k) {
     const auto i = static_cast<std::size_t>(order[k]);
     auto& param = params_[i];
-    if (param.fired > 0 && param.sparse != (order[count + i] != 0))
-      throw ConfigError(fmt::format("the gradient of parameter '{}' is {} here and {} on rank {}", param.name,
-                                    param.sparse ? "sparse" : "dense", param.sparse ? "dense" : "sparse",
-                                    root));
-    param.sparse = order[count + i] != 0;
-    if (options_.static_graph && !shadow) param.expected = param.fired;
-    if (param.sparse || !used[i]) continue;
-    auto& bucket = open[{param.tensor.scalar_type(), param.tensor.device().str()}];
+    if (kinds[i] && kinds[count + i])
+      throw ConfigError(fmt::format(
+          "the gradient of parameter '{}' is sparse on some ranks and dense on others", param.name));
+    param.sparse = kinds[i] != 0;
+    if (options_.static_graph) param.expected = shadow ? order[count + i] : param.fired;
+    // One that nobody used may come later, but for a graph that does not change.
+    if (param.sparse || (options_.static_graph && !used[i])) continue;
+    const auto type = wide(param) ? at::kFloat : param.tensor.scalar_type();
+    auto& bucket = open[{type, param.tensor.device().str()}];
     bucket.params.push_back(i);
-    bucket.bytes += static_cast<std::int64_t>(param.tensor.nbytes());
+    bucket.bytes += param.tensor.numel() * static_cast<std::int64_t>(c10::elementSize(type));
     if (bucket.bytes < (bucket.first ? options_.first_bucket_bytes : options_.bucket_bytes)) continue;
     closed.push_back(std::move(bucket.params));
     bucket = {{}, 0, false};
@@ -123,8 +144,9 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
                   .missing = 0,
                   .tag = fmt::format("ddp bucket {}", buckets_.size())};
     const auto& model = params_[members[0]].tensor;
+    const auto type = wide(params_[members[0]]) ? at::kFloat : model.scalar_type();
     const auto rounding =
-        std::max<std::int64_t>(kAlignment / static_cast<std::int64_t>(model.element_size()), 1);
+        std::max<std::int64_t>(kAlignment / static_cast<std::int64_t>(c10::elementSize(type)), 1);
     std::int64_t size = 0;
     std::vector<std::int64_t> offsets;
     for (const auto i : members) {
@@ -132,8 +154,8 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
       size += (params_[i].tensor.numel() + rounding - 1) / rounding * rounding;
     }
     auto& buffer = bucket.shown.buffer_;
-    buffer = model.is_cpu() && !alone_ ? group_.allocate({size}, model.scalar_type())
-                                       : at::empty({size}, model.options().requires_grad(false));
+    buffer = model.is_cpu() && !alone_ ? group_.allocate({size}, type)
+                                       : at::empty({size}, model.options().dtype(type).requires_grad(false));
     buffer.zero_();  // what lies between gradients is summed too
     for (std::size_t k = 0; k < members.size(); ++k) {
       auto& param = params_[members[k]];
@@ -150,9 +172,17 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
 // The gradient to its place, which then is the gradient.
 void DdpReducer::fill(Param& param) {
   auto& grad = param.tensor.mutable_grad();
+  if (wide(param) && param.sum.defined()) {
+    copy_gradient(param.view, param.sum);
+    return param.sum.reset();
+  }
+  if (!grad.defined()) {  // nothing came, or a function that returned none
+    param.view.zero_();
+    return;
+  }
   if (grad.is_sparse())
-    throw ConfigError(
-        fmt::format("the gradient of parameter '{}' is sparse, and was dense in the first step", param.name));
+    throw ConfigError(fmt::format(
+        "the gradient of parameter '{}' is sparse, and was dense or missing in the first step", param.name));
   if (grad.const_data_ptr() == param.view.const_data_ptr() && grad.strides() == param.view.strides()) return;
   copy_gradient(param.view, grad);
   grad = param.view;
@@ -166,11 +196,10 @@ void DdpReducer::launch(Bucket& bucket) {
   for (const auto i : bucket.params) {
     auto& param = params_[i];
     if (param.ready()) continue;
-    // Nothing came in this pass: what was there before, which is the same on every rank, or nothing.
-    if (param.tensor.grad().defined())
-      fill(param);
-    else
-      param.view.zero_();
+    // Nothing came in this pass: what was there before, if anything was, which stays if no rank has more.
+    if (options_.find_unused_parameters && param.tensor.grad().defined())
+      param.kept = param.tensor.grad().clone();
+    fill(param);
   }
   ++launched_;
   auto& buffer = bucket.shown.buffer_;
@@ -198,29 +227,44 @@ void DdpReducer::reduce_sparse(Param& param) {
   if (grad.defined() && !grad.is_sparse())
     throw ConfigError(
         fmt::format("the gradient of parameter '{}' is dense, and was sparse in the first step", param.name));
-  const auto mine =
-      grad.defined()
-          ? grad.coalesce()
-          : at::zeros(param.tensor.sizes(), param.tensor.options().layout(at::kSparse).requires_grad(false))
-                .coalesce();
-  auto values = mine.values();
+  struct Entries {
+    std::int64_t count = 0;
+    std::int64_t sparse_dims = 0;  // 0: this rank has none
+  };
+  const auto mine = grad.defined() ? grad.coalesce() : at::Tensor();
+  const auto all = group_.all_gather_values(
+      mine.defined() ? Entries{mine._nnz(), mine.sparse_dim()} : Entries{}, {.tag = "ddp sparse"});
+  std::int64_t dims = 0;
+  for (const auto& each : all) {
+    if (dims != 0 && each.sparse_dims != 0 && each.sparse_dims != dims)
+      throw ConfigError(fmt::format(
+          "the gradient of parameter '{}' has {} sparse dimensions on some ranks and {} on others",
+          param.name, dims, each.sparse_dims));
+    dims = std::max(dims, each.sparse_dims);
+  }
+  if (dims == 0) return;  // used nowhere: there is nothing, here as elsewhere
+  std::vector<std::int64_t> sizes = {0};
+  for (auto d = dims; d < param.tensor.dim(); ++d) sizes.push_back(param.tensor.size(d));
+  const auto options = param.tensor.options().requires_grad(false);
+  auto values = mine.defined() ? mine.values().contiguous() : at::empty(sizes, options);
   if (weight_) values = values * *weight_;
-  auto indices = mine.indices().contiguous();
+  const auto indices =
+      mine.defined() ? mine.indices().contiguous() : at::empty({dims, 0}, options.dtype(at::kLong));
   std::vector<at::Tensor> all_indices, all_values;
-  for (const auto entries : group_.all_gather_values(values.size(0), {.tag = "ddp sparse"})) {
-    auto sizes = values.sizes().vec();
-    sizes[0] = entries;
+  for (const auto& each : all) {
+    sizes[0] = each.count;
     all_values.push_back(at::empty(sizes, values.options()));
-    all_indices.push_back(at::empty({indices.size(0), entries}, indices.options()));
+    all_indices.push_back(at::empty({dims, each.count}, indices.options()));
   }
   group_.all_gather(all_indices, indices, {.tag = "ddp sparse"}).wait();
-  group_.all_gather(all_values, values.contiguous(), {.tag = "ddp sparse"}).wait();
-  auto sum = at::sparse_coo_tensor(at::cat(all_indices, 1), at::cat(all_values, 0), mine.sizes()).coalesce();
+  group_.all_gather(all_values, values, {.tag = "ddp sparse"}).wait();
+  auto sum =
+      at::sparse_coo_tensor(at::cat(all_indices, 1), at::cat(all_values, 0), param.tensor.sizes()).coalesce();
   const int parts = options_.micro_batches * (weight_ ? 1 : group_.size());
   grad = sum.div_(parts);
 }
 
-std::vector<char> DdpReducer::agree_on_used(std::vector<char> mine) {
+std::vector<char> DdpReducer::agree_on_most(std::vector<char> mine) {
   const auto flags = at::from_blob(mine.data(), {static_cast<std::int64_t>(mine.size())}, at::kByte);
   const bool cpu = !group_.backend(at::kCPU).empty();
   auto shared = cpu ? flags : flags.to(params_[0].tensor.device());
@@ -248,21 +292,23 @@ void DdpReducer::require_all_gradients() const {
 // The end of a pass: what has not come, and what is under way. A shadow has run out of data: nothing came.
 void DdpReducer::settle(bool last, bool shadow) {
   const bool learning = !buckets_made_;
-  const bool may_miss = options_.find_unused_parameters || (options_.static_graph && learning && !direct());
+  const bool may_miss = options_.find_unused_parameters || (options_.static_graph && learning);
   if (!may_miss && !shadow) require_all_gradients();
   std::vector<char> used;
   for (auto& param : params_) {
     param.used |= param.fired > 0;
-    if (options_.micro_batches > 1 && param.fired == 0) fold(param);
-    used.push_back(!may_miss || param.used);
+    if (options_.micro_batches > 1 && param.fired == 0) set_aside(param), fold(param);
+    used.push_back(!may_miss || param.used ? kUsed : param.tensor.grad().defined() ? kKept : kNothing);
   }
   if (!last) return;
   if (!direct()) {
     if (learning) {
-      if (may_miss) used = agree_on_used(std::move(used));
-      make_buckets(shadow || joining_ ? last_active_ : 0, used, shadow);
+      if (may_miss) used = agree_on_most(std::move(used));
+      std::vector<char> anywhere;
+      for (const auto each : used) anywhere.push_back(each == kUsed);
+      make_buckets(shadow || joining_ ? last_active_ : 0, anywhere, shadow);
       for (auto& param : params_)
-        if (param.bucket && param.tensor.grad().defined()) fill(param);
+        if (param.bucket && param.ready()) fill(param);
       if (options_.static_graph) used_ = used;
     }
     while (launched_ < buckets_.size()) launch(buckets_[launched_]);
@@ -271,13 +317,19 @@ void DdpReducer::settle(bool last, bool shadow) {
     if (options_.static_graph)
       used = used_;
     else if (may_miss && !learning)
-      used = agree_on_used(std::move(used));
+      used = agree_on_most(std::move(used));
     for (auto& bucket : buckets_) complete(bucket);
   }
   for (std::size_t i = 0; i < params_.size(); ++i) {
     auto& param = params_[i];
     auto& grad = param.tensor.mutable_grad();
-    if (param.bucket && used[i]) grad = param.view;
+    if (param.bucket && used[i] == kUsed)
+      grad = wide(param) ? param.view.to(param.tensor.scalar_type()) : param.view;
+    else if (param.kept.defined())
+      param.view.copy_(param.kept), grad = wide(param) ? param.kept : param.view;
+    else if (shadow && used[i] == kKept)  // as those have it whose step this is
+      grad = at::zeros_like(param.tensor);
+    param.kept.reset();
     if (auto before = std::exchange(param.before, {}); before.defined())
       grad = grad.defined() ? grad.add_(before) : before;
     param.used = false;

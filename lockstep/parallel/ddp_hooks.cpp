@@ -1,6 +1,6 @@
 #include <lockstep/parallel/ddp_hooks.h>
 
-#include <map>
+#include <any>
 #include <memory>
 
 #include <ATen/ATen.h>
@@ -21,11 +21,17 @@ std::shared_ptr<Work> start_average(GradBucket& bucket, const at::Tensor& tensor
       tensor, {.op = ReduceOp::AVG, .tag = fmt::format("ddp bucket {}", bucket.index())}));
 }
 
+// What a hook keeps is the bucket's: one hook may serve several models.
+template <typename T>
+T& kept(GradBucket& bucket) {
+  if (!bucket.state().has_value()) bucket.state() = T();
+  return std::any_cast<T&>(bucket.state());
+}
+
 CommHook compress_hook(at::ScalarType type) {
-  auto held = std::make_shared<std::map<std::size_t, at::Tensor>>();  // by bucket
-  return [type, held](GradBucket& bucket) -> std::function<void()> {
-    if (bucket.buffer().element_size() <= 2) return allreduce_hook()(bucket);
-    auto& small = (*held)[bucket.index()];
+  return [type](GradBucket& bucket) -> std::function<void()> {
+    if (bucket.buffer().element_size() <= 2 || bucket.buffer().is_complex()) return allreduce_hook()(bucket);
+    auto& small = kept<at::Tensor>(bucket);
     if (!small.defined()) small = reachable(bucket, bucket.buffer().numel(), type);
     small.copy_(bucket.buffer());
     return [work = start_average(bucket, small), small, buffer = bucket.buffer()] {
@@ -47,10 +53,9 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
   explicit PowerSgd(PowerSgdOptions options) : options_(options) {}
 
   std::function<void()> operator()(GradBucket& bucket) {
-    const bool plain = step_ < options_.start_power_sgd_iter;
-    if (bucket.is_last()) ++step_;
-    if (plain) return allreduce_hook()(bucket);
-    auto& state = states_[bucket.index()];
+    if (bucket.buffer().is_complex()) return allreduce_hook()(bucket);
+    auto& state = kept<State>(bucket);
+    if (state.steps++ < options_.start_power_sgd_iter) return allreduce_hook()(bucket);
     if (state.parts.empty() && !state.rest.defined()) prepare(bucket, state);
     if (options_.use_error_feedback) {
       if (!state.error.defined()) state.error = at::zeros_like(bucket.buffer());
@@ -75,6 +80,7 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
     std::vector<Part> parts;
     std::vector<std::pair<at::Tensor, at::Tensor>> uncompressed;  // a gradient, its place in rest
     at::Tensor rest, all_p, all_q, error;
+    std::int64_t steps = 0;
   };
 
   static at::Tensor matrix_of(const at::Tensor& gradient) { return gradient.reshape({gradient.size(0), -1}); }
@@ -137,7 +143,7 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
         part.gradient.copy_(part.p.mm(part.q.t()).view(part.gradient.sizes()));
         if (!options_.warm_start) {
           auto generator = at::make_generator<at::CPUGeneratorImpl>(
-              options_.random_seed + bucket.index() + 1000003 * static_cast<std::uint64_t>(step_));
+              options_.random_seed + bucket.index() + 1000003 * static_cast<std::uint64_t>(state.steps));
           part.q.copy_(at::randn(part.q.sizes(), generator));
         }
       }
@@ -146,8 +152,6 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
   }
 
   const PowerSgdOptions options_;
-  std::int64_t step_ = 0;
-  std::map<std::size_t, State> states_;
 };
 
 }  // namespace

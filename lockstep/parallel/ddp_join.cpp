@@ -4,6 +4,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/parallel/ddp_reducer.h>
 #include <lockstep/parallel/replicas.h>
+#include <lockstep/parallel/sync_batch_norm.h>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -50,6 +51,11 @@ void DdpReducer::follow(const JoinOptions& options) {
 void DdpReducer::join(const std::function<void()>& body, const JoinOptions& options) {
   if (joining_) throw ConfigError("join() inside join() is not allowed");
   if (options_.micro_batches > 1) throw ConfigError("join() is not allowed with micro_batches above 1");
+  if (!alone_ && has_sync_batch_norm(*module_))
+    throw ConfigError(
+        "join() is not allowed with SyncBatchNorm in the model: its forward waits for every rank, and those "
+        "that "
+        "have run out of data make none");
   struct Restore {
     DdpReducer& self;
     ~Restore() { self.joining_ = self.throw_early_ = false; }
@@ -58,6 +64,7 @@ void DdpReducer::join(const std::function<void()>& body, const JoinOptions& opti
   throw_early_ = options.throw_on_early_termination;
   uneven_ = false;
   samples_ = 0;
+  told_samples_.reset();
   body();
   if (alone_) return;
   if (in_round_) abandon_round();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
@@ -32,12 +33,15 @@ DdpOptions checked(DdpOptions options) {
   return options;
 }
 
-// Whether the name, or a module around it, is listed; says which.
-std::optional<std::string> listed(const std::vector<std::string>& list, const std::string& name) {
-  for (const auto& entry : list)
-    if (name == entry || (name.starts_with(entry) && name[entry.size()] == '.')) return entry;
-  return std::nullopt;
-}
+// Before a gradient is added to what is there.
+struct BeforeGradient : torch::autograd::FunctionPreHook {
+  explicit BeforeGradient(std::function<void()> given) : call(std::move(given)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    call();
+    return gradients;
+  }
+  std::function<void()> call;
+};
 
 }  // namespace
 
@@ -91,12 +95,26 @@ void DdpReducer::start() {
           if (auto reducer = self.lock()) reducer->on_gradient(i);
           return outputs;
         }));
+    if (options_.micro_batches == 1) continue;
+    auto before = std::make_unique<BeforeGradient>([self, i] {
+      auto reducer = self.lock();
+      if (!reducer) return;
+      std::lock_guard lock(reducer->mutex_);
+      if (reducer->in_round_ && reducer->round_.expired()) reducer->abandon_round();
+      if (reducer->sync_) reducer->set_aside(reducer->params_[i]);
+    });
+    param.pre_hook = before.get();
+    param.accumulator->add_pre_hook(std::move(before));
   }
 }
 
 DdpReducer::~DdpReducer() {
-  for (auto& param : params_)
-    if (param.accumulator) param.accumulator->del_post_hook(param.hook);
+  for (auto& param : params_) {
+    if (!param.accumulator) continue;
+    param.accumulator->del_post_hook(param.hook);
+    std::erase_if(param.accumulator->pre_hooks(),
+                  [&](const auto& each) { return param.pre_hook && each.get() == param.pre_hook; });
+  }
 }
 
 // Frozen parameters too: replicas are to be equal.
@@ -121,7 +139,9 @@ void DdpReducer::verify() const {
                                 fmt::join(tensor.sizes(), ", "),
                                 c10::DeviceTypeName(tensor.device().type(), true)));
   };
-  for (const auto& param : params_) describe("parameter", param.name, param.tensor);
+  for (const auto& item : module_->named_parameters())
+    if (item.value().defined() && !listed(options_.ignore, item.key()))
+      describe(item.value().requires_grad() ? "parameter" : "frozen parameter", item.key(), item.value());
   for (const auto& [name, buffer] : buffers_) describe("buffer", name, buffer);
   require_same_lines(group_, lines, "DistributedDataParallel: models or options differ between ranks");
 }
@@ -134,39 +154,48 @@ void DdpReducer::before_forward(std::int64_t samples) {
         "no_sync() is not allowed with micro_batches above 1: both put off communication, use one of them");
   sync_ = no_sync_ == 0;
   samples_ += samples;
-  if (options_.micro_batches > 1 && micro_batch_ == 0)
-    for (auto& param : params_)
-      if (auto& grad = param.tensor.mutable_grad(); grad.defined())
-        // A view of the bucket is written to when the sum is there.
-        param.before = param.bucket && grad.is_alias_of(param.view) ? grad.clone() : grad, grad.reset();
   if (alone_ || !sync_ || joining_) return;
   if (options_.check_replicas_every > 0 && rounds_ > checked_at_ &&
       rounds_ % options_.check_replicas_every == 0) {
     checked_at_ = rounds_;
-    check_replicas(*module_, group_);
+    check_replicas(*module_, group_, {.ignore = options_.ignore});
   }
   if (options_.broadcast_buffers) sync_buffers(0);
 }
 
 void DdpReducer::after_forward(const std::vector<at::Tensor>& outputs) {
-  if (!at::GradMode::is_enabled() || !sync_) return;
+  if (!at::GradMode::is_enabled()) return;
   for (const auto& output : outputs) {
-    if (!output.defined() || !output.requires_grad()) continue;
-    output.register_hook([self = weak_from_this()](const at::Tensor& gradient) {
-      auto reducer = self.lock();
-      if (!reducer) return gradient;
-      std::lock_guard lock(reducer->mutex_);
-      if (reducer->in_round_ && reducer->round_task_ != torch::autograd::get_current_graph_task_id())
-        reducer->abandon_round();
-      if (!reducer->in_round_ && reducer->sync_) reducer->begin_round();
+    // A leaf would keep the hook for good; its gradient comes by itself.
+    if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;
+    output.register_hook([self = weak_from_this(), sync = sync_](const at::Tensor& gradient) {
+      if (auto reducer = self.lock()) reducer->on_output(sync);
       return gradient;
     });
   }
 }
 
+// A backward pass has come to what forward returned.
+void DdpReducer::on_output(bool sync) {
+  std::lock_guard lock(mutex_);
+  if (in_round_ && round_.expired()) abandon_round();
+  if (!sync) {
+    unsynced_task_ = torch::autograd::get_current_graph_task_id();
+    return;
+  }
+  if (in_round_) return;
+  // autograd::grad, and backward of given tensors, may pass all parameters by; so does everything while they
+  // are frozen. If one's gradient comes, it begins the round.
+  const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
+  const bool all = wanted == nullptr || wanted->empty();
+  if (all && std::any_of(params_.begin(), params_.end(),
+                         [](const auto& param) { return param.tensor.requires_grad(); }))
+    begin_round();
+}
+
 void DdpReducer::samples(std::int64_t count) {
   if (count < 0) throw ConfigError(fmt::format("{} samples are not allowed: 0 or more are", count));
-  samples_ = count;
+  told_samples_ = count;
 }
 
 void DdpReducer::set_hook(CommHook hook) {
@@ -192,26 +221,38 @@ std::vector<std::int64_t> DdpReducer::bucket_sizes() const {
 
 void DdpReducer::begin_round() {
   in_round_ = true;
-  round_task_ = torch::autograd::get_current_graph_task_id();
-  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this()] {
+  auto running = std::make_shared<int>();  // gone with the pass, also where that ends early
+  round_ = running;
+  torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this(), running] {
     if (auto reducer = self.lock()) reducer->end_round();
   });
-  if (joining_ && !alone_) announce(samples_, true);
-  samples_ = 0;
+  const auto samples = std::exchange(samples_, 0);
+  const auto told = std::exchange(told_samples_, std::nullopt);
+  if (joining_ && !alone_) announce(told.value_or(samples), true);
 }
 
 // The pass before this one was left by an exception.
 void DdpReducer::abandon_round() {
   const auto reduced = launched_;
   reset_round();
-  micro_batch_ = 0;
-  for (auto& param : params_) param.levels.clear();
+  forget_micro_batches();
   if (reduced > 0)
     throw Error(
         fmt::format("the backward pass before this one ended early, when {} of {} buckets had been given to "
                     "all_reduce: the ranks are "
                     "no longer in step. Make a new DistributedDataParallel on every rank, or end the job",
                     reduced, buckets_.size()));
+}
+
+// Gradients are what they were before the first of them.
+void DdpReducer::forget_micro_batches() {
+  micro_batch_ = 0;
+  for (auto& param : params_) {
+    param.levels.clear();
+    param.sum.reset();
+    if (auto before = std::exchange(param.before, {}); before.defined())
+      param.tensor.mutable_grad() = std::move(before);
+  }
 }
 
 void DdpReducer::reset_round() {
@@ -237,11 +278,15 @@ void DdpReducer::on_gradient(std::size_t index) {
                     "are not supported. Call "
                     "the model itself, without DistributedDataParallel, for those",
                     param.name));
-  if (!sync_) return;
+  if (in_round_ && round_.expired()) abandon_round();
+  if (!in_round_ && (!sync_ || unsynced_task_ == torch::autograd::get_current_graph_task_id())) {
+    param.used = true;
+    return;
+  }
   if (!in_round_) begin_round();
   ++param.fired;
   if (param.fired > param.expected) {
-    if (options_.static_graph && !buckets_made_ && !alone_) {
+    if (options_.static_graph && !buckets_made_) {
       // How often is being learned.
     } else if (param.expected == 0) {
       throw ConfigError(fmt::format(
@@ -278,7 +323,7 @@ void DdpReducer::end_round() {
     if (last && joining_ && options_.broadcast_buffers) sync_buffers(last_active_);
   } catch (...) {
     reset_round();
-    micro_batch_ = 0;
+    forget_micro_batches();
     throw;
   }
   reset_round();

@@ -46,14 +46,17 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     at::Tensor tensor;
     Accumulator accumulator = {};  // kept, or the hook would go with it
     std::uintptr_t hook = 0;
+    const torch::autograd::FunctionPreHook* pre_hook = nullptr;  // with micro-batches
     std::optional<std::size_t> bucket = {};
     at::Tensor view = {};  // its place there
     bool sparse = false;
-    bool used = false;  // in this step
+    bool used = false;  // in this step, also inside no_sync()
     int fired = 0;      // in this pass
     int expected = 1;   // with static_graph, after the first round: how often it fires; 0: unused here
     std::vector<at::Tensor> levels = {};  // sums of micro-batches, a binary counter: 2^i of them in levels[i]
+    at::Tensor sum = {};                  // of all of them, where it is wider than the gradient
     at::Tensor before = {};               // what p.grad() held before the first of them
+    at::Tensor kept = {};                 // what it held, where it may be left alone
     bool ready() const { return fired >= expected && expected > 0; }
   };
   struct Bucket {
@@ -74,20 +77,24 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<at::Tensor> parameters_and_buffers() const;
   bool direct() const { return alone_ && !hook_; }  // no buckets: gradients stay where autograd leaves them
   void on_gradient(std::size_t index);
+  void on_output(bool sync);
   void begin_round();
   void end_round();
   void abandon_round();
   void reset_round();
+  void forget_micro_batches();
 
   // ddp_buckets.cpp
-  void fold(Param& param);  // a micro-batch's gradient into its sums
+  void set_aside(Param& param);         // what was there before the first micro-batch
+  void fold(Param& param);              // a micro-batch's gradient into its sums
+  bool wide(const Param& param) const;  // its bucket has floats, so that it is rounded once
   void make_buckets(int root, const std::vector<char>& used, bool shadow);
   void fill(Param& param);
   void launch_ready();
   void launch(Bucket& bucket);
   void complete(Bucket& bucket);
   void reduce_sparse(Param& param);
-  std::vector<char> agree_on_used(std::vector<char> mine);
+  std::vector<char> agree_on_most(std::vector<char> mine);  // the largest of all ranks, each
   void require_all_gradients() const;
   void settle(bool last, bool shadow = false);
 
@@ -111,7 +118,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   bool sync_ = true;  // as the last forward found it
 
   bool in_round_ = false;
-  int round_task_ = -1;  // autograd's number of the backward pass
+  std::weak_ptr<int> round_;  // expired: the pass has ended
+  int unsynced_task_ =
+      -1;  // autograd's number of the last pass through the output of a forward inside no_sync()
   std::size_t launched_ = 0;
   std::vector<std::size_t> order_;  // of the first round
   std::int64_t rounds_ = 0;
@@ -122,9 +131,10 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
 
   bool joining_ = false;
   bool throw_early_ = false;
-  int last_active_ = 0;           // the first rank that had data at the last announcement where any had
-  bool uneven_ = false;           // some rank has run out while others went on
-  std::int64_t samples_ = 0;      // of forwards since the last round
+  int last_active_ = 0;       // the first rank that had data at the last announcement where any had
+  bool uneven_ = false;       // some rank has run out while others went on
+  std::int64_t samples_ = 0;  // of forwards since the last round
+  std::optional<std::int64_t> told_samples_;  // by the user
   std::optional<double> weight_;  // of this rank's gradients in this round; none: all count the same
 };
 

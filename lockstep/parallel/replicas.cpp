@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -46,7 +47,7 @@ void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasO
   std::vector<std::string> names;
   std::vector<std::uint64_t> hashes;
   const auto add = [&](const std::string& name, const at::Tensor& tensor) {
-    if (!tensor.defined()) return;
+    if (!tensor.defined() || detail::listed(options.ignore, name)) return;
     names.push_back(name);
     hashes.push_back(hash_of(tensor));
   };
@@ -87,9 +88,23 @@ void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasO
 
 namespace detail {
 
-void broadcast_tensors(Group& group, const std::vector<at::Tensor>& tensors, int root) {
+std::optional<std::string> listed(const std::vector<std::string>& list, const std::string& name) {
+  for (const auto& entry : list)
+    if (name == entry || (name.starts_with(entry) && name[entry.size()] == '.')) return entry;
+  return std::nullopt;
+}
+
+void broadcast_tensors(Group& group, const std::vector<at::Tensor>& given, int root) {
   constexpr std::int64_t kPiece = 64 << 20;
   at::NoGradGuard no_grad;
+  std::vector<at::Tensor> tensors;
+  for (const auto& tensor : given) tensors.push_back(tensor.variable_data());
+  std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
+    const auto key = [](const at::Tensor& t) {
+      return std::tuple(t.scalar_type(), t.device().type(), t.device().index());
+    };
+    return key(a) < key(b);
+  });
   // Runs of one dtype and device, in pieces: few operations, bounded memory.
   for (std::size_t begin = 0; begin < tensors.size();) {
     std::int64_t count = 0;
@@ -101,7 +116,7 @@ void broadcast_tensors(Group& group, const std::vector<at::Tensor>& tensors, int
             (count + tensors[end].numel()) * static_cast<std::int64_t>(model.element_size()) <= kPiece))
       count += tensors[end++].numel();
     if (end == begin + 1 && model.is_contiguous()) {
-      group.broadcast(model.detach(), {.root = root, .tag = "replicas"}).wait();
+      group.broadcast(model, {.root = root, .tag = "replicas"}).wait();
     } else if (count > 0) {
       auto flat = model.is_cpu() ? group.allocate({count}, model.scalar_type())
                                  : at::empty({count}, model.options().requires_grad(false));
@@ -115,7 +130,7 @@ void broadcast_tensors(Group& group, const std::vector<at::Tensor>& tensors, int
         for (auto i = begin; i < end; ++i) place(tensors[i]).copy_(tensors[i]);
       group.broadcast(flat, {.root = root, .tag = "replicas"}).wait();
       if (group.rank() != root)
-        for (auto i = begin; i < end; ++i) tensors[i].detach().copy_(place(tensors[i]));
+        for (auto i = begin; i < end; ++i) tensors[i].copy_(place(tensors[i]));
     }
     begin = end;
   }

@@ -4,6 +4,7 @@
 //   others'
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,7 +22,8 @@ class DriftError : public Error {
 };
 
 struct CheckReplicasOptions {
-  bool buffers = false;  // also those, which ranks may have of their own (running statistics)
+  bool buffers = false;                  // also those, which ranks may have of their own (running statistics)
+  std::vector<std::string> ignore = {};  // names of parameters, buffers and submodules that may differ
 };
 
 // Every rank calls it. Compares every bit, by hashes: 8 bytes a tensor are sent, and only if some differ.
@@ -31,7 +33,11 @@ void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasO
 
 namespace detail {
 
-// The root's tensors to all, in place; the same list on every rank, of any dtypes and devices.
+// Whether the name, or a module around it, is listed; says which.
+std::optional<std::string> listed(const std::vector<std::string>& list, const std::string& name);
+
+// The root's tensors to all, in place; the same list on every rank, of any dtypes and devices. To autograd
+// they are what they were: what an earlier forward has saved of them can still be used.
 void broadcast_tensors(Group& group, const std::vector<at::Tensor>& tensors, int root);
 
 // Throws ConfigError on every rank if one's lines are not rank 0's, with the first that differs.

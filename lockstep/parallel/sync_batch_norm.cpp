@@ -1,5 +1,6 @@
 #include <lockstep/parallel/sync_batch_norm.h>
 
+#include <algorithm>
 #include <map>
 
 #include <ATen/ATen.h>
@@ -103,6 +104,11 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
   // dx = (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / var) * weight / std, means over all ranks; the
   // gradients of weight and bias are this rank's part, as those of every parameter are.
   static variable_list backward(AutogradContext* context, variable_list gradients) {
+    if (at::GradMode::is_enabled())
+      throw ConfigError(
+          "backward() with create_graph reached SyncBatchNorm, whose gradient has no gradient: use BatchNorm "
+          "where "
+          "those are needed");
     const auto saved = context->get_saved_variables();
     const auto &given = saved[0], &weight = saved[1], &mean = saved[2], &inverse = saved[3];
     auto& group = static_cast<HeldGroup&>(*context->saved_data["group"].toCapsule()).group;
@@ -160,7 +166,8 @@ struct Found {
   torch::nn::SequentialImpl* sequence;  // null: a Unit, or nothing that can be intercepted
   std::string key;                      // there
   int dims;
-  bool synced;  // already
+  bool synced;          // already
+  bool shared = false;  // a Sequential has it too, and a call through that is no call round its Unit
 };
 
 int dims_of(const torch::nn::Module& module) {
@@ -192,7 +199,8 @@ std::shared_ptr<torch::nn::Module> convert(const Found& found, const Group& grou
                                            const std::shared_ptr<torch::nn::Module>& made) {
   auto& module = dynamic_cast<Impl&>(*found.module);
   if (!found.sequence) {
-    attach(module, found.name, std::make_shared<SyncedCall<Impl>>(module, found.dims, group));
+    attach(module, found.name, std::make_shared<SyncedCall<Impl>>(module, found.dims, group),
+           /*watch=*/!found.shared);
     return nullptr;
   }
   auto synced = std::dynamic_pointer_cast<Sync>(made);
@@ -223,7 +231,8 @@ at::Tensor sync_batch_norm(const at::Tensor& input, const BatchNormState& state,
     if (!state.options.momentum()) factor = 1.0 / tracked.item<double>();
   }
   const bool batch = state.training || !state.running_mean.defined();
-  if (!batch || group.size() == 1)
+  // In evaluation every rank is for itself.
+  if (!state.training || group.size() == 1)
     return at::batch_norm(input, state.weight, state.bias, state.running_mean, state.running_var, batch,
                           factor, state.options.eps(), /*cudnn_enabled=*/true);
   const auto optional = [](const at::Tensor& tensor, bool wanted = true) {
@@ -274,6 +283,11 @@ template class SyncBatchNormImpl<3, torch::nn::BatchNorm3dImpl>;
 
 }  // namespace detail
 
+bool detail::has_sync_batch_norm(torch::nn::Module& module) {
+  const auto modules = module.modules();
+  return std::any_of(modules.begin(), modules.end(), [](const auto& each) { return is_synced(*each); });
+}
+
 int convert_sync_batchnorm(torch::nn::Module& module, Group group) {
   using detail::Found;
   std::vector<Found> found;
@@ -291,6 +305,10 @@ int convert_sync_batchnorm(torch::nn::Module& module, Group group) {
         "lockstep::Unit<torch::nn::BatchNorm...>, put it in a torch::nn::Sequential, or write "
         "lockstep::SyncBatchNorm",
         fmt::join(unreachable, ", ")));
+  for (auto& each : found)
+    each.shared = std::any_of(found.begin(), found.end(), [&](const auto& other) {
+      return other.sequence && other.module == each.module;
+    });
   // Of its own, so that its order and that of gradients do not depend on one another.
   std::vector<int> ranks(static_cast<std::size_t>(group.size()));
   for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = static_cast<int>(i);

@@ -30,29 +30,38 @@ at::Tensor Attachment::operator()(const at::Tensor& input) {
 
 UnitSlot* slot_of(torch::nn::Module* module) { return dynamic_cast<UnitSlot*>(module); }
 
-void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<Attachment> attachment) {
+void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<Attachment> attachment,
+            bool watch) {
   auto* slot = slot_of(&module);
   LOCKSTEP_ASSERT(slot, "attached to a module that no Unit made");
   if (slot->attachment)
     throw ConfigError(fmt::format("'{}' has {} attached: {} cannot be attached too", name,
                                   slot->attachment->what(), attachment->what()));
   for (const auto& parameter : module.parameters(/*recurse=*/false)) {
-    if (!parameter.defined() || !parameter.requires_grad()) continue;
+    if (!watch || !parameter.defined() || !parameter.requires_grad()) continue;
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
     const auto hook = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [watched = attachment.get(), name](const torch::autograd::variable_list& outputs,
                                            const torch::autograd::variable_list&) {
           if (watched->pass_ != torch::autograd::get_current_graph_task_id())
-            throw ConfigError(
-                fmt::format("'{0}' was called round its Unit, so that {1} had no part in it: call it as "
-                            "{0}(x), not {0}->forward(x)",
-                            name, watched->what()));
+            throw ConfigError(fmt::format(
+                "'{0}' was called round its Unit, so that {1} had no part in it: call it as "
+                "{0}(x), not {0}->forward(x). (If it was not, this backward is of its parameters alone, "
+                "such as of a penalty on them: add that to the loss)",
+                name, watched->what()));
           return outputs;
         }));
     attachment->watches_.push_back(
         std::unique_ptr<Attachment::Watch>(new Attachment::Watch{std::move(accumulator), hook}));
   }
   slot->attachment = std::move(attachment);
+}
+
+void refuse_clone(const Attachment& attachment) {
+  throw ConfigError(
+      fmt::format("a Unit with {0} attached cannot be cloned, because its clone would be without: clone "
+                  "first, then attach {0} to both",
+                  attachment.what()));
 }
 
 void refuse_arguments(const Attachment& attachment, std::size_t count) {

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -45,7 +46,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   virtual at::Tensor forward(const at::Tensor& input) = 0;
 
  private:
-  friend void attach(torch::nn::Module&, const std::string&, std::shared_ptr<Attachment>);
+  friend void attach(torch::nn::Module&, const std::string&, std::shared_ptr<Attachment>, bool);
   struct Watch;
   std::string what_;
   std::atomic<int> pass_ = -1;  // the last backward pass that came through here
@@ -59,17 +60,33 @@ class UnitSlot {
   std::shared_ptr<Attachment> attachment;
 };
 
+[[noreturn]] void refuse_clone(const Attachment& attachment);
+
 template <typename Impl>
 class UnitImpl final : public Impl, public UnitSlot {
  public:
   using Impl::Impl;
+  explicit UnitImpl(const Impl& other) : Impl(other) {}
+
+  // A Unit's too; what is attached knows the module that it belongs to.
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<at::Device>& device = std::nullopt) const override {
+    if (attachment) refuse_clone(*attachment);
+    auto copy = Impl::clone(device);
+    if constexpr (std::is_copy_constructible_v<Impl>)
+      return std::make_shared<UnitImpl>(static_cast<const Impl&>(*copy));
+    else
+      return copy;
+  }
 };
 
 // Null where the module was not made by a Unit.
 UnitSlot* slot_of(torch::nn::Module* module);
 
-// name is the module's, for errors. ConfigError where something else is attached.
-void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<Attachment> attachment);
+// name is the module's, for errors. ConfigError where something else is attached. watch: a gradient that did
+// not come through the attachment is an error.
+void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<Attachment> attachment,
+            bool watch = true);
 
 [[noreturn]] void refuse_arguments(const Attachment& attachment, std::size_t count);
 

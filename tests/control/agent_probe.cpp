@@ -2,17 +2,19 @@
 // threads into a child of fork().
 //
 //   agent_probe rank NAME RANK SIZE     joins, and stays
-//   agent_probe second NAME leave|end   joins as rank 0 of 2, which there is already; 7: it was refused as it
-//   should be agent_probe holder NAME fork|copy   holds the agent and is rank 0 of 2; says the pid of a child
-//   of its own agent_probe host NAME PORT          holds the agent of another host than the head's, and is
-//   rank 1 of 2 agent_probe namespace NAME          says the pid of a holder in another pid namespace; -1:
-//   there may be none
+//   agent_probe second NAME leave|end   joins as rank 0 of 2, which there is already; 7: refused as it should
+//   be agent_probe holder NAME fork|copy   holds the agent and is rank 0 of 2; says the pid of a child of its
+//   own agent_probe host NAME PORT          holds the agent of another host than the head's, and is rank 1 of
+//   2 agent_probe hosts NAME              is two hosts, each with a rank; says so. 5: they were told of a
+//   failure agent_probe namespace NAME          says the pid of a holder in another pid namespace; -1: there
+//   may be none
 #include <sched.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <exception>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <lockstep/base/error.h>
@@ -83,6 +85,28 @@ int in_a_namespace(const std::string& name) {
   return 0;
 }
 
+AgentOptions host_options(const std::string& name, int rank, int port) {
+  use_sodium();
+  auto host = options(name, rank);
+  host.num_nodes = 0;
+  host.head = rank == 0;
+  host.link = link_at(port);
+  return host;
+}
+
+[[noreturn]] void be_two_hosts(const std::string& name) {
+  const Agent head(host_options(name, 0, 0));
+  const auto address = head.address();
+  const Agent other(host_options(name + "/other", 1, std::stoi(address.substr(address.rfind(':') + 1))));
+  const auto end = [](const Failure&) { ::_exit(5); };
+  auto first = connect(name), second = connect(name + "/other");
+  std::thread joins([&] { first->join(card(0, 2), kLimit, end); });
+  second->join(card(1, 2), kLimit, end);
+  joins.join();
+  say(::getpid());
+  stay();
+}
+
 int act(const std::vector<std::string>& words) {
   const auto& verb = words.at(0);
   const auto& name = words.at(1);
@@ -93,12 +117,8 @@ int act(const std::vector<std::string>& words) {
   if (verb == "second") return second(name, words.at(2) == "leave");
   if (verb == "holder") hold(options(name, 0), 0, words.at(2) == "fork" ? &::fork : &::_Fork);
   if (verb == "namespace") return in_a_namespace(name);
-  use_sodium();
-  auto host = options(name, 1);
-  host.num_nodes = 0;
-  host.head = false;
-  host.link = link_at(std::stoi(words.at(2)));
-  hold(host, 1, nullptr);
+  if (verb == "hosts") be_two_hosts(name);
+  hold(host_options(name, 1, std::stoi(words.at(2))), 1, nullptr);
 }
 
 }  // namespace

@@ -231,6 +231,20 @@ TEST_F(AgentProcesses, an_agent_of_another_host_may_be_stopped_for_a_while) {
   EXPECT_THAT(told.get_future().get().text(), HasSubstr("nothing was heard from it for 4."));
 }
 
+// As when a machine that holds several hosts is frozen: none of them is taken for lost when it goes on.
+TEST_F(AgentProcesses, time_in_which_agents_could_hear_nobody_does_not_count) {
+  Probe hosts({"hosts", options().name});
+  ASSERT_EQ(hosts.says(), hosts.pid());
+  for (int i = 0; i < 2; ++i) {
+    hosts.send(SIGSTOP);
+    std::this_thread::sleep_for(seconds(2));
+    hosts.send(SIGCONT);
+    std::this_thread::sleep_for(milliseconds(700));
+  }
+  hosts.send(SIGTERM);
+  EXPECT_EQ(hosts.wait(), 128 + SIGTERM);
+}
+
 // The agent lives where it cannot see the pid of the test, which sees the agent's.
 TEST_F(AgentProcesses, ranks_in_separate_pid_namespaces_meet) {
   const auto here = options();  // its name has the test's pid

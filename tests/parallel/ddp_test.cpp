@@ -134,6 +134,8 @@ TEST(Ddp, ranks_give_the_bits_of_one_rank_with_micro_batches) {
           same_bits(train(world.group(), 2, 2 * ranks, none), train(alone, 2 * ranks, 2 * ranks, none)));
       EXPECT_TRUE(same_bits(train(world.group(), 1, ranks, none, at::kBFloat16),
                             train(alone, ranks, ranks, none, at::kBFloat16)));
+      EXPECT_TRUE(same_bits(train(world.group(), 2, 2 * ranks, none, at::kBFloat16),
+                            train(alone, 2 * ranks, 2 * ranks, none, at::kBFloat16)));
     }
   });
 }

@@ -64,24 +64,20 @@ void Arena::erase_free(Owned& owned, std::map<std::size_t, std::size_t>::iterato
 void* Arena::allocate(std::size_t bytes) {
   const auto unit = bytes >= kPage ? kPage : kLine;
   const auto length = round_up(std::max<std::size_t>(bytes, 1), unit);
-  std::unique_lock lock(*mutex_);
   // The smallest that fits, where its start does too: small pieces leave odd starts to large ones.
   auto fits = [&](const auto& block) {
     return round_up(block.second, unit) - block.second + length <= block.first;
   };
-  auto block = by_length_.lower_bound({length, 0});
-  while (block != by_length_.end() && !fits(*block)) ++block;
-  if (block == by_length_.end()) {
+  auto find = [&] { return std::find_if(by_length_.lower_bound({length, 0}), by_length_.end(), fits); };
+  std::unique_lock lock(*mutex_);
+  auto block = find();
+  while (block == by_length_.end()) {
+    // It may take seconds: others go on meanwhile.
+    lock.unlock();
     auto segment = Segment::make(std::max(kSegment, length));
-    const auto base = reinterpret_cast<std::uintptr_t>(segment->data());
-    const auto size = segment->size();
-    held_bytes_ += size;
-    auto& owned = segments_[base];
-    owned = {next_id_++, std::move(segment), {}};
-    by_id_[owned.id] = base;
-    insert_free(owned, 0, size);
-    block = by_length_.lower_bound({length, 0});
-    while (!fits(*block)) ++block;
+    lock.lock();
+    insert_segment(std::move(segment));
+    block = find();
   }
   const auto [whole, address] = *block;
   auto& [base, owned] = *std::prev(segments_.upper_bound(address));
@@ -93,6 +89,16 @@ void* Arena::allocate(std::size_t bytes) {
   used_[start] = length;
   used_bytes_ += length;
   return reinterpret_cast<void*>(start);
+}
+
+void Arena::insert_segment(std::shared_ptr<Segment> segment) {
+  const auto base = reinterpret_cast<std::uintptr_t>(segment->data());
+  const auto size = segment->size();
+  held_bytes_ += size;
+  auto& owned = segments_[base];
+  owned = {next_id_++, std::move(segment), {}};
+  by_id_[owned.id] = base;
+  insert_free(owned, 0, size);
 }
 
 void Arena::free(void* pointer) noexcept {

@@ -47,6 +47,7 @@ class Arena {
   };
   using Segments = std::map<std::uintptr_t, Owned>;  // by address
 
+  void insert_segment(std::shared_ptr<Segment> segment);
   void insert_free(Owned& owned, std::size_t offset, std::size_t length);
   void erase_free(Owned& owned, std::map<std::size_t, std::size_t>::iterator block);
   void give_back_what_is_too_much();
