@@ -506,6 +506,27 @@ TEST(DataParallel, a_forked_child_gets_an_error_and_ends_in_order) {
   (*dp)(x);
 }
 
+// The first row's replica runs the backward pass of an earlier call.
+struct InsideImpl : torch::nn::Cloneable<InsideImpl> {
+  InsideImpl() { reset(); }
+  void reset() override { linear = register_module("linear", torch::nn::Linear(6, 2)); }
+  at::Tensor forward(const at::Tensor& x) {
+    if (earlier->defined() && x[0][0].item<float>() == 1) earlier->sum().backward();
+    return linear(x);
+  }
+  torch::nn::Linear linear{nullptr};
+  std::shared_ptr<at::Tensor> earlier = std::make_shared<at::Tensor>();
+};
+
+TEST(DataParallel, a_backward_from_inside_a_replica_is_refused) {
+  auto model = std::make_shared<InsideImpl>();
+  DataParallel dp(model, cpus(2));
+  auto x = at::zeros({4, 6});
+  x[0][0] = 1;
+  *model->earlier = dp(x);
+  EXPECT_THAT(error_of<ReplicaError>([&] { dp(x); }), HasSubstr("inside one of its replicas"));
+}
+
 TEST(DataParallel, one_device_or_none_is_the_module_itself) {
   Plain model;  // cannot be replicated, and need not be
   const auto x = torch::randn({4, 6}, torch::requires_grad());
