@@ -75,14 +75,14 @@ int second(const std::string& name, bool leaves) {
   stay();
 }
 
-int in_a_namespace(const std::string& name) {
+[[noreturn]] void in_a_namespace(const std::string& name) {
   const pid_t inner = ::unshare(CLONE_NEWPID) == 0 ? ::fork() : -1;
   if (inner == 0) {
     ::alarm(120);
     hold(options(name, 0), 0, nullptr);
   }
   say(inner);
-  return 0;
+  ::_exit(0);  // a leak checker's thread would have no place: new ones belong to the namespace
 }
 
 AgentOptions host_options(const std::string& name, int rank, int port) {
@@ -116,7 +116,7 @@ int act(const std::vector<std::string>& words) {
   }
   if (verb == "second") return second(name, words.at(2) == "leave");
   if (verb == "holder") hold(options(name, 0), 0, words.at(2) == "fork" ? &::fork : &::_Fork);
-  if (verb == "namespace") return in_a_namespace(name);
+  if (verb == "namespace") in_a_namespace(name);
   if (verb == "hosts") be_two_hosts(name);
   hold(host_options(name, 1, std::stoi(words.at(2))), 1, nullptr);
 }

@@ -3,12 +3,12 @@
 #include <bit>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <numeric>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/left_behind.h>
 #include <lockstep/comm/reduce.h>
 #include <lockstep/comm/transports/hierarchy/window.h>
 #include <lockstep/comm/transports/shm/align.h>
@@ -70,10 +70,12 @@ Engine::~Engine() {
 
 void Engine::give_up() noexcept {
   // Others may still read it, or links write to it: it stays.
+  if (scratch_ != nullptr && memory_ == nullptr)
+    detail::leave_behind(std::shared_ptr<void>(scratch_, &std::free));
   scratch_ = nullptr;
   scratch_size_ = 0;
-  (void)greetings_.release();
-  if (auto* kept = new (std::nothrow) std::vector<std::uint8_t>) kept->swap(calls_);
+  detail::leave_behind(std::shared_ptr<Greeting[]>(std::move(greetings_)));
+  detail::leave_behind(std::move(calls_));
   inside_.give_up();
 }
 

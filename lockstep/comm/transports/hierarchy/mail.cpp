@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <new>
 
+#include <lockstep/base/left_behind.h>
 #include <lockstep/base/quiet_threads.h>
 #include <lockstep/comm/transports/hierarchy/engine.h>
 
@@ -129,7 +130,7 @@ void Mail::listen() {
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     if (!closed_) fail_all(lock, std::current_exception());
-    (void)heard.release();  // links may write to it yet
+    detail::leave_behind(std::shared_ptr<Note>(std::move(heard)));  // links may write to it yet
   }
   hearing_.reset();
 }
@@ -225,7 +226,7 @@ void Mail::finish(Lock& lock, Item& item, Clock::time_point deadline) {
   }
   lock.lock();
   if (item.note) sends_.erase({item.peer, item.id});
-  if (error) (void)item.note.release();
+  if (error && item.note) detail::leave_behind(std::shared_ptr<Note>(std::move(item.note)));
   item.told.reset();
   item.data.reset();
   settle(lock, item, item.refused ? item.refused : error, item.source);

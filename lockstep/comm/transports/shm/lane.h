@@ -58,6 +58,7 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   bool away_ = false;                // the thread is in somebody's callback
   bool has_deputy_ = false, deputy_called_ = false;
   Clock::time_point last_post_{};
+  std::chrono::microseconds nap_{250};  // of the thread
 };
 
 }  // namespace lockstep::shm
