@@ -47,7 +47,7 @@ def quietly(command):
 
 
 def python_with_torch():
-    for python in (os.path.join(HERE, "../../.venv/bin/python"), "python3"):
+    for python in (sys.executable, os.path.join(HERE, "../../.venv/bin/python"), "python3"):
         try:
             if subprocess.run([python, "-c", "import torch.distributed"], capture_output=True).returncode == 0:
                 return python

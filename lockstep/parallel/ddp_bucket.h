@@ -9,6 +9,7 @@
 #include <any>
 #include <cstddef>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -29,7 +30,8 @@ class GradBucket {
   at::Tensor& buffer() { return buffer_; }                                 // all of it, one dimension
   const std::vector<at::Tensor>& gradients() const { return gradients_; }  // views of the buffer
   const std::vector<std::string>& names() const { return names_; }         // of their parameters
-  std::any& state() { return state_; }  // whatever the hook keeps of this bucket from step to step
+  // Whatever a hook keeps of this bucket from step to step; where several take part, each under its own key.
+  std::any& state(const void* key = nullptr) { return states_[key]; }
 
  private:
   friend class detail::DdpReducer;
@@ -42,7 +44,7 @@ class GradBucket {
   at::Tensor buffer_;
   std::vector<at::Tensor> gradients_;
   std::vector<std::string> names_;
-  std::any state_;
+  std::map<const void*, std::any> states_;
 };
 
 // Called when the gradients of a bucket are there, in the order of the buckets, during backward. Starts what

@@ -49,6 +49,7 @@ std::string names_of(const std::vector<std::string>& names) {
 
 void DdpReducer::set_aside(Param& param) {
   if (micro_batch_ > 0 || param.fired > 0) return;
+  param.aside = true;
   if (auto& grad = param.tensor.mutable_grad(); grad.defined()) {
     // A view of the bucket is written to when the sum is there.
     param.before = param.bucket && grad.is_alias_of(param.view) ? grad.clone() : grad;
@@ -81,7 +82,7 @@ void DdpReducer::fold(Param& param) {
   for (; level < param.levels.size(); ++level) add(param.levels[level]);
   if (!sum.defined()) return;
   if (alone_) sum.div_(options_.micro_batches);
-  if (wide(param))
+  if (wide(param) && !sum.is_sparse())
     param.sum = std::move(sum);
   else
     grad = sum.to(param.tensor.scalar_type());
@@ -91,8 +92,10 @@ void DdpReducer::fold(Param& param) {
 // registered, last first.
 void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shadow) {
   const auto count = params_.size();
-  std::vector<std::int32_t> order(2 * count);         // parameters, then how often each one's gradient came
-  std::vector<char> placed(count), kinds(2 * count);  // kinds: sparse somewhere, then dense somewhere
+  std::vector<std::int32_t> order(count);
+  std::vector<char> placed(count);
+  // Of each parameter, on any rank: whether its gradient is sparse; then, dense; then, how often it came.
+  std::vector<char> kinds(3 * count);
   std::size_t at = 0;
   const auto place = [&](std::size_t i) {
     if (std::exchange(placed[i], true)) return;
@@ -102,8 +105,8 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
   for (auto i = count; i-- > 0;) place(i);
   for (std::size_t i = 0; i < count; ++i) {
     const auto& grad = params_[i].tensor.grad();
-    if (grad.defined() && params_[i].fired > 0) kinds[grad.is_sparse() ? i : count + i] = 1;
-    order[count + i] = params_[i].fired;
+    if (grad.defined() && params_[i].used) kinds[grad.is_sparse() ? i : count + i] = 1;
+    kinds[2 * count + i] = static_cast<char>(std::min(params_[i].fired, 100));
   }
   kinds = agree_on_most(std::move(kinds));
   std::string bytes(reinterpret_cast<const char*>(order.data()), order.size() * sizeof(order[0]));
@@ -124,7 +127,7 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
       throw ConfigError(fmt::format(
           "the gradient of parameter '{}' is sparse on some ranks and dense on others", param.name));
     param.sparse = kinds[i] != 0;
-    if (options_.static_graph) param.expected = shadow ? order[count + i] : param.fired;
+    if (options_.static_graph) param.expected = shadow ? kinds[2 * count + i] : param.fired;
     // One that nobody used may come later, but for a graph that does not change.
     if (param.sparse || (options_.static_graph && !used[i])) continue;
     const auto type = wide(param) ? at::kFloat : param.tensor.scalar_type();
@@ -327,9 +330,10 @@ void DdpReducer::settle(bool last, bool shadow) {
       grad = wide(param) ? param.view.to(param.tensor.scalar_type()) : param.view;
     else if (param.kept.defined())
       param.view.copy_(param.kept), grad = wide(param) ? param.kept : param.view;
-    else if (shadow && used[i] == kKept)  // as those have it whose step this is
-      grad = at::zeros_like(param.tensor);
+    else if (shadow && used[i] == kKept && !param.sparse)  // what those kept whose step this is
+      grad = param.bucket ? param.view : at::zeros_like(param.tensor);
     param.kept.reset();
+    param.aside = false;
     if (auto before = std::exchange(param.before, {}); before.defined())
       grad = grad.defined() ? grad.add_(before) : before;
     param.used = false;

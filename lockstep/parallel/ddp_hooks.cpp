@@ -23,15 +23,16 @@ std::shared_ptr<Work> start_average(GradBucket& bucket, const at::Tensor& tensor
 
 // What a hook keeps is the bucket's: one hook may serve several models.
 template <typename T>
-T& kept(GradBucket& bucket) {
-  if (!bucket.state().has_value()) bucket.state() = T();
-  return std::any_cast<T&>(bucket.state());
+T& kept(GradBucket& bucket, const void* hook) {
+  auto& state = bucket.state(hook);
+  if (!state.has_value()) state = T();
+  return std::any_cast<T&>(state);
 }
 
 CommHook compress_hook(at::ScalarType type) {
-  return [type](GradBucket& bucket) -> std::function<void()> {
+  return [type, key = std::make_shared<char>()](GradBucket& bucket) -> std::function<void()> {
     if (bucket.buffer().element_size() <= 2 || bucket.buffer().is_complex()) return allreduce_hook()(bucket);
-    auto& small = kept<at::Tensor>(bucket);
+    auto& small = kept<at::Tensor>(bucket, key.get());
     if (!small.defined()) small = reachable(bucket, bucket.buffer().numel(), type);
     small.copy_(bucket.buffer());
     return [work = start_average(bucket, small), small, buffer = bucket.buffer()] {
@@ -54,7 +55,7 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
 
   std::function<void()> operator()(GradBucket& bucket) {
     if (bucket.buffer().is_complex()) return allreduce_hook()(bucket);
-    auto& state = kept<State>(bucket);
+    auto& state = kept<State>(bucket, this);
     if (state.steps++ < options_.start_power_sgd_iter) return allreduce_hook()(bucket);
     if (state.parts.empty() && !state.rest.defined()) prepare(bucket, state);
     if (options_.use_error_feedback) {

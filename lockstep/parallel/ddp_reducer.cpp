@@ -235,7 +235,7 @@ void DdpReducer::begin_round() {
 void DdpReducer::abandon_round() {
   const auto reduced = launched_;
   reset_round();
-  forget_micro_batches();
+  forget_micro_batches(/*restore=*/false);  // gradients may have been zeroed meanwhile
   if (reduced > 0)
     throw Error(
         fmt::format("the backward pass before this one ended early, when {} of {} buckets had been given to "
@@ -244,14 +244,14 @@ void DdpReducer::abandon_round() {
                     reduced, buckets_.size()));
 }
 
-// Gradients are what they were before the first of them.
-void DdpReducer::forget_micro_batches() {
+// restore: gradients are what they were before the first of them; else there are none.
+void DdpReducer::forget_micro_batches(bool restore) {
   micro_batch_ = 0;
   for (auto& param : params_) {
     param.levels.clear();
     param.sum.reset();
-    if (auto before = std::exchange(param.before, {}); before.defined())
-      param.tensor.mutable_grad() = std::move(before);
+    auto before = std::exchange(param.before, {});
+    if (std::exchange(param.aside, false)) param.tensor.mutable_grad() = restore ? before : at::Tensor();
   }
 }
 
@@ -260,7 +260,10 @@ void DdpReducer::reset_round() {
   launched_ = 0;
   order_.clear();
   weight_.reset();
-  for (auto& param : params_) param.fired = 0;
+  for (auto& param : params_) {
+    param.fired = 0;
+    param.kept.reset();
+  }
   for (auto& bucket : buckets_) {
     bucket.work.reset();
     bucket.complete = nullptr;
@@ -323,7 +326,7 @@ void DdpReducer::end_round() {
     if (last && joining_ && options_.broadcast_buffers) sync_buffers(last_active_);
   } catch (...) {
     reset_round();
-    forget_micro_batches();
+    forget_micro_batches(/*restore=*/true);
     throw;
   }
   reset_round();

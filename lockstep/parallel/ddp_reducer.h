@@ -55,7 +55,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     int expected = 1;   // with static_graph, after the first round: how often it fires; 0: unused here
     std::vector<at::Tensor> levels = {};  // sums of micro-batches, a binary counter: 2^i of them in levels[i]
     at::Tensor sum = {};                  // of all of them, where it is wider than the gradient
-    at::Tensor before = {};               // what p.grad() held before the first of them
+    bool aside = false;                   // what p.grad() held before the first of them is set aside
+    at::Tensor before = {};               // there
     at::Tensor kept = {};                 // what it held, where it may be left alone
     bool ready() const { return fired >= expected && expected > 0; }
   };
@@ -82,7 +83,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void end_round();
   void abandon_round();
   void reset_round();
-  void forget_micro_batches();
+  void forget_micro_batches(bool restore);
 
   // ddp_buckets.cpp
   void set_aside(Param& param);         // what was there before the first micro-batch

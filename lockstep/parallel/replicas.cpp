@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <map>
-#include <tuple>
+#include <utility>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -97,14 +97,17 @@ std::optional<std::string> listed(const std::vector<std::string>& list, const st
 void broadcast_tensors(Group& group, const std::vector<at::Tensor>& given, int root) {
   constexpr std::int64_t kPiece = 64 << 20;
   at::NoGradGuard no_grad;
+  // Those of one dtype and device together, in the order of the first of each: numbers of devices are each
+  // rank's own.
+  std::vector<std::pair<std::pair<at::ScalarType, at::Device>, std::vector<at::Tensor>>> kinds;
+  for (const auto& tensor : given) {
+    const std::pair key(tensor.scalar_type(), tensor.device());
+    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const auto& each) { return each.first == key; });
+    if (kind == kinds.end()) kind = kinds.insert(kinds.end(), {key, {}});
+    kind->second.push_back(tensor.variable_data());
+  }
   std::vector<at::Tensor> tensors;
-  for (const auto& tensor : given) tensors.push_back(tensor.variable_data());
-  std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
-    const auto key = [](const at::Tensor& t) {
-      return std::tuple(t.scalar_type(), t.device().type(), t.device().index());
-    };
-    return key(a) < key(b);
-  });
+  for (const auto& [key, members] : kinds) tensors.insert(tensors.end(), members.begin(), members.end());
   // Runs of one dtype and device, in pieces: few operations, bounded memory.
   for (std::size_t begin = 0; begin < tensors.size();) {
     std::int64_t count = 0;

@@ -73,10 +73,10 @@ class UnitImpl final : public Impl, public UnitSlot {
       const std::optional<at::Device>& device = std::nullopt) const override {
     if (attachment) refuse_clone(*attachment);
     auto copy = Impl::clone(device);
+    // A class that is derived from LibTorch's modules and has no clone() of its own comes as one of theirs.
     if constexpr (std::is_copy_constructible_v<Impl>)
-      return std::make_shared<UnitImpl>(static_cast<const Impl&>(*copy));
-    else
-      return copy;
+      if (const auto same = std::dynamic_pointer_cast<Impl>(copy)) return std::make_shared<UnitImpl>(*same);
+    return copy;
   }
 };
 

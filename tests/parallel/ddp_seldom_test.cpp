@@ -168,7 +168,7 @@ struct TableImpl : torch::nn::Module {
     fill_parameters(*this, 60);
   }
   at::Tensor forward(const at::Tensor& ids, bool look) {
-    return last(look ? table(ids) : at::ones({ids.size(0), 2}));
+    return last(look ? table(ids) : at::ones({ids.size(0), 2}, last->weight.scalar_type()));
   }
   torch::nn::Embedding table;
   torch::nn::Linear last;
@@ -193,6 +193,58 @@ TEST(DdpSeldom, a_sparse_gradient_may_be_missing_on_any_rank_or_on_all) {
         EXPECT_TRUE(at::allclose(grad.to_dense(), one->table->weight.grad().to_dense() * share)) << step;
       }
     }
+  });
+}
+
+TEST(DdpSeldom, a_sparse_gradient_may_come_in_any_part_of_the_first_step) {
+  on_every_rank([](World& world) {
+    for (const auto type : {at::kFloat, at::kBFloat16})
+      for (const bool parts : {true, false}) {
+        Table model;
+        model->to(type);
+        DistributedDataParallel ddp(model, world.group(),
+                                    {.find_unused_parameters = true, .micro_batches = parts ? 2 : 1});
+        for (int step = 0; step < 2; ++step) {
+          model->zero_grad();
+          const auto pass = [&](bool look) {
+            auto ids = at::tensor({1, 3});
+            (look ? ddp(ids, true) : ddp(ids, false)).sum().backward();
+          };
+          if (parts) {
+            pass(world.rank() == 0);
+          } else {
+            auto guard = ddp.no_sync();
+            pass(world.rank() == 0);
+          }
+          pass(false);
+          Table one;
+          one->to(type);
+          one(at::tensor({1, 3}), true).sum().backward();
+          const double share = 1.0 / world.size() / (parts ? 2 : 1);
+          EXPECT_TRUE(at::allclose(model->table->weight.grad().to_dense(),
+                                   one->table->weight.grad().to_dense() * share, 1e-2))
+              << type << parts;
+        }
+      }
+  });
+}
+
+TEST(DdpSeldom, ranks_without_data_keep_what_others_keep) {
+  on_every_rank([](World& world) {
+    Branches model;
+    Table table;
+    DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
+    DistributedDataParallel sparse(table, world.group(), {.find_unused_parameters = true});
+    // Gradients of the first step are kept through those that do not use them.
+    const auto steps = [&](const std::function<void(int)>& step) {
+      for (int i = 0; i < 2 + world.rank(); ++i) step(i);
+    };
+    ddp.join([&] { steps([&](int i) { ddp(row(2), i == 0).sum().backward(); }); });
+    sparse.join([&] { steps([&](int i) { sparse(at::tensor({1, 3}), i == 0).sum().backward(); }); });
+    Branches one;
+    one(row(2), true).sum().backward();
+    EXPECT_TRUE(at::allclose(model->left->weight.grad(), one->left->weight.grad()));
+    EXPECT_TRUE(table->table->weight.grad().is_sparse());
   });
 }
 
@@ -519,6 +571,19 @@ TEST(DdpSeldom, a_unit_is_cloned_as_a_unit_or_not_at_all) {
     EXPECT_EQ(convert_sync_batchnorm(*copy, world.group()), 1);
     EXPECT_THAT(error_of<ConfigError>([&] { (void)copy->clone(); }), HasSubstr("cannot be cloned"));
   });
+}
+
+struct OwnNormImpl : torch::nn::BatchNorm1dImpl {
+  using BatchNorm1dImpl::BatchNorm1dImpl;
+  std::array<double, 64> more{};
+};
+TORCH_MODULE(OwnNorm);
+
+TEST(DdpSeldom, a_unit_of_a_derived_module_is_cloned_as_libtorch_clones_it) {
+  Unit<OwnNorm> norm(3);
+  const auto copy = norm->clone();
+  EXPECT_EQ(detail::slot_of(copy.get()), nullptr);
+  EXPECT_TRUE(at::equal(copy->parameters()[0], norm->weight));
 }
 
 TEST(DdpSeldom, a_unit_may_be_in_a_sequential_too) {
