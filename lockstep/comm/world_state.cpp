@@ -181,14 +181,17 @@ void WorldState::fail(Verdict verdict) noexcept {
 }
 
 bool WorldState::judge(Verdict verdict) {
+  bool first = false;
   {
     std::lock_guard lock(mutex_);
-    if (verdict_) return false;
-    verdict_ = verdict;
+    first = !verdict_;
+    if (first) verdict_ = verdict;
+    verdict = *verdict_;
     failed_ = true;
   }
+  // Also where another thread is on its way to them: whoever asks next must find it there.
   for (auto& group : live_groups()) group->judge(verdict);
-  return true;
+  return first;
 }
 
 void WorldState::wake() {
@@ -197,7 +200,11 @@ void WorldState::wake() {
 }
 
 void WorldState::await_failure(milliseconds limit) {
-  if (!client_ || failed_) return;
+  if (!client_) return;
+  if (failed_) {
+    judge({});
+    return;
+  }
   // The verdict reaches the groups on the thread that hears it; here it must be known at once.
   if (auto failure = client_->failure(limit))
     judge({failure->text(), failure->rank >= 0 ? std::optional(failure->rank) : std::nullopt});

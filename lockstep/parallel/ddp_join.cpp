@@ -4,7 +4,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/parallel/ddp_reducer.h>
 #include <lockstep/parallel/replicas.h>
-#include <lockstep/parallel/sync_batch_norm.h>
+#include <lockstep/parallel/unit.h>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -51,11 +51,11 @@ void DdpReducer::follow(const JoinOptions& options) {
 void DdpReducer::join(const std::function<void()>& body, const JoinOptions& options) {
   if (joining_) throw ConfigError("join() inside join() is not allowed");
   if (options_.micro_batches > 1) throw ConfigError("join() is not allowed with micro_batches above 1");
-  if (!alone_ && has_sync_batch_norm(*module_))
+  if (!alone_ && meets_in_forward(*module_))
     throw ConfigError(
-        "join() is not allowed with SyncBatchNorm in the model: its forward waits for every rank, and those "
-        "that "
-        "have run out of data make none");
+        "join() is not allowed with SyncBatchNorm, or another module whose forward waits for every rank: "
+        "those "
+        "that have run out of data make none");
   struct Restore {
     DdpReducer& self;
     ~Restore() { self.joining_ = self.throw_early_ = false; }

@@ -144,7 +144,7 @@ BatchNormState state_of(Impl& module, int dims) {
 }
 
 template <typename Impl>
-class SyncedCall final : public Attachment {
+class SyncedCall final : public Attachment, public MeetsInForward {
  public:
   SyncedCall(Impl& module, int dims, Group group)
       : Attachment("SyncBatchNorm"), module_(module), dims_(dims), group_(std::move(group)) {}
@@ -282,11 +282,6 @@ template class SyncBatchNormImpl<2, torch::nn::BatchNorm2dImpl>;
 template class SyncBatchNormImpl<3, torch::nn::BatchNorm3dImpl>;
 
 }  // namespace detail
-
-bool detail::has_sync_batch_norm(torch::nn::Module& module) {
-  const auto modules = module.modules();
-  return std::any_of(modules.begin(), modules.end(), [](const auto& each) { return is_synced(*each); });
-}
 
 int convert_sync_batchnorm(torch::nn::Module& module, Group group) {
   using detail::Found;

@@ -26,10 +26,9 @@ struct BatchNormState {
   int dims;  // 1, 2, 3
 };
 at::Tensor sync_batch_norm(const at::Tensor& input, const BatchNormState& state, Group& group);
-bool has_sync_batch_norm(torch::nn::Module& module);
 
 template <int D, typename Base>
-class SyncBatchNormImpl : public Base {
+class SyncBatchNormImpl : public Base, public MeetsInForward {
  public:
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& given, Group group)
       : Base(given), group_(std::move(group)) {}

@@ -1,5 +1,7 @@
 #include <lockstep/parallel/unit.h>
 
+#include <algorithm>
+
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -26,6 +28,15 @@ at::Tensor Attachment::operator()(const at::Tensor& input) {
       return gradient;
     });
   return output;
+}
+
+bool meets_in_forward(torch::nn::Module& module) {
+  const auto modules = module.modules();
+  return std::any_of(modules.begin(), modules.end(), [](const auto& each) {
+    const auto* slot = slot_of(each.get());
+    return dynamic_cast<MeetsInForward*>(each.get()) != nullptr ||
+           (slot && dynamic_cast<MeetsInForward*>(slot->attachment.get()) != nullptr);
+  });
 }
 
 UnitSlot* slot_of(torch::nn::Module* module) { return dynamic_cast<UnitSlot*>(module); }

@@ -30,6 +30,13 @@
 namespace lockstep {
 namespace detail {
 
+// A module, or what is attached to one, whose forward waits for the other ranks.
+class MeetsInForward {
+ public:
+  virtual ~MeetsInForward() = default;
+};
+bool meets_in_forward(torch::nn::Module& module);  // it, or one below it
+
 // What a technique puts around a module's call.
 class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
