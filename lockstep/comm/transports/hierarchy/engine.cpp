@@ -124,7 +124,7 @@ bool Engine::agree(Part& part) {
   own.lowest = own.highest =
       detail::Digest().add(operations_++).add(tuning_.window).add(part.item_size).add(call).value();
   own.least_even = own.most_even = even_size(call);
-  if (small) std::memcpy(own.sum, part.outputs.at(0), count * part.item_size);
+  if (small && count > 0) std::memcpy(own.sum, part.outputs.at(0), count * part.item_size);
 
   std::vector<Greeting> all(static_cast<std::size_t>(inside_.ranks()));
   std::vector<void*> places;

@@ -326,10 +326,12 @@ void Messages::wait(Item& item, Clock::time_point deadline) {
 }
 
 bool Messages::withdraw(const ItemPtr& item) {
+  decltype(item->part.done) done;  // may hold the item itself: it goes, and without the lock
   Lock lock(mutex_);
   auto of_tag = receives_.find(item->tag);
   if (of_tag == receives_.end() || of_tag->second.remove(item) == 0) return false;
   if (of_tag->second.empty()) receives_.erase(of_tag);
+  done = std::move(item->part.done);
   return true;
 }
 
