@@ -129,7 +129,7 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
     param.sparse = kinds[i] != 0;
     if (options_.static_graph) param.expected = shadow ? kinds[2 * count + i] : param.fired;
     // One that nobody used may come later, but for a graph that does not change.
-    if (param.sparse || (options_.static_graph && !used[i])) continue;
+    if (param.sparse || (options_.static_graph && used[i] != kUsed)) continue;
     const auto type = wide(param) ? at::kFloat : param.tensor.scalar_type();
     auto& bucket = open[{type, param.tensor.device().str()}];
     bucket.params.push_back(i);
@@ -307,9 +307,7 @@ void DdpReducer::settle(bool last, bool shadow) {
   if (!direct()) {
     if (learning) {
       if (may_miss) used = agree_on_most(std::move(used));
-      std::vector<char> anywhere;
-      for (const auto each : used) anywhere.push_back(each == kUsed);
-      make_buckets(shadow || joining_ ? last_active_ : 0, anywhere, shadow);
+      make_buckets(shadow || joining_ ? last_active_ : 0, used, shadow);
       for (auto& param : params_)
         if (param.bucket && param.ready()) fill(param);
       if (options_.static_graph) used_ = used;

@@ -54,8 +54,7 @@ void DdpReducer::join(const std::function<void()>& body, const JoinOptions& opti
   if (!alone_ && meets_in_forward(*module_))
     throw ConfigError(
         "join() is not allowed with SyncBatchNorm, or another module whose forward waits for every rank: "
-        "those "
-        "that have run out of data make none");
+        "those that have run out of data make none");
   struct Restore {
     DdpReducer& self;
     ~Restore() { self.joining_ = self.throw_early_ = false; }

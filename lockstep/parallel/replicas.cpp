@@ -41,6 +41,38 @@ std::string difference(const std::string& name, const std::vector<std::uint64_t>
                      ranks_text(most->second));
 }
 
+// Of one dtype and device, in pieces: few operations, bounded memory.
+void broadcast_alike(Group& group, const std::vector<at::Tensor>& tensors, int root) {
+  constexpr std::int64_t kPiece = 64 << 20;
+  for (std::size_t begin = 0; begin < tensors.size();) {
+    std::int64_t count = 0;
+    std::size_t end = begin;
+    const auto& model = tensors[begin];
+    while (end < tensors.size() &&
+           (end == begin ||
+            (count + tensors[end].numel()) * static_cast<std::int64_t>(model.element_size()) <= kPiece))
+      count += tensors[end++].numel();
+    if (end == begin + 1 && model.is_contiguous()) {
+      group.broadcast(model, {.root = root, .tag = "replicas"}).wait();
+    } else if (count > 0) {
+      auto flat = model.is_cpu() ? group.allocate({count}, model.scalar_type())
+                                 : at::empty({count}, model.options().requires_grad(false));
+      std::int64_t offset = 0;
+      const auto place = [&](const at::Tensor& tensor) {
+        auto part = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());
+        offset += tensor.numel();
+        return part;
+      };
+      if (group.rank() == root)
+        for (auto i = begin; i < end; ++i) place(tensors[i]).copy_(tensors[i]);
+      group.broadcast(flat, {.root = root, .tag = "replicas"}).wait();
+      if (group.rank() != root)
+        for (auto i = begin; i < end; ++i) tensors[i].copy_(place(tensors[i]));
+    }
+    begin = end;
+  }
+}
+
 }  // namespace
 
 void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasOptions options) {
@@ -94,49 +126,18 @@ std::optional<std::string> listed(const std::vector<std::string>& list, const st
   return std::nullopt;
 }
 
-void broadcast_tensors(Group& group, const std::vector<at::Tensor>& given, int root) {
-  constexpr std::int64_t kPiece = 64 << 20;
+void broadcast_tensors(Group& group, const std::vector<at::Tensor>& tensors, int root) {
   at::NoGradGuard no_grad;
   // Those of one dtype and device together, in the order of the first of each: numbers of devices are each
   // rank's own.
   std::vector<std::pair<std::pair<at::ScalarType, at::Device>, std::vector<at::Tensor>>> kinds;
-  for (const auto& tensor : given) {
+  for (const auto& tensor : tensors) {
     const std::pair key(tensor.scalar_type(), tensor.device());
     auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const auto& each) { return each.first == key; });
     if (kind == kinds.end()) kind = kinds.insert(kinds.end(), {key, {}});
     kind->second.push_back(tensor.variable_data());
   }
-  std::vector<at::Tensor> tensors;
-  for (const auto& [key, members] : kinds) tensors.insert(tensors.end(), members.begin(), members.end());
-  // Runs of one dtype and device, in pieces: few operations, bounded memory.
-  for (std::size_t begin = 0; begin < tensors.size();) {
-    std::int64_t count = 0;
-    std::size_t end = begin;
-    const auto& model = tensors[begin];
-    while (end < tensors.size() && tensors[end].scalar_type() == model.scalar_type() &&
-           tensors[end].device() == model.device() &&
-           (end == begin ||
-            (count + tensors[end].numel()) * static_cast<std::int64_t>(model.element_size()) <= kPiece))
-      count += tensors[end++].numel();
-    if (end == begin + 1 && model.is_contiguous()) {
-      group.broadcast(model, {.root = root, .tag = "replicas"}).wait();
-    } else if (count > 0) {
-      auto flat = model.is_cpu() ? group.allocate({count}, model.scalar_type())
-                                 : at::empty({count}, model.options().requires_grad(false));
-      std::int64_t offset = 0;
-      const auto place = [&](const at::Tensor& tensor) {
-        auto part = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());
-        offset += tensor.numel();
-        return part;
-      };
-      if (group.rank() == root)
-        for (auto i = begin; i < end; ++i) place(tensors[i]).copy_(tensors[i]);
-      group.broadcast(flat, {.root = root, .tag = "replicas"}).wait();
-      if (group.rank() != root)
-        for (auto i = begin; i < end; ++i) tensors[i].copy_(place(tensors[i]));
-    }
-    begin = end;
-  }
+  for (const auto& [key, members] : kinds) broadcast_alike(group, members, root);
 }
 
 void require_same_lines(Group group, const std::vector<std::string>& lines, const std::string& what) {

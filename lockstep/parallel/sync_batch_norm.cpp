@@ -107,8 +107,7 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     if (at::GradMode::is_enabled())
       throw ConfigError(
           "backward() with create_graph reached SyncBatchNorm, whose gradient has no gradient: use BatchNorm "
-          "where "
-          "those are needed");
+          "where those are needed");
     const auto saved = context->get_saved_variables();
     const auto &given = saved[0], &weight = saved[1], &mean = saved[2], &inverse = saved[3];
     auto& group = static_cast<HeldGroup&>(*context->saved_data["group"].toCapsule()).group;

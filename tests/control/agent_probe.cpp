@@ -1,13 +1,12 @@
 // A process of agent_processes_test.cpp. It is a program of its own because ThreadSanitizer cannot follow
 // threads into a child of fork().
 //
-//   agent_probe rank NAME RANK SIZE     joins, and stays
-//   agent_probe second NAME leave|end   joins as rank 0 of 2, which there is already; 7: refused as it should
-//   be agent_probe holder NAME fork|copy   holds the agent and is rank 0 of 2; says the pid of a child of its
-//   own agent_probe host NAME PORT          holds the agent of another host than the head's, and is rank 1 of
-//   2 agent_probe hosts NAME              is two hosts, each with a rank; says so. 5: they were told of a
-//   failure agent_probe namespace NAME          says the pid of a holder in another pid namespace; -1: there
-//   may be none
+//   rank NAME RANK SIZE     joins, and stays
+//   second NAME leave|end   joins as rank 0 of 2, which there is already; 7: refused as it should be
+//   holder NAME fork|copy   holds the agent, is rank 0 of 2, and says the pid of a child of its own
+//   host NAME PORT          holds the agent of another host than the head's, and is rank 1 of 2
+//   hosts NAME              is two hosts, each with a rank; says so. 5: they were told of a failure
+//   namespace NAME          says the pid of a holder in another pid namespace; -1: there may be none
 #include <sched.h>
 #include <unistd.h>
 
