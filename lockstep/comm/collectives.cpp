@@ -181,11 +181,12 @@ Work Group::reduce(at::Tensor tensor, ReduceOptions options, Site site) {
     auto target = root                           ? dense_target(pending, tensor, true)
                   : engine.traits().keeps_inputs ? dense(tensor)
                                                  : tensor.detach().clone(at::MemoryFormat::Contiguous);
+    pending.keep.push_back(target);
+    if (auto* parts = engine.parts()) return pending.post(*parts, {}, {target});
     std::vector<at::Tensor> tensors{to_reduce(engine, target)};
     auto engine_options = reducing<c10d::ReduceOptions>(engine, pending);
     engine_options.rootRank = options.root;
     pending.works.push_back(engine.backend().reduce(tensors, engine_options));
-    pending.keep.push_back(target);
     if (root) supply_average(engine, pending, target);
   };
   return state_->issue(std::move(call), tensor.device(), options.timeout, start);
@@ -225,6 +226,7 @@ Work Group::all_gather(at::Tensor out, at::Tensor in, GatherAllOptions options, 
     auto source = dense(in);
     auto target = dense_target(pending, out, false);
     pending.keep.push_back(source);
+    if (auto* parts = engine.parts()) return pending.post(*parts, {source}, {target});
     auto flat_out = to_move(engine, target).view({-1}), flat_in = to_move(engine, source).view({-1});
     pending.works.push_back(
         engine.backend()._allgather_base(flat_out, flat_in, with_timeout<c10d::AllgatherOptions>(pending)));
@@ -251,6 +253,7 @@ Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, GatherAllOpti
     if (engine.traits().unequal) {
       std::vector<std::vector<at::Tensor>> outs(1);
       for (auto& tensor : out) outs[0].push_back(to_move(engine, dense_target(pending, tensor, false)));
+      if (auto* parts = engine.parts()) return pending.post(*parts, {source}, outs[0]);
       std::vector<at::Tensor> ins{to_move(engine, source)};
       pending.works.push_back(engine.backend().allgather(outs, ins, engine_options));
       return;
@@ -296,6 +299,8 @@ Work Group::gather(std::vector<at::Tensor> out, at::Tensor in, RootOptions optio
         outs.emplace_back();
         for (auto& tensor : out) outs[0].push_back(to_move(engine, dense_target(pending, tensor, false)));
       }
+      if (auto* parts = engine.parts())
+        return pending.post(*parts, ins, root ? outs[0] : std::vector<at::Tensor>());
       auto engine_options = with_timeout<c10d::GatherOptions>(pending);
       engine_options.rootRank = options.root;
       pending.works.push_back(engine.backend().gather(outs, ins, engine_options));
@@ -346,6 +351,7 @@ Work Group::scatter(at::Tensor out, std::vector<at::Tensor> in, RootOptions opti
       std::vector<std::vector<at::Tensor>> ins;
       if (root) ins.push_back(moved(engine, sources));
       pending.keep.insert(pending.keep.end(), sources.begin(), sources.end());
+      if (auto* parts = engine.parts()) return pending.post(*parts, sources, outs);
       auto engine_options = with_timeout<c10d::ScatterOptions>(pending);
       engine_options.rootRank = options.root;
       pending.works.push_back(engine.backend().scatter(outs, ins, engine_options));
@@ -388,6 +394,7 @@ Work Group::reduce_scatter(at::Tensor out, at::Tensor in, AllReduceOptions optio
     if (!engine.traits().reduce_scatter)
       return reduce_scatter_by_all_reduce(engine, pending, target, {source}, rank() * out.numel());
     pending.keep.push_back(source);
+    if (auto* parts = engine.parts()) return pending.post(*parts, {source}, {target});
     auto flat_out = to_reduce(engine, target), flat_in = to_reduce(engine, source);
     pending.works.push_back(engine.backend()._reduce_scatter_base(
         flat_out, flat_in, reducing<c10d::ReduceScatterOptions>(engine, pending)));
@@ -419,6 +426,7 @@ Work Group::reduce_scatter(at::Tensor out, std::vector<at::Tensor> in, AllReduce
     std::vector<std::vector<at::Tensor>> ins(1);
     for (const auto& tensor : in) ins[0].push_back(to_reduce(engine, dense(tensor)));
     pending.keep.insert(pending.keep.end(), ins[0].begin(), ins[0].end());
+    if (auto* parts = engine.parts()) return pending.post(*parts, ins[0], outs);
     pending.works.push_back(
         engine.backend().reduce_scatter(outs, ins, reducing<c10d::ReduceScatterOptions>(engine, pending)));
     supply_average(engine, pending, target);
@@ -460,6 +468,7 @@ Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, S
     auto source = dense(in);
     auto target = dense_target(pending, out, false);
     pending.keep.push_back(source);
+    if (auto* parts = engine.parts()) return pending.post(*parts, {source}, {target});
     auto flat_out = to_move(engine, target).view({-1}), flat_in = to_move(engine, source).view({-1});
     const auto scale = engine.traits().any_dtype ? 1 : static_cast<std::int64_t>(in.element_size());
     auto from = pending.call().from, to = pending.call().to;

@@ -7,6 +7,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/quiet_threads.h>
 #include <lockstep/comm/part.h>
 
 namespace lockstep::detail {
@@ -71,6 +72,7 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
   if (waiting == 0) return tell(self, *future);
   try {
     auto settling = std::make_unique<Settling>();
+    const QuietThreads quiet;
     std::thread([self, future, settling = std::move(settling)]() mutable {
       tell(self, *future);
       future.reset();

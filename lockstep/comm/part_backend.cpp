@@ -58,22 +58,6 @@ void check_operands(const Call& call, const Tensors& inputs, const Tensors& outp
                 " elements, and the output ", outputs[0].numel());
 }
 
-// Where a result would be written over what a rank has yet to read, it is read from a copy. In place is in
-// order where this rank's own piece takes its own result.
-void copy_what_is_written_over(Tensors& inputs, const Tensors& outputs, int rank) {
-  auto is_own = [&](const Tensors& tensors, std::size_t i) {
-    return tensors.size() == 1 || i == static_cast<std::size_t>(rank);
-  };
-  for (std::size_t i = 0; i < inputs.size(); ++i)
-    for (std::size_t o = 0; o < outputs.size(); ++o) {
-      if (!overlap(inputs[i], outputs[o])) continue;
-      const bool in_place = inputs[i].const_data_ptr() == outputs[o].const_data_ptr();
-      if (in_place && is_own(inputs, i) && is_own(outputs, o)) continue;
-      inputs[i] = inputs[i].clone();
-      break;
-    }
-}
-
 }  // namespace
 
 // A call's tensors as the engine takes them: dense. Values of what is not are copied now, and results to
@@ -380,18 +364,18 @@ PartBackend::Request PartBackend::request(Operation operation, OpType type, Oper
     }
   part.call = describe(operation, operands.inputs, operands.outputs, reduction, static_cast<int>(root));
   check_operands(part.call, operands.inputs, operands.outputs);
-  copy_what_is_written_over(operands.inputs, operands.outputs, rank_);
   if (reduces(operation))
     TORCH_CHECK(reducible(part.call.dtype, part.call.reduction), "no ", name(part.call.reduction), " of ",
                 name(part.call.dtype));
-  if (current_call() == nullptr) part.call.sequence = sequence_++;
+  if (current_call() == nullptr) part.call.sequence = (point_to_point(operation) ? messages_ : sequence_)++;
   for (const auto& tensor : operands.inputs) part.inputs.push_back(tensor.const_data_ptr());
   for (const auto& tensor : operands.outputs) part.outputs.push_back(tensor.mutable_data_ptr());
+  request.keep = copy_what_is_written_over(part);
   request.finish = operands.copy_back();
   request.explain = explanation(part.call);
-  request.keep = std::move(operands.inputs);
-  request.keep.insert(request.keep.end(), std::make_move_iterator(operands.outputs.begin()),
-                      std::make_move_iterator(operands.outputs.end()));
+  for (auto* tensors : {&operands.inputs, &operands.outputs})
+    request.keep.insert(request.keep.end(), std::make_move_iterator(tensors->begin()),
+                        std::make_move_iterator(tensors->end()));
   request.results = std::move(operands.results);
   return request;
 }

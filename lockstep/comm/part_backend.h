@@ -78,7 +78,7 @@ class PartBackend : public c10d::Backend {
   Request request(Operation operation, c10d::OpType type, Operands& operands, ReduceOp reduction,
                   std::int64_t root);
 
-  std::atomic<std::uint64_t> sequence_ = 0;
+  std::atomic<std::uint64_t> sequence_ = 0, messages_ = 0;  // of calls that are c10d's own
 };
 
 }  // namespace lockstep::detail

@@ -8,6 +8,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <lockstep/comm/tensors.h>
 #include <lockstep/comm/world_state.h>
 
 namespace lockstep::detail {
@@ -87,12 +88,22 @@ void Pending::Item::done(const std::exception_ptr& its_error, int /*source*/) {
   finished.notify_all();
 }
 
-void Pending::post(PartEngine& engine, std::initializer_list<at::Tensor> inputs,
-                   std::initializer_list<at::Tensor> outputs) {
-  for (const auto& tensor : inputs) item_.part.inputs.push_back(tensor.const_data_ptr());
-  for (const auto& tensor : outputs) item_.part.outputs.push_back(tensor.mutable_data_ptr());
+void Pending::post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs,
+                   c10::ArrayRef<at::Tensor> outputs) {
+  Part& part = item_.part;
   for (const auto* tensors : {&inputs, &outputs})
-    for (const auto& tensor : *tensors) item_.part.item_size = tensor.element_size();
+    for (const auto& tensor : *tensors) part.item_size = tensor.element_size();
+  auto add = [&](auto& places, auto* place, const std::vector<std::int64_t>& table, std::size_t tensors) {
+    places.push_back(place);
+    if (tensors != 1 || table.empty()) return;
+    for (std::size_t i = 0; i + 1 < table.size(); ++i)
+      places.push_back(place += static_cast<std::size_t>(table[i]) * part.item_size);
+  };
+  for (const auto& tensor : inputs)
+    add(part.inputs, static_cast<const char*>(tensor.const_data_ptr()), call().to, inputs.size());
+  for (const auto& tensor : outputs)
+    add(part.outputs, static_cast<char*>(tensor.mutable_data_ptr()), call().from, outputs.size());
+  for (auto& copy : copy_what_is_written_over(part)) keep.push_back(std::move(copy));
   parts_ = &engine;
   engine.post({shared_from_this(), &item_}, timeout_, false);
 }

@@ -1,6 +1,7 @@
 #include <lockstep/comm/tensors.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -67,6 +68,28 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const auto [a_begin, a_end] = range(a);
   const auto [b_begin, b_end] = range(b);
   return a_begin < b_end && b_begin < a_end;
+}
+
+std::vector<at::Tensor> copy_what_is_written_over(Part& part) {
+  std::vector<at::Tensor> copies;
+  const Call& call = part.call;
+  const auto rank = static_cast<std::size_t>(call.rank);
+  auto bytes = [&](std::int64_t elements) { return static_cast<std::size_t>(elements) * part.item_size; };
+  auto given = [&](std::size_t i) { return bytes(call.to.empty() ? call.count : call.to[i]); };
+  auto taken = [&](std::size_t o) { return call.from.empty() ? given(rank) : bytes(call.from[o]); };
+  for (std::size_t i = 0; i < part.inputs.size(); ++i)
+    for (std::size_t o = 0; o < part.outputs.size(); ++o) {
+      const auto* in = static_cast<const char*>(part.inputs[i]);
+      const auto* out = static_cast<const char*>(part.outputs[o]);
+      if (given(i) == 0 || in >= out + taken(o) || out >= in + given(i)) continue;
+      const bool own = (part.inputs.size() == 1 || i == rank) && (part.outputs.size() == 1 || o == rank);
+      if (own && in == out) continue;
+      auto copy = at::empty({static_cast<std::int64_t>(given(i))}, at::kByte);
+      std::memcpy(copy.mutable_data_ptr(), in, given(i));
+      part.inputs[i] = copies.emplace_back(std::move(copy)).const_data_ptr();
+      break;
+    }
+  return copies;
 }
 
 Call describe_call(Operation operation, const at::Tensor& tensor, Site site) {

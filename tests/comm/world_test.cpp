@@ -1,4 +1,6 @@
 // World, Group and Work beyond the collectives themselves; ranks are threads.
+#include <dlfcn.h>
+
 #include <lockstep/comm/world.h>
 
 #include <sys/wait.h>
@@ -16,6 +18,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+
+// LibTorch has a std::filesystem of its own, of another compiler.
+TEST(Program, the_standard_library_is_the_compilers_own) {
+  void* const function = ::dlsym(RTLD_DEFAULT, "_ZNSt10filesystem10remove_allERKNS_7__cxx114pathE");
+  Dl_info info{};
+  ASSERT_NE(::dladdr(function, &info), 0);
+  EXPECT_THAT(info.dli_fname, ::testing::HasSubstr("libstdc++"));
+}
 
 TEST(World, alone_it_is_a_world_of_one) {
   auto world = World::from_environment();

@@ -61,9 +61,14 @@ int main(int argc, char** argv) {
     if (argument.starts_with("--transport=")) chosen_transport = argument.substr(12);
     if (argument.starts_with("--ranks=")) chosen_ranks = std::atoi(argv[i] + 8);
   }
-  if (chosen_transport == "nccl" && !torch::cuda::is_available()) {
-    fmt::print("skipped: NCCL needs a GPU, and there is none\n");
-    return 77;  // ctest's SKIP_RETURN_CODE
+  if (chosen_transport == "nccl") {
+    const char* ranks = std::getenv("LOCAL_WORLD_SIZE");
+    const auto needed = ranks != nullptr ? std::atoi(ranks) : 1;
+    const auto devices = static_cast<int>(torch::cuda::device_count());
+    if (devices < needed) {
+      fmt::print("skipped: NCCL needs a GPU for every rank; there are {} for {}\n", devices, needed);
+      return 77;  // ctest's SKIP_RETURN_CODE
+    }
   }
   if (rank_of_process() != "0") {
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();

@@ -133,7 +133,9 @@ class HostRanks {
       : network(std::make_shared<Network>()) {
     for (int r = 0; r < static_cast<int>(nodes.size()); ++r) {
       Hosts hosts(nodes, r);
-      auto& host = hosts_[hosts.host()];
+      auto& of_host = hosts_[hosts.host()];
+      if (!of_host) of_host = std::make_shared<Host>();
+      Host& host = *of_host;
       const auto neighbours = static_cast<int>(hosts.neighbours().size());
       std::unique_ptr<shm::Engine> inside;
       if (neighbours > 1) {
@@ -149,19 +151,19 @@ class HostRanks {
       auto links = std::make_shared<ThreadLinks>(network, r);
       std::shared_ptr<shm::Messages> messages;
       shm::Meeting* meeting = inside ? &inside->meeting() : nullptr;
+      engines_.push_back(std::make_shared<Engine>(hosts, std::move(inside), links,
+                                                  neighbours > 1 ? &host.memory : nullptr, tuning));
+      // Their thread may be at work for a moment after they are closed.
+      auto owner = std::make_shared<std::pair<std::shared_ptr<Host>, std::shared_ptr<Engine>>>(
+          of_host, engines_.back());
       if (meeting != nullptr)
         messages = std::make_shared<shm::Messages>(*meeting, host.memory, std::chrono::nanoseconds(0),
-                                                   nullptr, true);
+                                                   std::move(owner), true);
       mails_.push_back(std::make_shared<Mail>(hosts, messages, meeting, links));
-      engines_.push_back(std::make_unique<Engine>(hosts, std::move(inside), links,
-                                                  neighbours > 1 ? &host.memory : nullptr, tuning));
     }
   }
   ~HostRanks() {
     for (auto& mail : mails_) mail->close();
-    mails_.clear();
-    engines_.clear();
-    for (auto& [number, host] : hosts_) std::free(host.region);
   }
   Engine& engine(int rank) { return *engines_[static_cast<std::size_t>(rank)]; }
   Mail& mail(int rank) { return *mails_[static_cast<std::size_t>(rank)]; }
@@ -178,9 +180,13 @@ class HostRanks {
   struct Host {
     shm::ThreadMemory memory;
     char* region = nullptr;
+    Host() = default;
+    Host(const Host&) = delete;
+    Host& operator=(const Host&) = delete;
+    ~Host() { std::free(region); }
   };
-  std::map<int, Host> hosts_;
-  std::vector<std::unique_ptr<Engine>> engines_;
+  std::map<int, std::shared_ptr<Host>> hosts_;
+  std::vector<std::shared_ptr<Engine>> engines_;
   std::vector<std::shared_ptr<Mail>> mails_;
 };
 

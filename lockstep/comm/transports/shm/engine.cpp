@@ -154,14 +154,17 @@ void Engine::tell_stage(Header& header) const {
 }
 
 // Whoever has a new stage may end after this operation: all reach it now, also those who do not need it yet.
-void Engine::meet_new_stages(std::uint64_t step, Clock::time_point deadline) {
+// Whether there is any.
+bool Engine::meet_new_stages(std::uint64_t step, Clock::time_point deadline) {
+  bool any = false;
   for (int r = 0; r < meeting_.ranks(); ++r) {
     const Header& header = meeting_.region().header(r, step);
     if (header.stage_is_new == 0) continue;
-    somebodys_is_new_ = true;
+    any = true;
     Source met;
     find_stage(r, header, met, deadline);
   }
+  return any;
 }
 
 void Engine::find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline) {
@@ -176,8 +179,7 @@ void Engine::finish(Part& part, Clock::time_point deadline) {
   LOCKSTEP_ASSERT(op.part == &part, "another operation has begun meanwhile");
   meet(deadline);
   check(op, deadline);
-  somebodys_is_new_ = false;
-  meet_new_stages(op.first_step, deadline);
+  op.has_new_stages = meet_new_stages(op.first_step, deadline);
   find_sources(op, deadline);
   exchange(op, deadline);
   stage_is_new_ = false;
@@ -318,7 +320,7 @@ void Engine::exchange(Round& op, Clock::time_point deadline) {
     come();
     meet(deadline);
   }
-  if (!direct && !somebodys_is_new_) return;
+  if (!direct && !op.has_new_stages) return;
   // Nobody reads from here any more, and all have met what is new.
   come();
   meet(deadline);
@@ -331,7 +333,7 @@ void Engine::stage_all(Round& op, Clock::time_point deadline) {
   tell_stage(meeting_.region().header(meeting_.rank(), meeting_.step() + 1));
   come();
   meet(deadline);
-  meet_new_stages(meeting_.step(), deadline);
+  if (meet_new_stages(meeting_.step(), deadline)) op.has_new_stages = true;
   for (int r = 0; r < meeting_.ranks(); ++r) {
     Source& source = op.sources[at(r)];
     source.kind = Source::Kind::staged;

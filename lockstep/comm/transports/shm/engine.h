@@ -83,7 +83,7 @@ class Engine final : public detail::CollectiveEngine {
   void stage_all(Round& op, Clock::time_point deadline);
   void tell_stage(Header& header) const;
   void find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline);
-  void meet_new_stages(std::uint64_t step, Clock::time_point deadline);
+  bool meet_new_stages(std::uint64_t step, Clock::time_point deadline);
   void reach(Round& op, Clock::time_point deadline);
 
   Meeting meeting_;
@@ -92,8 +92,7 @@ class Engine final : public detail::CollectiveEngine {
   char* stage_ = nullptr;  // two of them, used in turn
   std::size_t stage_size_ = 0;
   Place stage_place_;
-  bool stage_is_new_ = false;      // this rank's
-  bool somebodys_is_new_ = false;  // any rank's, in this operation
+  bool stage_is_new_ = false;
   std::vector<char*> old_stages_;
   std::uint64_t operations_ = 0;
   bool under_way_ = false;  // the others count on this rank, for the operation that it has begun

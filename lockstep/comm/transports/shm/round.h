@@ -33,6 +33,7 @@ struct Engine::Round {
   std::uint64_t first_step = 0;
   std::size_t window = 0;  // of each piece, staged at a time
   std::vector<Source> sources;
+  bool has_new_stages = false;
   std::size_t each_has = 1;         // pieces
   std::vector<std::size_t> pieces;  // of every rank, in bytes
   std::vector<const void*> inputs;  // of a reduction
