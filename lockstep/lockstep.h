@@ -5,6 +5,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/comm/call.h>
+#include <lockstep/comm/cpu_memory.h>
 #include <lockstep/comm/group.h>
 #include <lockstep/comm/observer.h>
 #include <lockstep/comm/work.h>

@@ -22,7 +22,8 @@ set(LOCKSTEP_SHM_SOURCES
   comm/transports/shm/region.cpp
   comm/transports/shm/segment.cpp
   comm/transports/shm/station.cpp
-  control/socket.cpp)
+  control/socket.cpp
+  memory/heap.cpp)
 list(TRANSFORM LOCKSTEP_SHM_SOURCES PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
 # The part of it that is a c10d::Backend.
 set(LOCKSTEP_SHM_BACKEND_SOURCES

@@ -25,13 +25,14 @@ double peak_mib() {
 }
 
 template <typename M>
-void serve(World& world, M model, const std::string& name, const std::string& optimizer_name) {
+void serve(World& world, M model, const std::string& name, const std::string& optimizer_name,
+           const std::string& variant) {
   auto group = world.group();
   // The bare model is another: hooks stay with the one that has them. Which one lies where in memory can
   // make a difference, so they change places from one process to the next.
   M bare;
   if (std::getenv("BENCH_SWAP") != nullptr) std::swap(model, bare);
-  DistributedDataParallel ddp(model, group);
+  DistributedDataParallel ddp(model, group, {.zero_copy = variant != "plain"});
   const auto optimizer_for = [&](M& of) -> std::unique_ptr<torch::optim::Optimizer> {
     if (optimizer_name == "sgd") return std::make_unique<SGD>(of->parameters(), SGDOptions{.lr = 1e-3});
     return std::make_unique<AdamW>(of->parameters(), AdamWOptions{.lr = 1e-3});
@@ -75,14 +76,14 @@ void serve(World& world, M model, const std::string& name, const std::string& op
 
 int main(int argc, char** argv) {
   using namespace lockstep::bench;
-  if (argc != 3) return 2;
-  const std::string name = argv[1], optimizer = argv[2];
+  if (argc != 4) return 2;
+  const std::string name = argv[1], optimizer = argv[2], variant = argv[3];
   at::set_num_threads(1);
   at::globalContext().setFlushDenormal(true);
   torch::manual_seed(1);
   auto world = lockstep::World::from_environment();
   torch::manual_seed(2 + world.rank());
-  if (name == "mlp") serve(world, Mlp(), name, optimizer);
-  if (name == "gpt") serve(world, Gpt(), name, optimizer);
-  if (name == "seed") serve(world, Seed(), name, optimizer);
+  if (name == "mlp") serve(world, Mlp(), name, optimizer, variant);
+  if (name == "gpt") serve(world, Gpt(), name, optimizer, variant);
+  if (name == "seed") serve(world, Seed(), name, optimizer, variant);
 }

@@ -34,6 +34,9 @@ struct WorldOptions {
   Timeout timeout = {};
   // How long to wait for all ranks to come. Unset: LOCKSTEP_JOIN_TIMEOUT, else 5 minutes.
   Timeout join_timeout = {};
+  // Whether CPU tensors have their memory from Lockstep (cpu_memory.h). Unset: LOCKSTEP_CPU_ALLOCATOR, else
+  // true.
+  std::optional<bool> cpu_allocator = {};
 };
 
 class World {

@@ -11,6 +11,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
 #include <lockstep/comm/backends.h>
+#include <lockstep/comm/cpu_memory.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/rendezvous.h>
 #include <lockstep/comm/stop.h>
@@ -39,6 +40,7 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
                : threads                ? "auto"  // the variable is about processes
                                         : env::text("LOCKSTEP_BACKEND").value_or("auto")),
       compares_calls_(env::flag("LOCKSTEP_CHECK", false)),
+      cpu_allocator_(options.cpu_allocator.value_or(env::flag("LOCKSTEP_CPU_ALLOCATOR", true))),
       threads_(std::move(threads)),
       nodes_(static_cast<std::size_t>(identity_.size), 0) {}
 
@@ -70,6 +72,7 @@ void WorldState::join() {
   };
   store_ = c10::make_intrusive<JobStore>(channel_, prefix_, join_timeout_, failed);
 
+  if (cpu_allocator_) use_caching_cpu_allocator();
   backends_ = choose_backends(backend_, identity_, threads_ != nullptr);
   if (backends_.contains(at::kCUDA))
     device_ = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(*identity_.local_rank));

@@ -64,6 +64,7 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   const std::chrono::milliseconds timeout_, join_timeout_;
   const std::string backend_;  // as given
   const bool compares_calls_;
+  const bool cpu_allocator_;
   const std::shared_ptr<ThreadsJob> threads_;
   std::vector<int> nodes_;  // of each rank: those with the same number share a host
   std::map<at::DeviceType, std::string> backends_;

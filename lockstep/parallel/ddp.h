@@ -43,8 +43,19 @@ struct DdpOptions {
   // Of the step's gradient this rank computes so many parts, one backward pass each, added by the tree that
   // adds ranks: one rank with 4 gives the bits of 4 ranks with 1. The pass that ends a step leaves gradients.
   int micro_batches = 1;
+  // Gradients of 256 KiB and more are reduced where they lie, without a copy: on shared memory, where CPU
+  // tensors have their memory from Lockstep (cpu_memory.h). Smaller ones, and all of them elsewhere, go to
+  // buckets.
+  bool zero_copy = true;
   int check_replicas_every = 0;          // steps between checks that replicas are still equal; 0: never
   std::vector<std::string> ignore = {};  // names of parameters and buffers that are left alone
+};
+
+// How gradients were reduced, so far: where they lay, in shared memory; by way of staging, since they lay
+// elsewhere (a function of the user's own returned foreign memory); after a copy to shared memory, since
+// something else had theirs too, or there was none; in buckets.
+struct DdpCounts {
+  std::int64_t in_place = 0, staged = 0, copied = 0, in_buckets = 0;
 };
 
 struct JoinOptions {
@@ -89,6 +100,7 @@ class DdpBase {
   void sync_buffers();
   // Sizes of the buckets in bytes, in the order of their reduction; empty before the first step.
   std::vector<std::int64_t> bucket_sizes() const;
+  DdpCounts counts() const;
 
  protected:
   explicit DdpBase(std::shared_ptr<DdpReducer> reducer) : reducer_(std::move(reducer)) {}

@@ -27,6 +27,7 @@ class GradBucket {
   std::size_t index() const { return index_; }  // 0 is ready first
   bool is_last() const { return last_; }
   Group& group() { return group_; }
+  // These two are other tensors in every step.
   at::Tensor& buffer() { return buffer_; }                                 // all of it, one dimension
   const std::vector<at::Tensor>& gradients() const { return gradients_; }  // views of the buffer
   const std::vector<std::string>& names() const { return names_; }         // of their parameters

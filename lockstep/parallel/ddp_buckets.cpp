@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/comm/cpu_memory.h>
 #include <lockstep/parallel/ddp_reducer.h>
 
 namespace lockstep::detail {
@@ -26,6 +27,14 @@ at::Tensor view_of(const at::Tensor& buffer, std::int64_t offset, const at::Tens
   at::AutoDispatchBelowADInplaceOrView untracked;
   if (param.is_non_overlapping_and_dense()) return buffer.as_strided(param.sizes(), param.strides(), offset);
   return buffer.narrow(0, offset, param.numel()).view(param.sizes());
+}
+
+// Strides of a dimension with one element do not count.
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes()) return false;
+  for (std::int64_t d = 0; d < a.dim(); ++d)
+    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
+  return true;
 }
 
 void copy_gradient(const at::Tensor& to, const at::Tensor& from) {
@@ -130,6 +139,11 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
     if (options_.static_graph) param.expected = shadow ? kinds[2 * count + i] : param.fired;
     // One that nobody used may come later, but for a graph that does not change.
     if (param.sparse || (options_.static_graph && used[i] != kUsed)) continue;
+    param.in_place = may_be_in_place(param);
+    if (param.in_place) {
+      closed.push_back({i});
+      continue;
+    }
     const auto type = wide(param) ? at::kFloat : param.tensor.scalar_type();
     auto& bucket = open[{type, param.tensor.device().str()}];
     bucket.params.push_back(i);
@@ -147,6 +161,13 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
                   .missing = 0,
                   .tag = fmt::format("ddp bucket {}", buckets_.size())};
     const auto& model = params_[members[0]].tensor;
+    if (params_[members[0]].in_place) {
+      bucket.bytes = static_cast<std::int64_t>(model.nbytes());
+      bucket.shown.names_.push_back(params_[members[0]].name);
+      params_[members[0]].bucket = buckets_.size();
+      buckets_.push_back(std::move(bucket));
+      continue;
+    }
     const auto type = wide(params_[members[0]]) ? at::kFloat : model.scalar_type();
     const auto rounding =
         std::max<std::int64_t>(kAlignment / static_cast<std::int64_t>(c10::elementSize(type)), 1);
@@ -159,6 +180,7 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
     auto& buffer = bucket.shown.buffer_;
     buffer = model.is_cpu() && !alone_ ? group_.allocate({size}, type)
                                        : at::empty({size}, model.options().dtype(type).requires_grad(false));
+    bucket.bytes = static_cast<std::int64_t>(buffer.nbytes());
     buffer.zero_();  // what lies between gradients is summed too
     for (std::size_t k = 0; k < members.size(); ++k) {
       auto& param = params_[members[k]];
@@ -172,8 +194,43 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
   buckets_made_ = true;
 }
 
+bool DdpReducer::may_be_in_place(const Param& param) const {
+  return zero_copy_ && param.tensor.is_cpu() && param.tensor.nbytes() >= kLeastShared &&
+         param.tensor.is_non_overlapping_and_dense();
+}
+
+// Nobody else may have its memory: another gradient could be a view of it.
+void DdpReducer::adopt(Param& param, std::size_t holders) {
+  const auto& grad = param.tensor.grad();
+  if (grad.defined() && grad.is_sparse())
+    throw ConfigError(fmt::format(
+        "the gradient of parameter '{}' is sparse, and was dense or missing in the first step", param.name));
+  const bool fits = grad.defined() && grad.is_cpu() && grad.scalar_type() == param.tensor.scalar_type() &&
+                    same_layout(grad, param.tensor) && !grad.is_conj() && !grad.is_neg() &&
+                    grad.storage().use_count() <= holders;
+  auto& view = param.view;
+  if (fits) {
+    // Not a view to autograd, as those of buckets.
+    at::AutoDispatchBelowADInplaceOrView untracked;
+    view = grad.as_strided(grad.sizes(), grad.strides(), grad.storage_offset());
+  } else {
+    view = view_of(group_.allocate({param.tensor.numel()}, param.tensor.scalar_type()), 0, param.tensor);
+    if (grad.defined())
+      copy_gradient(view, grad);
+    else
+      view.zero_();
+  }
+  ++(!fits ? counts_.copied : in_shared_memory(view) ? counts_.in_place : counts_.staged);
+  auto& shown = buckets_[*param.bucket].shown;
+  at::AutoDispatchBelowADInplaceOrView untracked;
+  shown.buffer_ = view.as_strided({view.numel()}, {1}, view.storage_offset());
+  shown.gradients_ = {view};
+}
+
 // The gradient to its place, which then is the gradient.
-void DdpReducer::fill(Param& param) {
+void DdpReducer::fill(Param& param, std::size_t holders) {
+  if (param.in_place) return adopt(param, holders);
+  ++counts_.in_buckets;
   auto& grad = param.tensor.mutable_grad();
   if (wide(param) && param.sum.defined()) {
     copy_gradient(param.view, param.sum);

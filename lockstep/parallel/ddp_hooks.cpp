@@ -63,10 +63,10 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
       bucket.buffer().add_(state.error);
       state.error.copy_(bucket.buffer());
     }
-    for (auto& [gradient, copy] : state.uncompressed) copy.copy_(gradient);
+    for (auto& [number, copy] : state.uncompressed) copy.copy_(bucket.gradients()[number]);
     std::shared_ptr<Work> rest, left;
     if (state.rest.numel() > 0) rest = start_average(bucket, state.rest);
-    for (auto& part : state.parts) at::mm_out(part.p, matrix_of(part.gradient), part.q);
+    for (auto& part : state.parts) at::mm_out(part.p, matrix_of(bucket.gradients()[part.number]), part.q);
     if (!state.parts.empty()) left = start_average(bucket, state.all_p);
     return [self = shared_from_this(), &bucket, &state, rest, left] {
       self->complete(bucket, state, rest, left);
@@ -75,11 +75,12 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
 
  private:
   struct Part {
-    at::Tensor gradient, p, q;
+    std::size_t number;  // of the gradient in its bucket, which is another tensor in every step
+    at::Tensor p, q;
   };
   struct State {
     std::vector<Part> parts;
-    std::vector<std::pair<at::Tensor, at::Tensor>> uncompressed;  // a gradient, its place in rest
+    std::vector<std::pair<std::size_t, at::Tensor>> uncompressed;  // a gradient's number, its place in rest
     at::Tensor rest, all_p, all_q, error;
     std::int64_t steps = 0;
   };
@@ -90,20 +91,21 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
     struct Shape {
       std::int64_t rows, columns, rank;
     };
-    std::vector<std::pair<at::Tensor, Shape>> compressed;
-    std::vector<at::Tensor> uncompressed;
+    std::vector<std::pair<std::size_t, Shape>> compressed;
+    std::vector<std::size_t> uncompressed;
     std::int64_t p = 0, q = 0, rest = 0;
-    for (const auto& gradient : bucket.gradients()) {
+    for (std::size_t number = 0; number < bucket.gradients().size(); ++number) {
+      const auto& gradient = bucket.gradients()[number];
       const auto rows = gradient.dim() > 1 ? gradient.size(0) : 1,
                  columns = rows == 0 ? 0 : gradient.numel() / rows;
       const auto rank = std::min({options_.matrix_approximation_rank, rows, columns});
       const auto sent = static_cast<double>((rows + columns) * rank);
       if (gradient.dim() > 1 &&
           sent * options_.min_compression_rate < static_cast<double>(gradient.numel())) {
-        compressed.emplace_back(gradient, Shape{rows, columns, rank});
+        compressed.emplace_back(number, Shape{rows, columns, rank});
         p += rows * rank, q += columns * rank;
       } else {
-        uncompressed.push_back(gradient);
+        uncompressed.push_back(number);
         rest += gradient.numel();
       }
     }
@@ -115,15 +117,16 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
     auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.random_seed + bucket.index());
     state.all_q.copy_(at::randn({q}, generator));
     p = q = rest = 0;
-    for (const auto& [gradient, shape] : compressed) {
+    for (const auto& [number, shape] : compressed) {
       state.parts.push_back(
-          {gradient, state.all_p.narrow(0, p, shape.rows * shape.rank).view({shape.rows, shape.rank}),
+          {number, state.all_p.narrow(0, p, shape.rows * shape.rank).view({shape.rows, shape.rank}),
            state.all_q.narrow(0, q, shape.columns * shape.rank).view({shape.columns, shape.rank})});
       orthogonalize(state.parts.back().q);
       p += shape.rows * shape.rank, q += shape.columns * shape.rank;
     }
-    for (const auto& gradient : uncompressed) {
-      state.uncompressed.emplace_back(gradient,
+    for (const auto number : uncompressed) {
+      const auto& gradient = bucket.gradients()[number];
+      state.uncompressed.emplace_back(number,
                                       state.rest.narrow(0, rest, gradient.numel()).view(gradient.sizes()));
       rest += gradient.numel();
     }
@@ -132,16 +135,17 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
   void complete(GradBucket& bucket, State& state, const std::shared_ptr<Work>& rest,
                 const std::shared_ptr<Work>& left) {
     if (rest) rest->wait();
-    for (auto& [gradient, copy] : state.uncompressed) gradient.copy_(copy);
+    for (auto& [number, copy] : state.uncompressed) bucket.gradients()[number].copy_(copy);
     if (left) {
       left->wait();
       for (auto& part : state.parts) {
         orthogonalize(part.p);
-        at::mm_out(part.q, matrix_of(part.gradient).t(), part.p);
+        at::mm_out(part.q, matrix_of(bucket.gradients()[part.number]).t(), part.p);
       }
       start_average(bucket, state.all_q)->wait();
       for (auto& part : state.parts) {
-        part.gradient.copy_(part.p.mm(part.q.t()).view(part.gradient.sizes()));
+        const auto& gradient = bucket.gradients()[part.number];
+        gradient.copy_(part.p.mm(part.q.t()).view(gradient.sizes()));
         if (!options_.warm_start) {
           auto generator = at::make_generator<at::CPUGeneratorImpl>(
               options_.random_seed + bucket.index() + 1000003 * static_cast<std::uint64_t>(state.steps));

@@ -83,6 +83,7 @@ void DdpBase::samples(std::int64_t count) { reducer_->samples(count); }
 void DdpBase::register_comm_hook(CommHook hook) { reducer_->set_hook(std::move(hook)); }
 void DdpBase::sync_buffers() { reducer_->sync_buffers(0); }
 std::vector<std::int64_t> DdpBase::bucket_sizes() const { return reducer_->bucket_sizes(); }
+DdpCounts DdpBase::counts() const { return reducer_->counts(); }
 void DdpBase::before_forward(std::int64_t samples) { reducer_->before_forward(samples); }
 void DdpBase::after_forward(const std::vector<at::Tensor>& outputs) { reducer_->after_forward(outputs); }
 DdpBase::NoSync::NoSync(std::shared_ptr<DdpReducer> reducer) : reducer_(std::move(reducer)) {

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
+#include <lockstep/comm/cpu_memory.h>
 #include <lockstep/parallel/replicas.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -42,6 +43,14 @@ struct BeforeGradient : torch::autograd::FunctionPreHook {
   }
   std::function<void()> call;
 };
+
+// How many have the memory of a gradient, inside its hook, where nobody else has: itself; what autograd was
+// given and took as it is, which it still holds; and, where that is a view, what it is a view of. If others
+// have that one, they have yet to read it.
+std::size_t holders_of(const at::Tensor& gradient, const at::Tensor& given) {
+  if (!gradient.defined() || !given.defined() || !given.is_alias_of(gradient)) return 1;
+  return given.is_view() && given._base().use_count() == 1 ? 3 : 2;
+}
 
 }  // namespace
 
@@ -81,9 +90,22 @@ DdpReducer::DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, D
         "the model has no parameter that requires a gradient: DistributedDataParallel has nothing to do");
 }
 
+// Where every rank can: one may have an allocator of its own.
+void DdpReducer::agree_on_zero_copy() {
+  const bool here = options_.zero_copy && options_.micro_batches == 1 && group_.backend(at::kCPU) == "shm" &&
+                    caching_cpu_allocator_is_used();
+  const auto all = group_.all_gather_values(static_cast<char>(here), {.tag = "ddp zero copy"});
+  zero_copy_ = std::all_of(all.begin(), all.end(), [](char each) { return each != 0; });
+  std::set<std::size_t> sizes;
+  for (const auto& param : params_)
+    if (may_be_in_place(param)) sizes.insert(param.tensor.nbytes());
+  if (!sizes.empty()) shared_sizes_ = shared_sizes(sizes);
+}
+
 void DdpReducer::start() {
   if (!alone_) {
     verify();
+    agree_on_zero_copy();
     if (options_.init_sync) broadcast_tensors(group_, parameters_and_buffers(), 0);
   }
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -91,8 +113,9 @@ void DdpReducer::start() {
     param.accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
     const auto self = weak_from_this();
     param.hook = param.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [self, i](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
-          if (auto reducer = self.lock()) reducer->on_gradient(i);
+        [self, i](const torch::autograd::variable_list& outputs,
+                  const torch::autograd::variable_list& inputs) {
+          if (auto reducer = self.lock()) reducer->on_gradient(i, inputs.empty() ? at::Tensor() : inputs[0]);
           return outputs;
         }));
     if (options_.micro_batches == 1) continue;
@@ -127,13 +150,13 @@ std::vector<at::Tensor> DdpReducer::parameters_and_buffers() const {
 }
 
 void DdpReducer::verify() const {
-  std::vector<std::string> lines = {
-      fmt::format("options: bucket_bytes {}, first_bucket_bytes {}, init_sync {}, broadcast_buffers {}, "
-                  "find_unused_parameters {}, "
-                  "static_graph {}, micro_batches {}, check_replicas_every {}, ignore [{}]",
-                  options_.bucket_bytes, options_.first_bucket_bytes, options_.init_sync,
-                  options_.broadcast_buffers, options_.find_unused_parameters, options_.static_graph,
-                  options_.micro_batches, options_.check_replicas_every, fmt::join(options_.ignore, ", "))};
+  std::vector<std::string> lines = {fmt::format(
+      "options: bucket_bytes {}, first_bucket_bytes {}, init_sync {}, broadcast_buffers {}, "
+      "find_unused_parameters {}, "
+      "static_graph {}, micro_batches {}, zero_copy {}, check_replicas_every {}, ignore [{}]",
+      options_.bucket_bytes, options_.first_bucket_bytes, options_.init_sync, options_.broadcast_buffers,
+      options_.find_unused_parameters, options_.static_graph, options_.micro_batches, options_.zero_copy,
+      options_.check_replicas_every, fmt::join(options_.ignore, ", "))};
   const auto describe = [&](const char* kind, const std::string& name, const at::Tensor& tensor) {
     lines.push_back(fmt::format("{} '{}': {} [{}] on {}", kind, name, c10::toString(tensor.scalar_type()),
                                 fmt::join(tensor.sizes(), ", "),
@@ -179,6 +202,8 @@ void DdpReducer::after_forward(const std::vector<at::Tensor>& outputs) {
 void DdpReducer::on_output(bool sync) {
   std::lock_guard lock(mutex_);
   if (in_round_ && round_.expired()) abandon_round();
+  // Also of a pass that does not communicate: what it leaves is added to, and reduced later.
+  if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
   if (!sync) {
     unsynced_task_ = torch::autograd::get_current_graph_task_id();
     return;
@@ -214,13 +239,13 @@ void DdpReducer::sync_buffers(int root) {
 
 std::vector<std::int64_t> DdpReducer::bucket_sizes() const {
   std::vector<std::int64_t> sizes;
-  for (const auto& bucket : buckets_)
-    sizes.push_back(static_cast<std::int64_t>(bucket.shown.buffer_.nbytes()));
+  for (const auto& bucket : buckets_) sizes.push_back(bucket.bytes);
   return sizes;
 }
 
 void DdpReducer::begin_round() {
   in_round_ = true;
+  if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
   auto running = std::make_shared<int>();  // gone with the pass, also where that ends early
   round_ = running;
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this(), running] {
@@ -267,12 +292,17 @@ void DdpReducer::reset_round() {
   for (auto& bucket : buckets_) {
     bucket.work.reset();
     bucket.complete = nullptr;
+    if (params_[bucket.params[0]].in_place) {  // the gradient has its memory alone
+      params_[bucket.params[0]].view.reset();
+      bucket.shown.buffer_.reset();
+      bucket.shown.gradients_.clear();
+    }
     bucket.missing = static_cast<std::size_t>(std::count_if(bucket.params.begin(), bucket.params.end(),
                                                             [&](auto i) { return params_[i].expected > 0; }));
   }
 }
 
-void DdpReducer::on_gradient(std::size_t index) {
+void DdpReducer::on_gradient(std::size_t index, const at::Tensor& given) {
   std::lock_guard lock(mutex_);
   auto& param = params_[index];
   if (at::GradMode::is_enabled())
@@ -310,7 +340,7 @@ void DdpReducer::on_gradient(std::size_t index) {
     if (micro_batch_ + 1 < options_.micro_batches) return;
   }
   if (!buckets_made_ || !param.bucket) return;
-  fill(param);
+  fill(param, holders_of(param.tensor.grad(), given));
   if (--buckets_[*param.bucket].missing == 0) launch_ready();
 }
 

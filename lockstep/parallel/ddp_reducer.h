@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void set_hook(CommHook hook);
   void sync_buffers(int root);
   std::vector<std::int64_t> bucket_sizes() const;
+  DdpCounts counts() const { return counts_; }
 
  private:
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
@@ -48,7 +50,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::uintptr_t hook = 0;
     const torch::autograd::FunctionPreHook* pre_hook = nullptr;  // with micro-batches
     std::optional<std::size_t> bucket = {};
-    at::Tensor view = {};  // its place there
+    at::Tensor view = {};   // its place there
+    bool in_place = false;  // a bucket of its own, whose memory is the gradient's, from pass to pass another
     bool sparse = false;
     bool used = false;  // in this step, also inside no_sync()
     int fired = 0;      // in this pass
@@ -65,6 +68,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::vector<std::size_t> params;
     std::size_t missing;
     std::string tag;
+    std::int64_t bytes = 0;
     std::optional<Work> work = {};
     std::function<void()> complete = {};
   };
@@ -75,9 +79,10 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   };
 
   void verify() const;
+  void agree_on_zero_copy();
   std::vector<at::Tensor> parameters_and_buffers() const;
   bool direct() const { return alone_ && !hook_; }  // no buckets: gradients stay where autograd leaves them
-  void on_gradient(std::size_t index);
+  void on_gradient(std::size_t index, const at::Tensor& given);
   void on_output(bool sync);
   void begin_round();
   void end_round();
@@ -90,7 +95,10 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void fold(Param& param);              // a micro-batch's gradient into its sums
   bool wide(const Param& param) const;  // its bucket has floats, so that it is rounded once
   void make_buckets(int root, const std::vector<char>& used, bool shadow);
-  void fill(Param& param);
+  bool may_be_in_place(const Param& param) const;
+  // holders: of the gradient's memory, where nobody has it that could not be seen here.
+  void fill(Param& param, std::size_t holders = 1);
+  void adopt(Param& param, std::size_t holders);  // its gradient, as its bucket
   void launch_ready();
   void launch(Bucket& bucket);
   void complete(Bucket& bucket);
@@ -107,6 +115,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   Group group_;
   const DdpOptions options_;
   const bool alone_;  // nobody to reduce with
+  bool zero_copy_ = false;
+  const std::set<std::size_t>* shared_sizes_ = nullptr;  // of the gradients that are to be reduced in place
+  DdpCounts counts_;
   CommHook hook_;
 
   std::mutex mutex_;  // a model on several devices: one autograd thread each

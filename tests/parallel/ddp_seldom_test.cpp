@@ -154,7 +154,9 @@ TEST(DdpSeldom, a_function_that_returns_no_gradient_counts_as_zero) {
     for (int step = 0; step < 3; ++step) {
       model->zero_grad();
       ddp(row(1)).sum().backward();
-      if (world.size() > 1) EXPECT_EQ(model->weight.grad().abs().sum().item<double>(), 0);
+      if (world.size() > 1) {
+        EXPECT_EQ(model->weight.grad().abs().sum().item<double>(), 0);
+      }
     }
   });
 }
@@ -557,7 +559,9 @@ TEST(DdpSeldom, in_evaluation_every_rank_is_for_itself) {
     norm->eval();
     one->eval();
     const auto x = numbers(1 + world.rank(), {4, 3});
-    if (world.rank() == 0) EXPECT_TRUE(at::allclose(norm(x), one(x)));  // alone: nobody is waited for
+    if (world.rank() == 0) {  // alone: nobody is waited for
+      EXPECT_TRUE(at::allclose(norm(x), one(x)));
+    }
   });
 }
 

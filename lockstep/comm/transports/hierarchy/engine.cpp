@@ -11,7 +11,7 @@
 #include <lockstep/base/left_behind.h>
 #include <lockstep/comm/reduce.h>
 #include <lockstep/comm/transports/hierarchy/window.h>
-#include <lockstep/comm/transports/shm/align.h>
+#include <lockstep/memory/align.h>
 
 namespace lockstep::hierarchy {
 namespace {
@@ -301,7 +301,7 @@ char* Engine::scratch(std::size_t bytes) {
   }
   scratch_ = nullptr;
   scratch_size_ = 0;
-  const auto size = shm::round_up(bytes, kLine);
+  const auto size = memory::round_up(bytes, kLine);
   scratch_ =
       memory_ != nullptr ? memory_->allocate(size) : static_cast<char*>(std::aligned_alloc(kLine, size));
   if (scratch_ == nullptr) throw std::bad_alloc();
@@ -310,7 +310,7 @@ char* Engine::scratch(std::size_t bytes) {
 }
 
 std::size_t Engine::window_items(std::size_t item_size) const {
-  const auto bytes = std::max(shm::round_up(tuning_.window / at(hosts_.size()), kLine), kLine);
+  const auto bytes = std::max(memory::round_up(tuning_.window / at(hosts_.size()), kLine), kLine);
   return bytes / item_size;
 }
 

@@ -8,11 +8,10 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <set>
 #include <shared_mutex>
 
 #include <lockstep/comm/transports/shm/segment.h>
+#include <lockstep/memory/heap.h>
 
 namespace lockstep::shm {
 
@@ -27,8 +26,9 @@ class Arena {
   // The process's own. It is never destroyed: tensors may outlive everything else.
   static Arena& instance();
 
-  void* allocate(
-      std::size_t bytes);  // aligned to 64 bytes, larger ones to a page; ConfigError as Segment::make
+  // Aligned to 64 bytes, larger ones to a page; ConfigError as Segment::make. Without grow, null where none
+  // is held that fits.
+  void* allocate(std::size_t bytes, bool grow = true);
   void free(void* pointer) noexcept;
   // Of memory that lies in one segment as a whole.
   Place find(const void* pointer, std::size_t bytes) const;
@@ -43,22 +43,15 @@ class Arena {
   struct Owned {
     std::uint64_t id = 0;
     std::shared_ptr<Segment> segment;
-    std::map<std::size_t, std::size_t> free;  // offset to length
   };
-  using Segments = std::map<std::uintptr_t, Owned>;  // by address
 
-  void insert_segment(std::shared_ptr<Segment> segment);
-  void insert_free(Owned& owned, std::size_t offset, std::size_t length);
-  void erase_free(Owned& owned, std::map<std::size_t, std::size_t>::iterator block);
   void give_back_what_is_too_much();
   void after_fork();
 
   std::unique_ptr<std::shared_mutex> mutex_ = std::make_unique<std::shared_mutex>();
-  Segments segments_;
-  std::map<std::uint64_t, std::uintptr_t> by_id_;
-  std::set<std::pair<std::size_t, std::uintptr_t>> by_length_;  // free blocks: length, address
-  std::map<std::uintptr_t, std::size_t> used_;                  // address to length
-  std::size_t held_bytes_ = 0, used_bytes_ = 0;
+  memory::Heap heap_;
+  std::map<const char*, Owned> segments_;  // by address
+  std::map<std::uint64_t, const char*> by_id_;
   std::uint64_t next_id_ = 1;
 };
 

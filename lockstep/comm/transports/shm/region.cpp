@@ -4,9 +4,12 @@
 #include <cstring>
 #include <new>
 
-#include <lockstep/comm/transports/shm/align.h>
+#include <lockstep/memory/align.h>
 
 namespace lockstep::shm {
+
+using memory::round_up;
+
 namespace {
 
 constexpr std::size_t kLine = 128;

@@ -4,11 +4,12 @@
 #include <span>
 #include <vector>
 
-#include <lockstep/comm/transports/shm/align.h>
 #include <lockstep/comm/transports/shm/engine.h>
+#include <lockstep/memory/align.h>
 
 namespace lockstep::shm {
 
+using memory::round_up;
 constexpr std::size_t kLine = 64;
 inline std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 

@@ -15,9 +15,12 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/quiet_threads.h>
-#include <lockstep/comm/transports/shm/align.h>
+#include <lockstep/memory/align.h>
 
 namespace lockstep::shm {
+
+using memory::round_up;
+
 namespace {
 
 // Less is not worth reading the system's files; the reserve covers it.

@@ -3,10 +3,12 @@
 
 #include <cstddef>
 
-namespace lockstep::shm {
+namespace lockstep::memory {
+
+constexpr std::size_t kPage = 4096;
 
 constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-}  // namespace lockstep::shm
+}  // namespace lockstep::memory

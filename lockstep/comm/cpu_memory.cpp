@@ -1,0 +1,185 @@
+#include <lockstep/comm/cpu_memory.h>
+
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+#include <lockstep/base/log.h>
+#include <lockstep/comm/transports/shm/arena.h>
+#include <lockstep/memory/system.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace lockstep {
+namespace {
+
+// Shared memory as a source of it.
+class SharedSource final : public memory::Source {
+ public:
+  char* take(std::size_t bytes, bool grow) override {
+    try {
+      return static_cast<char*>(shm::Arena::instance().allocate(bytes, grow));
+    } catch (const ConfigError& error) {
+      throw memory::OutOfMemory(error.what());
+    }
+  }
+  void give(char* block) noexcept override { shm::Arena::instance().free(block); }
+  std::size_t held() const override { return shm::Arena::instance().figures().held; }
+};
+
+// The sizes, and autograd's number of the pass that they are for.
+struct SharedPass {
+  const std::set<std::size_t>* sizes = nullptr;
+  int task = -1;
+};
+thread_local SharedPass shared_pass;
+
+bool is_to_be_shared(std::size_t bytes) {
+  const auto& pass = shared_pass;
+  return pass.sizes != nullptr && bytes >= detail::kLeastShared && pass.sizes->contains(bytes) &&
+         torch::autograd::get_current_graph_task_id() == pass.task;
+}
+
+class CpuAllocator final : public c10::Allocator {
+ public:
+  // Made when it is first installed.
+  static CpuAllocator* made() { return made_.load(std::memory_order_acquire); }
+  static CpuAllocator& make() {
+    static CpuAllocator* const allocator = [] {
+      shm::Arena::instance();  // at a fork its lock is to be taken after the caches': handlers run last first
+      auto* fresh = new CpuAllocator;
+      made_.store(fresh, std::memory_order_release);
+      ::pthread_atfork(nullptr, nullptr, [] { made()->shared.disown(); });
+      return fresh;
+    }();
+    return *allocator;
+  }
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == 0) return {nullptr, nullptr, &release, at::kCPU};
+    const bool share = is_to_be_shared(bytes) && may_share();
+    void* memory = share ? allocate_shared(bytes) : nullptr;
+    auto* deleter = memory != nullptr ? &release_shared : &release;
+    if (memory == nullptr) memory = allocate_own(bytes);
+    c10::profiledCPUMemoryReporter().New(memory, bytes);
+    return {memory, memory, deleter, at::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  memory::Usage usage;
+  memory::Cache own, shared;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  CpuAllocator() : own(*new memory::System, &usage), shared(*new SharedSource, &usage) {}
+
+  // Not in a child after fork, which shares them with its parent; nor soon after there was no more of it.
+  bool may_share() const {
+    return !shared.is_disowned() && Clock::now().time_since_epoch().count() >= no_more_until_.load();
+  }
+  // Null where there is none: a tensor is staged then, as others are.
+  void* allocate_shared(std::size_t bytes) {
+    try {
+      return shared.allocate(bytes);
+    } catch (const memory::OutOfMemory&) {
+      no_more_until_ = (Clock::now() + std::chrono::seconds(10)).time_since_epoch().count();
+      return nullptr;
+    }
+  }
+  void* allocate_own(std::size_t bytes) {
+    try {
+      return own.allocate(bytes);
+    } catch (const memory::OutOfMemory& error) {
+      c10::profiledCPUMemoryReporter().OutOfMemory(bytes);
+      TORCH_CHECK_WITH(OutOfMemoryError, false, error.what());
+    }
+  }
+  static void release(void* memory) {
+    if (memory == nullptr) return;
+    c10::profiledCPUMemoryReporter().Delete(memory);
+    memory::Cache::free(memory);
+  }
+  // In a child after fork the parent may have given the memory to others meanwhile.
+  static void release_shared(void* memory) {
+    if (!made()->shared.is_disowned()) release(memory);
+  }
+
+  static std::atomic<CpuAllocator*> made_;
+  std::atomic<Clock::rep> no_more_until_ = 0;
+};
+
+std::atomic<CpuAllocator*> CpuAllocator::made_ = nullptr;
+
+}  // namespace
+
+bool use_caching_cpu_allocator() {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  if (detail::caching_cpu_allocator_is_used()) return true;
+  if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) {
+    detail::log(LogLevel::info,
+                "this program has a CPU allocator of its own, which stays: Lockstep's is not used");
+    return false;
+  }
+  c10::SetCPUAllocator(&CpuAllocator::make(), /*priority=*/0);
+  // One of a higher priority is not displaced.
+  return detail::caching_cpu_allocator_is_used();
+}
+
+CpuMemoryStats cpu_memory_stats() {
+  CpuMemoryStats stats;
+  stats.installed = detail::caching_cpu_allocator_is_used();
+  if (!stats.installed) return stats;
+  const auto& allocator = *CpuAllocator::made();
+  const auto own = allocator.own.figures(), shared = allocator.shared.figures();
+  stats.allocated = own.allocated + shared.allocated;
+  stats.peak = allocator.usage.peak.load();
+  stats.reserved = own.reserved + shared.reserved;
+  stats.allocations = own.allocations + shared.allocations;
+  stats.hits = own.hits + shared.hits;
+  stats.shared_allocated = shared.allocated;
+  stats.shared_reserved = shared.reserved;
+  return stats;
+}
+
+void reset_peak_cpu_memory_stats() {
+  if (auto* allocator = CpuAllocator::made()) allocator->usage.reset_peak();
+}
+
+void empty_cpu_cache() {
+  auto* allocator = CpuAllocator::made();
+  if (allocator == nullptr) return;
+  allocator->own.release_all();
+  allocator->shared.release_all();
+}
+
+namespace detail {
+
+bool caching_cpu_allocator_is_used() {
+  return CpuAllocator::made() != nullptr && c10::GetCPUAllocator() == CpuAllocator::made();
+}
+
+const std::set<std::size_t>* shared_sizes(const std::set<std::size_t>& sizes) {
+  static std::mutex mutex;
+  static auto* all = new std::set<std::set<std::size_t>>;
+  std::lock_guard lock(mutex);
+  return &*all->insert(sizes).first;
+}
+
+void share_tensors_of_this_pass(const std::set<std::size_t>* sizes) {
+  shared_pass = {sizes, torch::autograd::get_current_graph_task_id()};
+}
+
+bool in_shared_memory(const at::Tensor& tensor) {
+  return shm::Arena::instance().find(tensor.const_data_ptr(), tensor.nbytes()).segment != 0;
+}
+
+}  // namespace detail
+}  // namespace lockstep

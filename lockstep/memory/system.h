@@ -1,0 +1,29 @@
+// A process's own memory for a Cache: large regions of the system's, in huge pages where it gives them. A
+// child after fork has a copy, as of all other memory.
+#pragma once
+
+#include <mutex>
+
+#include <lockstep/base/host.h>
+#include <lockstep/memory/cache.h>
+#include <lockstep/memory/heap.h>
+
+namespace lockstep::memory {
+
+class System final : public Source {
+ public:
+  explicit System(host::Root root = "/");  // never destroyed, as the Cache
+  char* take(std::size_t bytes, bool grow) override;
+  void give(char* block) noexcept override;
+  void trim() noexcept override;
+  std::size_t held() const override;
+
+ private:
+  Heap::Region map(std::size_t bytes) const;
+
+  const host::Root root_;
+  mutable std::mutex mutex_;
+  Heap heap_;
+};
+
+}  // namespace lockstep::memory
