@@ -11,6 +11,7 @@ foreach(header
     checkpoint/parts.h
     checkpoint/value.h
     comm/call.h
+    comm/cpu_memory.h
     comm/group.h
     comm/observer.h
     comm/work.h
