@@ -88,8 +88,7 @@ void Pending::Item::done(const std::exception_ptr& its_error, int /*source*/) {
   finished.notify_all();
 }
 
-void Pending::post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs,
-                   c10::ArrayRef<at::Tensor> outputs) {
+void Pending::post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs) {
   Part& part = item_.part;
   for (const auto* tensors : {&inputs, &outputs})
     for (const auto& tensor : *tensors) part.item_size = tensor.element_size();

@@ -28,8 +28,8 @@ class Pending : public std::enable_shared_from_this<Pending> {
   std::vector<at::Tensor> keep;
   std::vector<std::function<void()>> finish;  // in order: what is left when the engine is done
   bool by_messages = false;                   // it is made of the engine's sends and receives
-  // In place of works, for an engine that takes parts. Tensors are dense and kept; one tensor where the call has
-  // a table of sizes stands for its pieces.
+  // In place of works, for an engine that takes parts. Tensors are dense and kept; one tensor where the call
+  // has a table of sizes stands for its pieces.
   void post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs);
 
   const Call& call() const { return item_.part.call; }

@@ -19,8 +19,8 @@ extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock,
   return result;
 }
 
-// The counts of an exception_ptr are in libstdc++, where ThreadSanitizer does not look: the last one to let an
-// exception go seems to race with those who have read it.
+// The counts of an exception_ptr are in libstdc++, where ThreadSanitizer does not look: the last one to let
+// an exception go seems to race with those who have read it.
 extern "C" const char* __tsan_default_suppressions() {
   return "race:lockstep::Error::~Error\nrace:std::runtime_error::~runtime_error\n";
 }
