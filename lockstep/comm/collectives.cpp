@@ -348,10 +348,10 @@ Work Group::scatter(at::Tensor out, std::vector<at::Tensor> in, RootOptions opti
     for (const auto& tensor : in) sources.push_back(dense(tensor));
     if (engine.traits().unequal) {
       std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, out, false))};
-      std::vector<std::vector<at::Tensor>> ins;
-      if (root) ins.push_back(moved(engine, sources));
       pending.keep.insert(pending.keep.end(), sources.begin(), sources.end());
       if (auto* parts = engine.parts()) return pending.post(*parts, sources, outs);
+      std::vector<std::vector<at::Tensor>> ins;
+      if (root) ins.push_back(moved(engine, sources));
       auto engine_options = with_timeout<c10d::ScatterOptions>(pending);
       engine_options.rootRank = options.root;
       pending.works.push_back(engine.backend().scatter(outs, ins, engine_options));

@@ -238,7 +238,6 @@ TEST(DdpInPlace, a_gradient_in_foreign_memory_is_staged_and_counted) {
   on_every_rank([](World& world) {
     ForeignWeight model;
     DistributedDataParallel ddp(model, world.group());
-    at::Tensor expected = at::zeros({kWide, kWide});
     for (int step = 0; step < 3; ++step) {
       model->zero_grad();
       ddp(numbers(60 + step, {3, kWide})).sum().backward();
