@@ -351,6 +351,8 @@ class SeveralHosts:
                 self._ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
                 self._ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
                 self._ip("-n", name, "link", "set", "eth0", "up")
+                # Few ports: those of different hosts are often the same number, as on a large cluster.
+                self._ip("netns", "exec", name, "sysctl", "-qw", "net.ipv4.ip_local_port_range=30000 30299")
             wait_until(self._reachable, 5, 0.05)
         except BaseException:
             self.__exit__()

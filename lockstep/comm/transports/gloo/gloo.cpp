@@ -43,11 +43,12 @@ class GlooTransport final : public Transport {
   explicit GlooTransport(const TransportContext& context) {
     survive_broken_connections();
     auto options = Gloo::Options::create(context.timeout);
-    const int listener = add_device(context, *options);
+    const auto before = tcp_sockets();
+    const auto listener = add_device(context, *options);
     options->threads = 2;
     options->group_name = context.group;
     backend_ = connect(context, options);
-    find_connections(context, listener);
+    find_connections(context, listener, before);
   }
 
   // A send that is half written is not woken when its connection ends, and neither is a collective that
@@ -106,47 +107,53 @@ class GlooTransport final : public Transport {
 
   // Each group has a device of its own, and so a listener. Which is it? The one that is new: devices are made
   // one at a time, and no peer is needed for it.
-  static int add_device(const TransportContext& context, Gloo::Options& options) {
+  static std::string add_device(const TransportContext& context, Gloo::Options& options) {
     static std::mutex one_at_a_time;
     std::lock_guard lock(one_at_a_time);
     const auto before = tcp_sockets();
     options.devices.push_back(make_device(context));
     for (const TcpSocket& socket : tcp_sockets())
       if (socket.listens && std::find(before.begin(), before.end(), socket) == before.end())
-        return socket.local_port;
-    return 0;
+        return socket.local;
+    return {};
   }
 
   // Which sockets are Gloo's, and whose is the other end: a connection that we made ends at a peer's
-  // listener, one that we accepted comes from a port that the peer says it called us from.
-  void find_connections(const TransportContext& context, int listener) {
+  // listener, one that we accepted comes from where the peer says it called us from. Never one that was there
+  // before: interrupt() would end another group.
+  void find_connections(const TransportContext& context, const std::string& listener,
+                        const std::vector<TcpSocket>& before) {
     auto publish = [&](const char* what, const std::string& text) {
       put(*context.store, fmt::format("gloo {}/{}", what, context.rank), text);
     };
     auto read = [&](const char* what, int rank) {
       return take(*context.store, fmt::format("gloo {}/{}", what, rank));
     };
-    publish("listener", std::to_string(listener));
-    std::map<int, int> rank_of_listener;
+    publish("listener", listener);
+    std::map<std::string, int> rank_of_listener;
     for (int r = 0; r < context.size(); ++r)
-      if (r != context.rank) rank_of_listener[std::atoi(read("listener", r).c_str())] = r;
+      if (r != context.rank) rank_of_listener[read("listener", r)] = r;
 
-    const auto sockets = tcp_sockets();
-    std::string calls;  // "port rank port rank ..."
+    std::vector<TcpSocket> sockets;
+    for (TcpSocket& socket : tcp_sockets())
+      if (!socket.listens && !socket.peer.empty() &&
+          std::find(before.begin(), before.end(), socket) == before.end())
+        sockets.push_back(std::move(socket));
+    std::string calls;  // "from rank from rank ..."
     for (const TcpSocket& socket : sockets) {
-      auto target = socket.listens ? rank_of_listener.end() : rank_of_listener.find(socket.peer_port);
+      auto target = rank_of_listener.find(socket.peer);
       if (target == rank_of_listener.end()) continue;
       connections_.push_back({socket, target->second});
-      calls += fmt::format("{} {} ", socket.local_port, target->second);
+      calls += fmt::format("{} {} ", socket.local, target->second);
     }
     publish("calls", calls);
     for (int r = 0; r < context.size(); ++r) {
       if (r == context.rank) continue;
       std::istringstream in(read("calls", r));
-      for (int port = 0, target = 0; in >> port >> target;)
+      std::string from;
+      for (int target = 0; in >> from >> target;)
         for (const TcpSocket& socket : sockets)
-          if (target == context.rank && !socket.listens && socket.local_port == listener &&
-              socket.peer_port == port)
+          if (target == context.rank && socket.local == listener && socket.peer == from)
             connections_.push_back({socket, r});
     }
     if (connections_.size() + 1 < context.ranks.size())

@@ -7,17 +7,31 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 
+#include <array>
 #include <cstdlib>
 #include <memory>
 #include <optional>
 
+#include <fmt/format.h>
+
 namespace lockstep::detail {
 namespace {
 
-int port_of(const sockaddr_storage& address) {
-  if (address.ss_family == AF_INET) return ntohs(reinterpret_cast<const sockaddr_in&>(address).sin_port);
-  if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6&>(address).sin6_port);
-  return 0;
+// "" for what is neither IPv4 nor IPv6. An IPv4 address is the same text on both kinds of socket.
+std::string text_of(const sockaddr_storage& address) {
+  const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
+  const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
+  std::array<char, INET6_ADDRSTRLEN> text{};
+  if (address.ss_family == AF_INET) {
+    ::inet_ntop(AF_INET, &v4.sin_addr, text.data(), text.size());
+    return fmt::format("{}:{}", text.data(), ntohs(v4.sin_port));
+  }
+  if (address.ss_family != AF_INET6) return {};
+  if (IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr))
+    ::inet_ntop(AF_INET, &v6.sin6_addr.s6_addr[12], text.data(), text.size());
+  else
+    ::inet_ntop(AF_INET6, &v6.sin6_addr, text.data(), text.size());
+  return fmt::format("{}:{}", text.data(), ntohs(v6.sin6_port));
 }
 
 std::optional<TcpSocket> look_at(int fd) {
@@ -30,14 +44,14 @@ std::optional<TcpSocket> look_at(int fd) {
   sockaddr_storage address{};
   length = sizeof address;
   if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) return std::nullopt;
-  if (address.ss_family != AF_INET && address.ss_family != AF_INET6) return std::nullopt;
-  socket.local_port = port_of(address);
+  socket.local = text_of(address);
+  if (socket.local.empty()) return std::nullopt;
   length = sizeof listens;
   ::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length);
   socket.listens = listens != 0;
   length = sizeof address;
   if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0)
-    socket.peer_port = port_of(address);
+    socket.peer = text_of(address);
   return socket;
 }
 
