@@ -50,8 +50,7 @@ std::optional<TcpSocket> look_at(int fd) {
   ::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length);
   socket.listens = listens != 0;
   length = sizeof address;
-  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0)
-    socket.peer = text_of(address);
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0) socket.peer = text_of(address);
   return socket;
 }
 
