@@ -21,6 +21,7 @@ set(LOCKSTEP_SHM_SOURCES
   comm/transports/shm/post.cpp
   comm/transports/shm/region.cpp
   comm/transports/shm/segment.cpp
+  comm/transports/shm/stage_copy.cpp
   comm/transports/shm/station.cpp
   control/socket.cpp
   memory/heap.cpp)

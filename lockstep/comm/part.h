@@ -34,7 +34,11 @@ struct Part {
 // A part while an engine works on it.
 struct PartItem {
   Part part;
-  AwakeClock::time_point posted{}, deadline{};
+  AwakeClock::time_point posted{}, deadline{};  // whoever posts it says
+  void start(std::chrono::nanoseconds timeout) {
+    posted = AwakeClock::now();
+    deadline = posted + timeout;
+  }
   bool begun = false, settled = false;  // under the engine's mutex
 
   virtual ~PartItem() = default;
@@ -63,7 +67,7 @@ class PartEngine {
  public:
   virtual ~PartEngine() = default;
   // Never waits. soon: nobody is going to wait for it in a moment.
-  virtual void post(std::shared_ptr<PartItem> item, std::chrono::nanoseconds timeout, bool soon) = 0;
+  virtual void post(std::shared_ptr<PartItem> item, bool soon) = 0;
   // Returns when item.done has been called or is about to be. After the deadline everything in the engine
   // fails.
   virtual void wait(PartItem& item, AwakeClock::time_point deadline) = 0;

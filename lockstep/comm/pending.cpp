@@ -104,7 +104,9 @@ void Pending::post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs, c10::Ar
     add(part.outputs, static_cast<char*>(tensor.mutable_data_ptr()), call().from, outputs.size());
   for (auto& copy : copy_what_is_written_over(part)) keep.push_back(std::move(copy));
   parts_ = &engine;
-  engine.post({shared_from_this(), &item_}, timeout_, false);
+  item_.posted = start_;
+  item_.deadline = deadline_;
+  engine.post({shared_from_this(), &item_}, false);
 }
 
 void Pending::wait_for_part(Clock::time_point deadline) {
@@ -127,18 +129,19 @@ void Pending::wait(std::optional<milliseconds> limit) {
   if (!settled()) {
     group_->note_wait(call(), true);
     std::unique_lock lock(mutex_, std::defer_lock);
-    if (lock.try_lock_until(deadline)) {
-      if (!settled()) wait_locked(deadline);
-    } else {
+    // Almost always at once; the other one reads two clocks first.
+    if (!lock.try_lock() && !lock.try_lock_until(deadline)) {
       // Somebody else waits in the engine, with a later deadline than ours: the verdict wakes them.
       group_->fail(
           {fmt::format("{} #{} was not complete within {:.3f} s, its deadline", name(call().operation),
                        call().sequence, duration<double>(Clock::now() - start_).count()),
            std::nullopt});
       lock.lock();
-      if (!settled()) wait_locked(deadline);
     }
-    group_->note_wait(call(), false);
+    const bool elsewhere = settled();
+    if (!elsewhere) wait_locked(deadline);
+    // Where it has completed here, the note of its end has ended the wait, too.
+    if (elsewhere || state_ == State::failed) group_->note_wait(call(), false);
   }
   if (state_ == State::failed) throw_error();
 }
@@ -295,9 +298,11 @@ void Pending::settle_complete() {
   works.clear();
   finish.clear();
   keep.clear();
-  const auto elapsed = Clock::now() - start_;
+  if (group_->world().is_observed()) {
+    const auto elapsed = Clock::now() - start_;
+    group_->world().observe([&](Observer& observer) { observer.finished(call(), elapsed); });
+  }
   group_->note_end(call());
-  group_->world().observe([&](Observer& observer) { observer.finished(call(), elapsed); });
   state_.store(State::complete, std::memory_order_release);
 }
 

@@ -49,9 +49,10 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
 
   void add_observer(std::shared_ptr<Observer> observer);
   void remove_observer(const std::shared_ptr<Observer>& observer);
+  bool is_observed() const { return observed_.load(std::memory_order_acquire); }
   template <typename F>
   void observe(F&& tell) const {
-    if (!observed_.load(std::memory_order_acquire)) return;
+    if (!is_observed()) return;
     for (const auto& observer : observers()) tell(*observer);
   }
 

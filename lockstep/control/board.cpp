@@ -45,25 +45,32 @@ std::string text(const char (&from)[N]) {
   return {from, ::strnlen(from, N)};
 }
 
-struct Line {
-  std::int64_t key;
-  char group[40], operation[16], site[48];
+// What every operation changes.
+struct State {
   std::int64_t sequence, waits_for;
   std::int64_t changed_ms, waits_since_ms;
   std::int32_t peer;
   std::uint8_t used, retired, message, running;  // no bool: the reader may find any value there
 };
 
+struct Line {
+  State state;
+  std::int64_t key;
+  char group[40], operation[16], site[48];
+};
+
 // The rank writes, the agent reads: a version that is odd while something is being written. Every word is
 // released and acquired, so that whoever sees a new one sees the odd version too.
 class VersionedLine {
  public:
-  Line get() const {  // by the only writer
-    Line line;
-    std::uint64_t words[kWords];
-    for (std::size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_relaxed);
-    std::memcpy(&line, words, sizeof line);
-    return line;
+  template <typename T>  // Line, or the State that it begins with
+  T get() const {        // by the only writer
+    static_assert(sizeof(T) % 8 == 0);
+    T value;
+    std::uint64_t words[sizeof(T) / 8];
+    for (std::size_t i = 0; i < std::size(words); ++i) words[i] = words_[i].load(std::memory_order_relaxed);
+    std::memcpy(&value, words, sizeof value);
+    return value;
   }
   std::optional<Line> read() const {  // nothing while it is being written
     const auto before = version_.load(std::memory_order_acquire);
@@ -74,20 +81,21 @@ class VersionedLine {
     std::memcpy(&line, words, sizeof line);
     return line;
   }
-  void set(const Line& line) {
-    std::uint64_t words[kWords] = {};
-    std::memcpy(words, &line, sizeof line);
+  template <typename T>
+  void set(const T& value) {
+    std::uint64_t words[sizeof(T) / 8];
+    std::memcpy(words, &value, sizeof value);
     const auto version = version_.load(std::memory_order_relaxed);
     version_.store(version + 1, std::memory_order_relaxed);
     // Most stay as they are: a rank that does the same again changes a number and a time.
-    for (std::size_t i = 0; i < kWords; ++i)
+    for (std::size_t i = 0; i < std::size(words); ++i)
       if (words_[i].load(std::memory_order_relaxed) != words[i])
         words_[i].store(words[i], std::memory_order_release);
     version_.store(version + 2, std::memory_order_release);
   }
 
  private:
-  static constexpr std::size_t kWords = (sizeof(Line) + 7) / 8;
+  static constexpr std::size_t kWords = sizeof(Line) / 8;
   std::atomic<std::uint64_t> version_;
   std::atomic<std::uint64_t> words_[kWords];
 };
@@ -177,21 +185,21 @@ Rows Board::rows(int rank) const {
   const auto now = now_ms();
   for (const auto& versioned : page.lines) {
     const auto found = versioned.read();
-    if (!found || found->used == 0) continue;  // being written this moment: the next look will see it
+    if (!found || found->state.used == 0) continue;  // being written this moment: the next look will see it
     const Line& line = *found;
     Row row;
     row.key = line.key;
     row.group = text(line.group);
     row.operation = text(line.operation);
     row.site = text(line.site);
-    row.sequence = number_or_none(line.sequence);
-    row.message = line.message != 0;
-    row.peer = number_or_none(line.peer);
-    row.running = line.running != 0;
-    row.since_ms = time_since(line.changed_ms, now);
-    if (line.waits_for >= 0) {
-      row.waited_ms = time_since(line.waits_since_ms, now);
-      row.waits_for = line.waits_for;
+    row.sequence = number_or_none(line.state.sequence);
+    row.message = line.state.message != 0;
+    row.peer = number_or_none(line.state.peer);
+    row.running = line.state.running != 0;
+    row.since_ms = time_since(line.state.changed_ms, now);
+    if (line.state.waits_for >= 0) {
+      row.waited_ms = time_since(line.state.waits_since_ms, now);
+      row.waits_for = line.state.waits_for;
     }
     rows.rows.push_back(std::move(row));
   }
@@ -203,12 +211,12 @@ Pen::Pen(std::shared_ptr<Board> board, int rank) : board_(std::move(board)), pag
 void Pen::step(std::int64_t step) { page_.step.store(step, std::memory_order_relaxed); }
 std::int64_t Pen::step() const { return page_.step.load(std::memory_order_relaxed); }
 
-template <typename F>
+template <typename What, typename F>
 void Pen::write(int line, F change) {
   if (line < 0) return;
   std::lock_guard lock(mutex_);
   auto& place = page_.lines[line];
-  Line changed = place.get();
+  auto changed = place.template get<What>();
   change(changed);
   place.set(changed);
 }
@@ -219,37 +227,37 @@ int Pen::add_line(std::int64_t key, std::string_view group, bool messages) {
   int free = -1;
   std::int64_t oldest = std::numeric_limits<std::int64_t>::max();
   for (int i = 0; i < kLines; ++i) {
-    const Line line = page_.lines[i].get();
-    const auto changed = line.used != 0 ? line.changed_ms : -1;
-    if ((line.used != 0 && line.retired == 0) || changed >= oldest) continue;
+    const Line line = page_.lines[i].get<Line>();
+    const auto changed = line.state.used != 0 ? line.state.changed_ms : -1;
+    if ((line.state.used != 0 && line.state.retired == 0) || changed >= oldest) continue;
     free = i;
     oldest = changed;
   }
   if (free < 0) return -1;
   Line line{};
-  line.used = 1;
+  line.state.used = 1;
   line.key = key;
-  line.message = messages ? 1 : 0;
-  line.sequence = line.waits_for = -1;
-  line.peer = -1;
-  line.changed_ms = now_ms();
+  line.state.message = messages ? 1 : 0;
+  line.state.sequence = line.state.waits_for = -1;
+  line.state.peer = -1;
+  line.state.changed_ms = now_ms();
   copy(line.group, group);
   page_.lines[free].set(line);
   return free;
 }
 
 void Pen::drop_line(int line) {
-  write(line, [](Line& each) { each.retired = 1; });
+  write<State>(line, [](State& each) { each.retired = 1; });
 }
 
 void Pen::began(int line, std::int64_t sequence, std::string_view operation, std::string_view site,
                 int peer) {
   const auto now = now_ms();
-  write(line, [&](Line& each) {
-    each.sequence = sequence;
-    each.peer = peer;
-    each.running = 1;
-    each.changed_ms = now;
+  write<Line>(line, [&](Line& each) {
+    each.state.sequence = sequence;
+    each.state.peer = peer;
+    each.state.running = 1;
+    each.state.changed_ms = now;
     copy(each.operation, operation);
     copy(each.site, site);
   });
@@ -257,7 +265,8 @@ void Pen::began(int line, std::int64_t sequence, std::string_view operation, std
 
 void Pen::ended(int line, std::int64_t sequence) {
   const auto now = now_ms();
-  write(line, [&](Line& each) {
+  write<State>(line, [&](State& each) {
+    if (each.waits_for == sequence) each.waits_for = -1;
     if (each.sequence != sequence) return;
     each.running = 0;
     each.changed_ms = now;
@@ -266,14 +275,14 @@ void Pen::ended(int line, std::int64_t sequence) {
 
 void Pen::waits(int line, std::int64_t sequence) {
   const auto now = now_ms();
-  write(line, [&](Line& each) {
+  write<State>(line, [&](State& each) {
     each.waits_for = sequence;
     each.waits_since_ms = now;
   });
 }
 
 void Pen::waited(int line, std::int64_t sequence) {
-  write(line, [&](Line& each) {
+  write<State>(line, [&](State& each) {
     if (each.waits_for == sequence) each.waits_for = -1;
   });
 }

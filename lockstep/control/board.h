@@ -64,12 +64,12 @@ class Pen {
   int add_line(std::int64_t key, std::string_view group, bool messages);
   void drop_line(int line);
   void began(int line, std::int64_t sequence, std::string_view operation, std::string_view site, int peer);
-  void ended(int line, std::int64_t sequence);
+  void ended(int line, std::int64_t sequence);  // and so has a wait for it
   void waits(int line, std::int64_t sequence);
   void waited(int line, std::int64_t sequence);
 
  private:
-  template <typename F>
+  template <typename What, typename F>
   void write(int line, F change);
 
   const std::shared_ptr<Board> board_;

@@ -77,7 +77,8 @@ class Lanes {
     taken_.push_back(data);
     ticket->part.outputs = {data};
     ticket->part.item_size = 4;
-    lane(rank)->post(ticket, seconds(60), soon);
+    ticket->start(seconds(60));
+    lane(rank)->post(ticket, soon);
     return ticket;
   }
 

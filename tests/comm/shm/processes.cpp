@@ -81,7 +81,8 @@ void Member::run(Part part) {
     auto item = std::make_shared<Item>();
     item->part = std::move(part);
     item->tell = tell;
-    lane->post(item, seconds(60), false);
+    item->start(seconds(60));
+    lane->post(item, false);
     lane->wait(*item, Clock::now() + seconds(60));
   }
   done.get_future().get();

@@ -325,7 +325,8 @@ class Running {
       item_ = std::make_shared<Item>();
       item_->part = std::move(part);
       ended_ = item_->told.get_future();
-      member_.lane->post(item_, seconds(60), soon);
+      item_->start(seconds(60));
+      member_.lane->post(item_, soon);
       return;
     }
     auto told = std::make_shared<std::promise<std::string>>();

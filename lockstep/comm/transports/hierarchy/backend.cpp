@@ -108,7 +108,8 @@ class HierarchyBackend final : public PartBackend {
     item->part = std::move(request.part);
     item->work = work;
     work->set_item(item);
-    lane_->post(std::move(item), timeout, request.asynchronous);
+    item->start(timeout);
+    lane_->post(std::move(item), request.asynchronous);
     return work;
   }
 

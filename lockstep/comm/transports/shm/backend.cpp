@@ -136,7 +136,8 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
   item->part = std::move(request.part);
   item->work = work;
   work->set_item(item);
-  lane_->post(std::move(item), timeout, request.asynchronous);
+  item->start(timeout);
+  lane_->post(std::move(item), request.asynchronous);
   return work;
 }
 

@@ -276,7 +276,7 @@ void Engine::fill_stage(const Round& op, std::size_t from) {
   char* stage = this->stage(op.window * op.own.size());
   for (std::size_t i = 0; i < op.own.size(); ++i)
     if (from < op.sizes[i])
-      std::memcpy(stage + i * op.window, op.own[i] + from, std::min(op.window, op.sizes[i] - from));
+      to_stage_.copy(stage + i * op.window, op.own[i] + from, std::min(op.window, op.sizes[i] - from));
 }
 
 const char* Engine::piece(const Round& op, int rank, int number, std::size_t from) const {

@@ -17,6 +17,7 @@
 #include <lockstep/comm/part.h>
 #include <lockstep/comm/transports/shm/arena.h>
 #include <lockstep/comm/transports/shm/meeting.h>
+#include <lockstep/comm/transports/shm/stage_copy.h>
 
 namespace lockstep::shm {
 
@@ -90,6 +91,7 @@ class Engine final : public detail::CollectiveEngine {
   const Tuning tuning_;
   Memory& memory_;
   char* stage_ = nullptr;  // two of them, used in turn
+  StageCopy to_stage_;
   std::size_t stage_size_ = 0;
   Place stage_place_;
   bool stage_is_new_ = false;

@@ -39,9 +39,7 @@ Lane::Lane(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<voi
 
 Lane::~Lane() = default;
 
-void Lane::post(std::shared_ptr<Item> item, std::chrono::nanoseconds timeout, bool soon) {
-  item->posted = Clock::now();
-  item->deadline = item->posted + timeout;
+void Lane::post(std::shared_ptr<Item> item, bool soon) {
   Lock lock(mutex_);
   last_post_ = item->posted;
   // What it says is there for the others from now on, whenever this rank looks again.

@@ -24,7 +24,7 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   Lane(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep);
   ~Lane() override;
 
-  void post(std::shared_ptr<Item> item, std::chrono::nanoseconds timeout, bool soon) override;
+  void post(std::shared_ptr<Item> item, bool soon) override;
   void wait(Item& item, Clock::time_point deadline) override;
   // Every operation ends with this cause, now and later. Any thread.
   void interrupt(const std::string& cause);
