@@ -43,6 +43,7 @@ foreach(header
     train/adam.h
     train/autocast.h
     train/clip_grad.h
+    train/distributed_optimizer.h
     train/grad_scaler.h
     train/lr_schedule.h
     train/lr_scheduler.h

@@ -26,6 +26,7 @@
 #include <lockstep/train/adam.h>
 #include <lockstep/train/autocast.h>
 #include <lockstep/train/clip_grad.h>
+#include <lockstep/train/distributed_optimizer.h>
 #include <lockstep/train/grad_scaler.h>
 #include <lockstep/train/lr_scheduler.h>
 #include <lockstep/train/sgd.h>

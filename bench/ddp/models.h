@@ -70,6 +70,26 @@ struct GptImpl : torch::nn::Module {
 };
 TORCH_MODULE(Gpt);
 
+// For --allocator alone: step.py does not have it.
+struct ConvImpl : torch::nn::Module {
+  torch::nn::Conv2d a{torch::nn::Conv2dOptions(3, 32, 3).padding(1)},
+      b{torch::nn::Conv2dOptions(32, 64, 3).padding(1)}, c{torch::nn::Conv2dOptions(64, 64, 3).padding(1)};
+  torch::nn::BatchNorm2d norm{64};
+  Dense d{64 * 8 * 8, 10};
+  ConvImpl() {
+    register_module("a", a);
+    register_module("b", b);
+    register_module("c", c);
+    register_module("norm", norm);
+    register_module("d", d);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    auto y = torch::max_pool2d(b(a(x).relu()).relu(), 2);
+    return d(torch::max_pool2d(norm(c(y)).relu(), 2).flatten(1));
+  }
+};
+TORCH_MODULE(Conv);
+
 struct SeedImpl : torch::nn::Module {
   Dense linear{10, 1};
   SeedImpl() { register_module("linear", linear); }
@@ -83,6 +103,7 @@ struct Batch {
 };
 inline Batch batch_of(const std::string& name) {
   if (name == "mlp") return {torch::randn({32, 1024}), torch::randint(10, {32})};
+  if (name == "conv") return {torch::randn({16, 3, 32, 32}), torch::randint(10, {16})};
   if (name == "gpt")
     return {torch::randint(kVocabulary, {4, kTokens}), torch::randint(kVocabulary, {4 * kTokens})};
   return {torch::randn({32, 10}), torch::randn({32, 1})};

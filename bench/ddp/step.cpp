@@ -1,6 +1,6 @@
 // One rank of bench_ddp: says "ready", then answers each line it is told, "local 10" or "ddp 10", with the
-// milliseconds of a step, and "memory 0" with the peak of the process's memory in MiB. The conductor, ddp.py,
-// tells every rank.
+// milliseconds of a step, "memory 0" with the peak of the process's memory in MiB, "pss 0" with its share of
+// the memory that there is now. The conductor, ddp.py, tells every rank.
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
@@ -17,11 +17,21 @@
 namespace lockstep::bench {
 namespace {
 
-double peak_mib() {
-  std::ifstream status("/proc/self/status");
+double mib_in(const char* file, const std::string& what) {
+  std::ifstream status(file);
   for (std::string word; status >> word;)
-    if (word == "VmHWM:") return status >> word, std::stod(word) / 1024;
+    if (word == what) return status >> word, std::stod(word) / 1024;
   return 0;
+}
+
+// By the optimizer that every rank repeats, or by the one that they share.
+template <typename Inner, typename M, typename Options>
+std::unique_ptr<torch::optim::Optimizer> optimizer_of(DistributedDataParallel<M>& ddp, const Options& options,
+                                                      const std::string& variant) {
+  if (variant == "fused" || variant == "shared")
+    return std::make_unique<DistributedOptimizer<Inner>>(
+        ddp, options, DistributedOptimizerOptions{.share_weights = variant == "shared"});
+  return std::make_unique<Inner>(ddp.module()->parameters(), options);
 }
 
 template <typename M>
@@ -30,14 +40,18 @@ void serve(World& world, M model, const std::string& name, const std::string& op
   auto group = world.group();
   // The bare model is another: hooks stay with the one that has them. Which one lies where in memory can
   // make a difference, so they change places from one process to the next.
-  M bare;
+  M bare = std::getenv("BENCH_STATE") != nullptr ? model : M();  // with it, memory is that of one model
   if (std::getenv("BENCH_SWAP") != nullptr) std::swap(model, bare);
   DistributedDataParallel ddp(model, group, {.zero_copy = variant != "plain"});
-  const auto optimizer_for = [&](M& of) -> std::unique_ptr<torch::optim::Optimizer> {
-    if (optimizer_name == "sgd") return std::make_unique<SGD>(of->parameters(), SGDOptions{.lr = 1e-3});
-    return std::make_unique<AdamW>(of->parameters(), AdamWOptions{.lr = 1e-3});
-  };
-  auto optimizer = optimizer_for(model), bare_optimizer = optimizer_for(bare);
+  const SGDOptions sgd{.lr = 1e-3};
+  const AdamWOptions adamw{.lr = 1e-3};
+  auto optimizer = optimizer_name == "sgd" ? optimizer_of<SGD>(ddp, sgd, variant)
+                                           : optimizer_of<AdamW>(ddp, adamw, variant);
+  std::unique_ptr<torch::optim::Optimizer> bare_optimizer;
+  if (optimizer_name == "sgd")
+    bare_optimizer = std::make_unique<SGD>(bare->parameters(), sgd);
+  else
+    bare_optimizer = std::make_unique<AdamW>(bare->parameters(), adamw);
   const auto step = [&](auto&& call, torch::optim::Optimizer& with) {
     auto [inputs, targets] = batch_of(name);
     with.zero_grad();
@@ -59,8 +73,11 @@ void serve(World& world, M model, const std::string& name, const std::string& op
     std::string kind;
     int steps = 0;
     words >> kind >> steps;
-    if (kind == "memory") {
-      std::cout << peak_mib() << std::endl;
+    if (kind == "memory" || kind == "pss") {
+      if (kind == "pss") empty_cpu_cache();  // what the model has, not what is kept for its next step
+      std::cout << (kind == "pss" ? mib_in("/proc/self/smaps_rollup", "Pss:")
+                                  : mib_in("/proc/self/status", "VmHWM:"))
+                << std::endl;
       continue;
     }
     group.barrier().wait();
@@ -85,5 +102,6 @@ int main(int argc, char** argv) {
   torch::manual_seed(2 + world.rank());
   if (name == "mlp") serve(world, Mlp(), name, optimizer, variant);
   if (name == "gpt") serve(world, Gpt(), name, optimizer, variant);
+  if (name == "conv") serve(world, Conv(), name, optimizer, variant);
   if (name == "seed") serve(world, Seed(), name, optimizer, variant);
 }

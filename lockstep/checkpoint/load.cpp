@@ -11,6 +11,7 @@
 #include <lockstep/checkpoint/format_error.h>
 #include <lockstep/checkpoint/manifest.h>
 #include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/train/distributed_optimizer.h>
 
 namespace lockstep {
 namespace {
@@ -25,6 +26,11 @@ class Loader {
  public:
   Loader(const std::string& path, const LoadOptions& options) : options_(options), file_(path) {
     rank_ = options.group ? options.group->rank() : 0;
+    optimizer_ = options.optimizer.get();
+    if ((sharded_ = dynamic_cast<ShardedOptimizer*>(optimizer_)) != nullptr) {
+      whole_ = sharded_->make_whole();
+      optimizer_ = whole_.get();
+    }
   }
 
   // Reads and checks everything, and changes nothing.
@@ -34,8 +40,8 @@ class Loader {
     want_optimizer();
     want_generators();
     read_tensors();
-    if (options_.optimizer.get() != nullptr && manifest_ && manifest_->optimizer)
-      put_optimizer_ = prepare_state(*options_.optimizer.get(), names_, *manifest_->optimizer, wanted_);
+    if (optimizer_ != nullptr && manifest_ && manifest_->optimizer)
+      put_optimizer_ = prepare_state(*optimizer_, names_, *manifest_->optimizer, wanted_);
     find_states();
   }
 
@@ -56,7 +62,10 @@ class Loader {
     for (const auto& named : model_)
       if (const auto found = wanted_.find(named.name); found != wanted_.end())
         named.tensor.detach().copy_(found->second);
-    if (put_optimizer_) put_optimizer_();
+    if (put_optimizer_) {
+      put_optimizer_();
+      if (sharded_ != nullptr) sharded_->take(*whole_);
+    }
     if (!generator_states_.empty()) set_generators(generators_, generator_states_);
     return std::move(result_);
   }
@@ -139,12 +148,11 @@ class Loader {
   }
 
   void want_optimizer() {
-    auto* optimizer = options_.optimizer.get();
-    if (optimizer == nullptr) return;
+    if (optimizer_ == nullptr) return;
     if (!manifest_ || !manifest_->optimizer) return lacks("optimizer");
-    names_ = parameter_names(*optimizer, model_);
+    names_ = parameter_names(*optimizer_, model_);
     want_state(
-        *optimizer, names_, *manifest_->optimizer,
+        *optimizer_, names_, *manifest_->optimizer,
         [&](const std::string& name) { return entries_.contains(name); },
         [&](const std::string& name, const at::Tensor& like) {
           want(*entries_.at(name), {name, like});
@@ -227,6 +235,9 @@ class Loader {
   std::vector<std::string> different_;
   std::vector<at::Generator> generators_;
   std::vector<at::Tensor> generator_states_;
+  torch::optim::Optimizer* optimizer_ = nullptr;
+  ShardedOptimizer* sharded_ = nullptr;             // whose state is spread over the ranks:
+  std::unique_ptr<torch::optim::Optimizer> whole_;  // it gets its part of this one's
   std::function<void()> put_optimizer_;
   std::vector<std::pair<const StatePart*, CheckpointValues>> states_, loaded_states_;
   Loaded result_;

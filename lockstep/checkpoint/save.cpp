@@ -8,6 +8,7 @@
 #include <lockstep/checkpoint/manifest.h>
 #include <lockstep/checkpoint/safetensors.h>
 #include <lockstep/control/frame.h>
+#include <lockstep/train/distributed_optimizer.h>
 
 namespace lockstep {
 namespace {
@@ -95,7 +96,12 @@ void write_checkpoint(const std::string& path, const SaveOptions& options,
 
 void save(const std::string& path, const SaveOptions& options) {
   std::string own;
+  auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(options.optimizer.get());
   const auto problem = problem_of("save", path, [&] {
+    if (sharded != nullptr && (!options.group || options.group->ranks() != sharded->group().ranks()))
+      throw ConfigError(
+          "the state of a DistributedOptimizer is spread over the ranks: every rank saves, with its "
+          "{.group}");
     RankShare share;
     if (options.sampler.save) share.sampler = options.sampler.save();
     if (options.rng)
@@ -105,12 +111,18 @@ void save(const std::string& path, const SaveOptions& options) {
   agree(options.group, problem);
   std::vector<std::string> encoded = {own};
   if (options.group) encoded = Group(*options.group).all_gather_values(own, {.tag = "checkpoint"});
+  SaveOptions whole = options;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  if (sharded != nullptr) {
+    optimizer = sharded->whole();
+    whole.optimizer = *optimizer;
+  }
   std::string written;
   if (!options.group || options.group->rank() == 0)
     written = problem_of("save", path, [&] {
       std::vector<RankShare> shares;
       for (const auto& bytes : encoded) shares.push_back(RankShare::decode(bytes));
-      write_checkpoint(path, options, shares);
+      write_checkpoint(path, whole, shares);
     });
   agree(options.group, written);
 }

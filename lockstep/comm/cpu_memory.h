@@ -27,7 +27,7 @@ struct CpuMemoryStats {
 };
 CpuMemoryStats cpu_memory_stats();
 void reset_peak_cpu_memory_stats();
-void empty_cpu_cache();  // what no tensor uses goes back to the system, as far as whole regions are free
+void empty_cpu_cache();  // what no tensor uses goes back to the system, by 2 MiB
 
 // Tensors that are there stay where they are. False where the program has an allocator of its own, which
 // stays.

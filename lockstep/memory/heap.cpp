@@ -68,6 +68,13 @@ bool Heap::put(const char* block) {
   return true;
 }
 
+std::vector<Heap::Region> Heap::free_blocks(std::size_t least) const {
+  std::vector<Region> found;
+  for (auto each = by_length_.lower_bound({least, 0}); each != by_length_.end(); ++each)
+    found.push_back({reinterpret_cast<char*>(each->second), each->first});
+  return found;
+}
+
 std::vector<Heap::Region> Heap::free_regions() const {
   std::vector<Region> found;
   for (const auto& [base, size] : regions_)

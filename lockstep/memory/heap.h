@@ -20,9 +20,10 @@ class Heap {
   void add(Region region);
   // unit: what its address and its length are multiples of. Null where nothing fits.
   char* take(std::size_t bytes, std::size_t unit);
-  bool put(const char* block);               // false: it is not one that was taken
-  std::vector<Region> free_regions() const;  // as a whole
-  void remove(const Region& region);         // that is free as a whole
+  bool put(const char* block);                               // false: it is not one that was taken
+  std::vector<Region> free_regions() const;                  // as a whole
+  std::vector<Region> free_blocks(std::size_t least) const;  // of so many bytes, at least
+  void remove(const Region& region);                         // that is free as a whole
   void clear();
 
   std::size_t held() const { return held_; }

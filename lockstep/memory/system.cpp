@@ -81,6 +81,13 @@ void System::trim() noexcept {
     heap_.remove(region);
     ::munmap(region.base, region.size);
   }
+  // Of those that are in use in part, the pages of what is not: they come back, as zeros, when they are
+  // touched.
+  for (const auto& block : heap_.free_blocks(kHugePage)) {
+    const auto begin = round_up(reinterpret_cast<std::uintptr_t>(block.base), kHugePage);
+    const auto end = reinterpret_cast<std::uintptr_t>(block.base + block.size) / kHugePage * kHugePage;
+    if (begin < end) ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+  }
 }
 
 std::size_t System::held() const {

@@ -69,6 +69,7 @@ struct JoinOptions {
 namespace detail {
 
 class DdpReducer;
+class ParameterShards;
 std::shared_ptr<DdpReducer> make_reducer(std::shared_ptr<torch::nn::Module> module, Group group,
                                          DdpOptions options);
 
@@ -94,13 +95,17 @@ class DdpBase {
   void join(const std::function<void()>& body, const JoinOptions& options = {});
   void samples(std::int64_t count);  // of the next backward pass; before it
 
-  // In place of the average: see ddp_hooks.h. Every rank, before the first backward pass.
+  // In place of the average: see ddp_hooks.h. Every rank, before the first backward pass and before a
+  // DistributedOptimizer is made.
   void register_comm_hook(CommHook hook);
   // Rank 0's buffers to all: before an evaluation, say. Every rank.
   void sync_buffers();
-  // Sizes of the buckets in bytes, in the order of their reduction; empty before the first step.
+  // Sizes of the buckets in bytes, in the order of their reduction; empty before the first step, or a
+  // DistributedOptimizer.
   std::vector<std::int64_t> bucket_sizes() const;
   DdpCounts counts() const;
+  // For an optimizer that updates a part of the parameters on each rank (distributed_optimizer.h).
+  std::shared_ptr<ParameterShards> shard(bool share_weights);
 
  protected:
   explicit DdpBase(std::shared_ptr<DdpReducer> reducer) : reducer_(std::move(reducer)) {}

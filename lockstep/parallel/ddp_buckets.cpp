@@ -3,39 +3,22 @@
 #include <bit>
 #include <cstring>
 #include <map>
+#include <tuple>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/cpu_memory.h>
 #include <lockstep/parallel/ddp_reducer.h>
+#include <lockstep/parallel/flat_views.h>
+#include <lockstep/parallel/shards.h>
 
 namespace lockstep::detail {
 namespace {
 
 constexpr std::int64_t kAlignment = 64;  // of a gradient in its bucket, in bytes
 
-// What a step did with a parameter on some rank: the most counts.
-constexpr char kNothing = 0, kKept = 1, kUsed = 2;
-
 bool low_precision(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
-
-// The parameter's strides where its elements fill their memory, so that autograd and optimizers see the
-// layout they would see without us.
-at::Tensor view_of(const at::Tensor& buffer, std::int64_t offset, const at::Tensor& param) {
-  // Not a view to autograd: zero_grad(false) detaches gradients in place, which views refuse.
-  at::AutoDispatchBelowADInplaceOrView untracked;
-  if (param.is_non_overlapping_and_dense()) return buffer.as_strided(param.sizes(), param.strides(), offset);
-  return buffer.narrow(0, offset, param.numel()).view(param.sizes());
-}
-
-// Strides of a dimension with one element do not count.
-bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  if (a.sizes() != b.sizes()) return false;
-  for (std::int64_t d = 0; d < a.dim(); ++d)
-    if (a.size(d) != 1 && a.stride(d) != b.stride(d)) return false;
-  return true;
-}
 
 void copy_gradient(const at::Tensor& to, const at::Tensor& from) {
   if (to.is_cpu() && from.is_cpu() && to.is_contiguous() && from.is_contiguous() && !from.is_conj() &&
@@ -127,7 +110,8 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
     std::int64_t bytes = 0;
     bool first = true;
   };
-  std::map<std::pair<at::ScalarType, std::string>, Open> open;
+  // By the bucket's type, the parameters' and the device: shards have the weights in the same layout.
+  std::map<std::tuple<at::ScalarType, at::ScalarType, std::string>, Open> open;
   std::vector<std::vector<std::size_t>> closed;
   for (std::size_t k = 0; k < count; ++k) {
     const auto i = static_cast<std::size_t>(order[k]);
@@ -145,7 +129,7 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
       continue;
     }
     const auto type = wide(param) ? at::kFloat : param.tensor.scalar_type();
-    auto& bucket = open[{type, param.tensor.device().str()}];
+    auto& bucket = open[{type, param.tensor.scalar_type(), param.tensor.device().str()}];
     bucket.params.push_back(i);
     bucket.bytes += param.tensor.numel() * static_cast<std::int64_t>(c10::elementSize(type));
     if (bucket.bytes < (bucket.first ? options_.first_bucket_bytes : options_.bucket_bytes)) continue;
@@ -163,6 +147,8 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
     const auto& model = params_[members[0]].tensor;
     if (params_[members[0]].in_place) {
       bucket.bytes = static_cast<std::int64_t>(model.nbytes());
+      bucket.offsets = {0};
+      bucket.elements = model.numel();
       bucket.shown.names_.push_back(params_[members[0]].name);
       params_[members[0]].bucket = buckets_.size();
       buckets_.push_back(std::move(bucket));
@@ -171,8 +157,8 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
     const auto type = wide(params_[members[0]]) ? at::kFloat : model.scalar_type();
     const auto rounding =
         std::max<std::int64_t>(kAlignment / static_cast<std::int64_t>(c10::elementSize(type)), 1);
-    std::int64_t size = 0;
-    std::vector<std::int64_t> offsets;
+    auto& size = bucket.elements;
+    auto& offsets = bucket.offsets;
     for (const auto i : members) {
       offsets.push_back(size);
       size += (params_[i].tensor.numel() + rounding - 1) / rounding * rounding;
@@ -267,9 +253,7 @@ void DdpReducer::launch(Bucket& bucket) {
   if (hook_)
     bucket.complete = hook_(bucket.shown);
   else if (!alone_)
-    bucket.work = group_.all_reduce(
-        buffer,
-        {.op = weight_ || options_.micro_batches > 1 ? ReduceOp::SUM : ReduceOp::AVG, .tag = bucket.tag});
+    bucket.work = reduce(buffer, bucket);
 }
 
 void DdpReducer::complete(Bucket& bucket) {
@@ -393,6 +377,7 @@ void DdpReducer::settle(bool last, bool shadow) {
       grad = grad.defined() ? grad.add_(before) : before;
     param.used = false;
   }
+  if (shards_) shards_->take_gradients();
 }
 
 }  // namespace lockstep::detail

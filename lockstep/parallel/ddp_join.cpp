@@ -4,6 +4,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/parallel/ddp_reducer.h>
 #include <lockstep/parallel/replicas.h>
+#include <lockstep/parallel/shards.h>
 #include <lockstep/parallel/unit.h>
 
 #include <ATen/ATen.h>
@@ -40,6 +41,7 @@ bool DdpReducer::announce(std::int64_t samples, bool active) {
 void DdpReducer::follow(const JoinOptions& options) {
   at::NoGradGuard no_grad;
   for (auto& param : params_) param.tensor.mutable_grad().reset();
+  if (shards_) shards_->drop_gradients();
   in_round_ = true;
   settle(true, true);
   ++rounds_;
@@ -55,6 +57,11 @@ void DdpReducer::join(const std::function<void()>& body, const JoinOptions& opti
     throw ConfigError(
         "join() is not allowed with SyncBatchNorm, or another module whose forward waits for every rank: "
         "those that have run out of data make none");
+  if (shards_ && !options.step)
+    throw ConfigError(
+        "join() with a DistributedOptimizer needs {.step}: a rank that has run out of data still has its "
+        "part of "
+        "the parameters to update");
   struct Restore {
     DdpReducer& self;
     ~Restore() { self.joining_ = self.throw_early_ = false; }
@@ -84,6 +91,7 @@ void DdpBase::register_comm_hook(CommHook hook) { reducer_->set_hook(std::move(h
 void DdpBase::sync_buffers() { reducer_->sync_buffers(0); }
 std::vector<std::int64_t> DdpBase::bucket_sizes() const { return reducer_->bucket_sizes(); }
 DdpCounts DdpBase::counts() const { return reducer_->counts(); }
+std::shared_ptr<ParameterShards> DdpBase::shard(bool share_weights) { return reducer_->shard(share_weights); }
 void DdpBase::before_forward(std::int64_t samples) { reducer_->before_forward(samples); }
 void DdpBase::after_forward(const std::vector<at::Tensor>& outputs) { reducer_->after_forward(outputs); }
 DdpBase::NoSync::NoSync(std::shared_ptr<DdpReducer> reducer) : reducer_(std::move(reducer)) {

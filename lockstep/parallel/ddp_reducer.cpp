@@ -10,6 +10,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/comm/cpu_memory.h>
 #include <lockstep/parallel/replicas.h>
+#include <lockstep/parallel/shards.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -177,6 +178,7 @@ void DdpReducer::before_forward(std::int64_t samples) {
         "no_sync() is not allowed with micro_batches above 1: both put off communication, use one of them");
   sync_ = no_sync_ == 0;
   samples_ += samples;
+  if (shards_) shards_->note_versions();
   if (alone_ || !sync_ || joining_) return;
   if (options_.check_replicas_every > 0 && rounds_ > checked_at_ &&
       rounds_ % options_.check_replicas_every == 0) {
@@ -188,6 +190,7 @@ void DdpReducer::before_forward(std::int64_t samples) {
 
 void DdpReducer::after_forward(const std::vector<at::Tensor>& outputs) {
   if (!at::GradMode::is_enabled()) return;
+  if (shards_) shards_->check_versions();
   for (const auto& output : outputs) {
     // A leaf would keep the hook for good; its gradient comes by itself.
     if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;
@@ -225,7 +228,9 @@ void DdpReducer::samples(std::int64_t count) {
 
 void DdpReducer::set_hook(CommHook hook) {
   if (buckets_made_ || rounds_ > 0)
-    throw ConfigError("a communication hook must be registered before the first backward pass");
+    throw ConfigError(
+        "a communication hook must be registered before the first backward pass, and before a "
+        "DistributedOptimizer is made");
   if (hook_) throw ConfigError("a communication hook is registered already: one is allowed");
   hook_ = std::move(hook);
 }
@@ -246,6 +251,7 @@ std::vector<std::int64_t> DdpReducer::bucket_sizes() const {
 void DdpReducer::begin_round() {
   in_round_ = true;
   if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
+  if (shards_ && micro_batch_ == 0) shards_->keep_gradients();
   auto running = std::make_shared<int>();  // gone with the pass, also where that ends early
   round_ = running;
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this(), running] {
@@ -265,7 +271,8 @@ void DdpReducer::abandon_round() {
     throw Error(
         fmt::format("the backward pass before this one ended early, when {} of {} buckets had been given to "
                     "all_reduce: the ranks are "
-                    "no longer in step. Make a new DistributedDataParallel on every rank, or end the job",
+                    "no longer in step. Make a new DistributedDataParallel on every rank (and a new "
+                    "DistributedOptimizer, where there is one), or end the job",
                     reduced, buckets_.size()));
 }
 

@@ -23,6 +23,8 @@
 
 namespace lockstep::detail {
 
+class ParameterShards;
+
 class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
  public:
   DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, DdpOptions options);
@@ -40,6 +42,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void sync_buffers(int root);
   std::vector<std::int64_t> bucket_sizes() const;
   DdpCounts counts() const { return counts_; }
+  // From now on every rank gets the average of its own part alone, and p.grad() is none after backward.
+  std::shared_ptr<ParameterShards> shard(bool share_weights);
+  void unshard();
 
  private:
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
@@ -69,6 +74,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::size_t missing;
     std::string tag;
     std::int64_t bytes = 0;
+    std::vector<std::int64_t> offsets = {};  // of the parameters, in elements
+    std::int64_t elements = 0;
     std::optional<Work> work = {};
     std::function<void()> complete = {};
   };
@@ -77,6 +84,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::int64_t samples = 0;
     std::int64_t active = 0;
   };
+
+  // What a step did with a parameter on some rank: the most counts.
+  static constexpr char kNothing = 0, kKept = 1, kUsed = 2;
 
   void verify() const;
   void agree_on_zero_copy();
@@ -107,6 +117,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void require_all_gradients() const;
   void settle(bool last, bool shadow = false);
 
+  // ddp_shards.cpp
+  Work reduce(const at::Tensor& buffer, const Bucket& bucket);
+
   // ddp_join.cpp
   bool announce(std::int64_t samples, bool active);
   void follow(const JoinOptions& options);
@@ -119,6 +132,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   const std::set<std::size_t>* shared_sizes_ = nullptr;  // of the gradients that are to be reduced in place
   DdpCounts counts_;
   CommHook hook_;
+  std::shared_ptr<ParameterShards> shards_;  // where an optimizer updates a part on each rank
 
   std::mutex mutex_;  // a model on several devices: one autograd thread each
   std::vector<Param> params_;

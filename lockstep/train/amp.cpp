@@ -9,6 +9,7 @@
 #include <fmt/ostream.h>
 #include <lockstep/base/error.h>
 #include <lockstep/train/autocast.h>
+#include <lockstep/train/distributed_optimizer.h>
 #include <lockstep/train/grad_scaler.h>
 #include <torch/optim/optimizer.h>
 
@@ -97,8 +98,10 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse.to(device));
     own.found_inf.add_(found.to(scale_.device()));
   }
-  if (options_.group)
-    options_.group->all_reduce(own.found_inf, {.op = ReduceOp::MAX, .tag = "GradScaler found_inf"}).wait();
+  // Ranks of which each has a part of the gradients leave out a step together, too.
+  auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(&optimizer);
+  if (std::optional<Group> group = sharded != nullptr ? sharded->group() : options_.group)
+    group->all_reduce(own.found_inf, {.op = ReduceOp::MAX, .tag = "GradScaler found_inf"}).wait();
   own.stage = Stage::unscaled;
 }
 
@@ -113,7 +116,12 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (optimizers_[&optimizer].stage == Stage::ready) unscale_(optimizer);
   auto& own = optimizers_[&optimizer];
   own.stage = Stage::stepped;
-  if (own.found_inf.item<float>() != 0) return false;
+  if (own.found_inf.item<float>() != 0) {
+    // They are not the model's, so that model->zero_grad() would leave them, and with them every step that
+    // follows.
+    if (auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(&optimizer)) sharded->drop_gradients();
+    return false;
+  }
   optimizer.step();
   return true;
 }

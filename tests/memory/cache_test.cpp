@@ -3,8 +3,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <fstream>
 #include <random>
 #include <thread>
 
@@ -95,6 +97,34 @@ TEST(Cache, what_has_long_been_of_no_use_goes_back_to_the_system) {
     cache.release_all();
     EXPECT_EQ(cache.figures().reserved, 0);
   });
+}
+
+std::size_t resident() {
+  std::ifstream file("/proc/self/statm");
+  std::size_t size = 0, pages = 0;
+  file >> size >> pages;
+  return pages * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+}
+
+TEST(Cache, pages_go_back_of_a_region_that_is_in_use_in_part) {
+  constexpr std::size_t kLarge = std::size_t{24} << 20;
+  auto& cache = *new Cache(*new System);
+  char* stays = static_cast<char*>(cache.allocate(kLarge));
+  char* goes = static_cast<char*>(cache.allocate(kLarge));
+  std::memset(stays, 1, kLarge);
+  std::memset(goes, 2, kLarge);
+  const auto before = resident();
+  Cache::free(goes);
+  cache.release_all();
+  EXPECT_LT(resident() + kLarge * 3 / 4, before);
+  EXPECT_TRUE(std::all_of(stays, stays + kLarge, [](char byte) { return byte == 1; }));
+  // And it is given out again.
+  char* again = static_cast<char*>(cache.allocate(kLarge));
+  std::memset(again, 3, kLarge);
+  EXPECT_GT(resident() + kLarge / 4, before);
+  EXPECT_TRUE(std::all_of(stays, stays + kLarge, [](char byte) { return byte == 1; }));
+  Cache::free(again);
+  Cache::free(stays);
 }
 
 // A day's worth of sizes that drift, in fast motion: what is held stays near what is needed.

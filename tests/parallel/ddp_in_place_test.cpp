@@ -5,23 +5,6 @@
 namespace lockstep::testing {
 namespace {
 
-constexpr std::int64_t kWide = 300;  // 300 x 300 floats are reduced in place, 300 are not
-
-struct WideImpl : torch::nn::Module {
-  WideImpl() : first(20, kWide), second(kWide, kWide), third(kWide, kWide), last(kWide, 2) {
-    register_module("first", first);
-    register_module("second", second);
-    register_module("third", third);
-    register_module("last", last);
-    fill_parameters(*this, 500);
-    torch::NoGradGuard no_grad;
-    for (auto& parameter : parameters()) parameter.mul_(0.2);
-  }
-  at::Tensor forward(const at::Tensor& x) { return last(third(second(first(x).tanh()).tanh()).tanh()); }
-  torch::nn::Linear first, second, third, last;
-};
-TORCH_MODULE(Wide);
-
 at::Tensor input_of(int rank, int step) { return numbers(7000 + 100 * step + rank, {4, 20}); }
 
 bool in_place_here(World& world) { return world.size() > 1 && world.group().backend(at::kCPU) == "shm"; }

@@ -29,6 +29,23 @@ struct MlpImpl : torch::nn::Module {
 };
 TORCH_MODULE(Mlp);
 
+inline constexpr std::int64_t kWide = 300;  // 300 x 300 floats are reduced in place, 300 are not
+
+struct WideImpl : torch::nn::Module {
+  WideImpl() : first(20, kWide), second(kWide, kWide), third(kWide, kWide), last(kWide, 2) {
+    register_module("first", first);
+    register_module("second", second);
+    register_module("third", third);
+    register_module("last", last);
+    fill_parameters(*this, 500);
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : parameters()) parameter.mul_(0.2);
+  }
+  at::Tensor forward(const at::Tensor& x) { return last(third(second(first(x).tanh()).tanh()).tanh()); }
+  torch::nn::Linear first, second, third, last;
+};
+TORCH_MODULE(Wide);
+
 // One of two branches is used, or none.
 struct BranchesImpl : torch::nn::Module {
   BranchesImpl() : left(4, 4), right(4, 4), never(4, 4), last(4, 2) {

@@ -11,8 +11,8 @@ struct TcpSocket {
   int fd = -1;
   std::uint64_t inode = 0;  // the same descriptor may be another socket later: the inode tells
   bool listens = false;
-  std::string local;  // "address:port": ports alone are the same on many hosts
-  std::string peer;   // empty: not connected
+  std::string local = {};  // "address:port": ports alone are the same on many hosts
+  std::string peer = {};   // empty: not connected
 
   bool operator==(const TcpSocket&) const = default;
 };

@@ -1,0 +1,298 @@
+#include <lockstep/train/distributed_optimizer.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+#include <span>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/parallel/ddp_reducer.h>
+#include <lockstep/parallel/flat_views.h>
+#include <lockstep/parallel/replicas.h>
+#include <lockstep/parallel/shards.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/sgd.h>
+
+namespace lockstep::detail {
+namespace {
+
+using torch::optim::Optimizer;
+using torch::optim::OptimizerParamGroup;
+using torch::optim::OptimizerParamState;
+
+constexpr auto kBlock = ParameterShards::kBlock;
+
+// A parameter's state, whichever optimizer's. A step of -1: there is none.
+struct State {
+  std::int64_t step = -1;
+  std::array<at::Tensor, 3> tensors = {};
+};
+
+template <typename Adam>
+State of_adam(const Adam& state) {
+  return {state.step(), {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()}};
+}
+
+State read(const OptimizerParamState& state) {
+  if (const auto* adam = dynamic_cast<const torch::optim::AdamParamState*>(&state)) return of_adam(*adam);
+  if (const auto* adamw = dynamic_cast<const torch::optim::AdamWParamState*>(&state)) return of_adam(*adamw);
+  return {0, {dynamic_cast<const torch::optim::SGDParamState&>(state).momentum_buffer()}};
+}
+
+template <typename Adam>
+std::unique_ptr<OptimizerParamState> adam_state(const State& given) {
+  auto state = std::make_unique<Adam>();
+  state->step(given.step);
+  state->exp_avg(given.tensors[0]);
+  state->exp_avg_sq(given.tensors[1]);
+  state->max_exp_avg_sq(given.tensors[2]);
+  return state;
+}
+
+std::unique_ptr<OptimizerParamState> make(const Optimizer& optimizer, const State& given) {
+  const auto& defaults = optimizer.defaults();
+  if (dynamic_cast<const torch::optim::AdamOptions*>(&defaults))
+    return adam_state<torch::optim::AdamParamState>(given);
+  if (dynamic_cast<const torch::optim::AdamWOptions*>(&defaults))
+    return adam_state<torch::optim::AdamWParamState>(given);
+  auto state = std::make_unique<torch::optim::SGDParamState>();
+  state->momentum_buffer(given.tensors[0]);
+  return state;
+}
+
+State state_of(Optimizer& optimizer, const at::Tensor& parameter) {
+  const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+  return found == optimizer.state().end() ? State{} : read(*found->second);
+}
+
+OptimizerParamGroup like(const OptimizerParamGroup& group, std::vector<at::Tensor> params) {
+  if (!group.has_options()) return OptimizerParamGroup(std::move(params));
+  return {std::move(params), group.options().clone()};
+}
+
+// Eight sums, so that processors can do several at once; always in the same order.
+template <typename T, typename Power>
+double power_of_block(const T* values, std::int64_t count, Power power) {
+  std::array<double, 8> sums{};
+  std::int64_t i = 0;
+  for (; i + 8 <= count; i += 8)
+    for (std::int64_t k = 0; k < 8; ++k)
+      sums[static_cast<std::size_t>(k)] += power(static_cast<double>(values[i + k]));
+  for (; i < count; ++i) sums[static_cast<std::size_t>(i % 8)] += power(static_cast<double>(values[i]));
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+double larger(double a, double b) { return std::isnan(a) || b <= a ? a : b; }  // a NaN stays
+
+template <typename T>
+void powers_of(const T* values, std::int64_t count, double norm_type, double* blocks) {
+  for (std::int64_t begin = 0; begin < count; begin += kBlock, ++blocks) {
+    const auto* block = values + begin;
+    const auto length = std::min(kBlock, count - begin);
+    if (std::isinf(norm_type)) {
+      for (std::int64_t i = 0; i < length; ++i) {
+        const double size = std::abs(static_cast<double>(block[i]));
+        *blocks = larger(*blocks, size);
+      }
+    } else if (norm_type == 2) {
+      *blocks = power_of_block(block, length, [](double value) { return value * value; });
+    } else {
+      *blocks =
+          power_of_block(block, length, [&](double value) { return std::pow(std::abs(value), norm_type); });
+    }
+  }
+}
+
+// A CPU tensor, also where the group has nothing for those.
+void reduce_on_cpu(Group& group, at::Tensor& tensor, at::Device device, AllReduceOptions options) {
+  const bool cpu = !group.backend(at::kCPU).empty();
+  auto there = cpu ? tensor : tensor.to(device);
+  group.all_reduce(there, std::move(options)).wait();
+  if (!cpu) tensor.copy_(there);
+}
+
+double tree(std::span<const double> values) {
+  if (values.empty()) return 0;
+  if (values.size() == 1) return values[0];
+  std::size_t left = 1;
+  while (2 * left < values.size()) left *= 2;
+  return tree(values.first(left)) + tree(values.subspan(left));
+}
+
+}  // namespace
+
+ShardedOptimizer::ShardedOptimizer(DdpBase& ddp, DistributedOptimizerOptions options)
+    : shards_(ddp.shard(options.share_weights)) {}
+
+ShardedOptimizer::~ShardedOptimizer() {
+  if (auto reducer = shards_->reducer.lock())
+    reducer->unshard();
+  else
+    shards_->release();
+}
+
+void ShardedOptimizer::require_same_options(const Optimizer& self) const {
+  std::vector<std::string> lines;
+  for (const auto& group : self.param_groups())
+    lines.push_back(fmt::format("group {}: {} parameters, lr {}", lines.size(), group.params().size(),
+                                group.options().get_lr()));
+  require_same_lines(group(), lines, "DistributedOptimizer: options differ between ranks");
+}
+
+void ShardedOptimizer::drop_gradients() { shards_->drop_gradients(); }
+void ShardedOptimizer::drop_unreduced_gradients() { shards_->drop_unreduced_gradients(); }
+
+Group& ShardedOptimizer::group() const { return shards_->group(); }
+
+ParamGroups ShardedOptimizer::all_parameters() const {
+  std::vector<at::Tensor> params;
+  for (std::size_t i = 0; i < shards_->size(); ++i) params.push_back(shards_->param(i));
+  return {OptimizerParamGroup(std::move(params))};
+}
+
+ParamGroups ShardedOptimizer::slices_of(const ParamGroups& groups) const {
+  ParamGroups sliced;
+  for (const auto& group : groups) {
+    std::vector<at::Tensor> slices;
+    for (const auto& param : group.params()) slices.push_back(shards_->slice(shards_->find(param)));
+    sliced.push_back(like(group, std::move(slices)));
+  }
+  return sliced;
+}
+
+ParamGroups ShardedOptimizer::whole_groups(const Optimizer& self) const {
+  std::map<const void*, std::size_t> known;
+  for (std::size_t i = 0; i < shards_->size(); ++i) known[shards_->slice(i).unsafeGetTensorImpl()] = i;
+  ParamGroups whole;
+  for (const auto& group : self.param_groups()) {
+    std::vector<at::Tensor> params;
+    for (const auto& slice : group.params()) {
+      const auto found = known.find(slice.unsafeGetTensorImpl());
+      if (found == known.end())
+        throw ConfigError(
+            "a parameter group was added to a DistributedOptimizer: all groups are given when it is made");
+      params.push_back(shards_->param(found->second));
+    }
+    whole.push_back(like(group, std::move(params)));
+  }
+  return whole;
+}
+
+void ShardedOptimizer::begin_step(const Optimizer& self) {
+  (void)whole_groups(self);  // nobody has added one
+  shards_->before_update();
+}
+
+void ShardedOptimizer::end_step() {
+  shards_->drop_gradients();
+  shards_->after_update();
+}
+
+at::Tensor ShardedOptimizer::clip_grad_norm(double max_norm, ClipGradNormOptions options) {
+  if (options.group)
+    throw ConfigError("clip_grad_norm of a DistributedOptimizer takes no group: it has its own");
+  if (!(options.norm_type > 0))
+    throw ConfigError(fmt::format("norm_type is {}: a number greater than 0 is allowed", options.norm_type));
+  at::NoGradGuard no_grad;
+  std::int64_t blocks = 0;
+  for (std::size_t i = 0; i < shards_->size(); ++i)
+    blocks += (shards_->param(i).numel() + kBlock - 1) / kBlock;
+  auto powers = at::zeros({blocks}, at::kDouble);
+  auto* at_param = powers.mutable_data_ptr<double>();
+  std::vector<at::Tensor> gradients;
+  for (std::size_t i = 0; i < shards_->size(); ++i) {
+    const auto& gradient = shards_->slice(i).grad();
+    if (gradient.defined()) {
+      gradients.push_back(gradient);
+      auto* here = at_param + shards_->slice_begin(i) / kBlock;
+      if (gradient.is_cpu() && gradient.scalar_type() == at::kFloat) {
+        powers_of(gradient.const_data_ptr<float>(), gradient.numel(), options.norm_type, here);
+      } else {
+        const auto sizes = gradient.is_complex() ? gradient.abs() : gradient;
+        const auto wide = sizes.to(at::kCPU, at::kDouble).contiguous();
+        powers_of(wide.const_data_ptr<double>(), wide.numel(), options.norm_type, here);
+      }
+    }
+    at_param += (shards_->param(i).numel() + kBlock - 1) / kBlock;
+  }
+  // Each block is one rank's, and zero on the others: the sum is what it has, also where that is no number.
+  reduce_on_cpu(group(), powers, shards_->param(0).device(), {.tag = "clip_grad_norm"});
+  const std::span values(powers.const_data_ptr<double>(), static_cast<std::size_t>(blocks));
+  double norm = 0;
+  if (std::isinf(options.norm_type)) {
+    for (const double value : values) norm = larger(norm, value);
+  } else {
+    norm = options.norm_type == 2 ? std::sqrt(tree(values)) : std::pow(tree(values), 1 / options.norm_type);
+  }
+  if (options.error_if_nonfinite && !std::isfinite(norm))
+    throw Error(fmt::format("the norm of order {} of the gradients is {}: they cannot be clipped by it",
+                            options.norm_type, norm));
+  const bool is_double = !gradients.empty() && gradients[0].scalar_type() == at::kDouble;
+  const auto result = at::scalar_tensor(norm, at::TensorOptions(is_double ? at::kDouble : at::kFloat));
+  const auto factor = at::clamp_max(at::mul((result + 1e-6).reciprocal(), max_norm), 1.0);
+  for (auto& gradient : gradients) gradient.mul_(factor.to(gradient.device()));
+  return result;
+}
+
+std::unique_ptr<Optimizer> ShardedOptimizer::whole() {
+  require_same_options(self());
+  auto whole = make_whole();
+  const auto count = shards_->size();
+  std::vector<State> mine(count);
+  // Which parts there are, and how many steps: a rank whose part of a parameter is empty knows neither.
+  constexpr std::size_t kFields = std::tuple_size_v<decltype(State::tensors)>;
+  auto told = at::full({static_cast<std::int64_t>(count * (kFields + 1))}, -1, at::kLong);
+  auto* told_values = told.mutable_data_ptr<std::int64_t>();
+  for (std::size_t i = 0; i < count; ++i) {
+    mine[i] = state_of(self(), shards_->slice(i));
+    if (shards_->slice(i).numel() == 0) continue;
+    told_values[i * (kFields + 1)] = mine[i].step;
+    for (std::size_t f = 0; f < kFields; ++f)
+      told_values[i * (kFields + 1) + 1 + f] = mine[i].tensors[f].defined() ? 1 : 0;
+  }
+  reduce_on_cpu(group(), told, shards_->param(0).device(), {.op = ReduceOp::MAX, .tag = "optimizer state"});
+
+  std::vector<State> all(count);
+  for (std::size_t f = 0; f < kFields; ++f) {
+    std::vector<char> wanted(count);
+    for (std::size_t i = 0; i < count; ++i) wanted[i] = told_values[i * (kFields + 1) + 1 + f] == 1;
+    auto gathered = shards_->gather(wanted, [&](std::size_t i, const at::Tensor& part) {
+      if (mine[i].tensors[f].defined()) part.copy_(mine[i].tensors[f]);
+    });
+    for (std::size_t i = 0; i < count; ++i) all[i].tensors[f] = std::move(gathered[i]);
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    all[i].step = told_values[i * (kFields + 1)];
+    if (all[i].step >= 0) whole->state()[shards_->param(i).unsafeGetTensorImpl()] = make(*whole, all[i]);
+  }
+  return whole;
+}
+
+void ShardedOptimizer::take(Optimizer& whole) {
+  at::NoGradGuard no_grad;
+  auto& groups = self().param_groups();
+  if (whole.param_groups().size() != groups.size())
+    throw ConfigError(fmt::format("an optimizer of {} groups was given to one of {}",
+                                  whole.param_groups().size(), groups.size()));
+  for (std::size_t g = 0; g < groups.size(); ++g)
+    groups[g].set_options(whole.param_groups()[g].options().clone());
+  for (std::size_t i = 0; i < shards_->size(); ++i) {
+    const auto& slice = shards_->slice(i);
+    auto state = state_of(whole, shards_->param(i));
+    self().state().erase(slice.unsafeGetTensorImpl());
+    if (state.step < 0) continue;
+    for (auto& tensor : state.tensors) {
+      if (!tensor.defined()) continue;
+      if (!same_layout(tensor, shards_->param(i)))
+        tensor = at::empty_like(shards_->param(i), tensor.options()).copy_(tensor);
+      tensor = memory_of(tensor, shards_->slice_begin(i), slice.numel()).clone();
+    }
+    self().state()[slice.unsafeGetTensorImpl()] = make(self(), state);
+  }
+}
+
+}  // namespace lockstep::detail
