@@ -164,8 +164,7 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
       size += (params_[i].tensor.numel() + rounding - 1) / rounding * rounding;
     }
     auto& buffer = bucket.shown.buffer_;
-    buffer = model.is_cpu() && !alone_ ? group_.allocate({size}, type)
-                                       : at::empty({size}, model.options().dtype(type).requires_grad(false));
+    buffer = flat_memory(group_, size, type, model);
     bucket.bytes = static_cast<std::int64_t>(buffer.nbytes());
     buffer.zero_();  // what lies between gradients is summed too
     for (std::size_t k = 0; k < members.size(); ++k) {
@@ -200,7 +199,8 @@ void DdpReducer::adopt(Param& param, std::size_t holders) {
     at::AutoDispatchBelowADInplaceOrView untracked;
     view = grad.as_strided(grad.sizes(), grad.strides(), grad.storage_offset());
   } else {
-    view = view_of(group_.allocate({param.tensor.numel()}, param.tensor.scalar_type()), 0, param.tensor);
+    view = view_of(flat_memory(group_, param.tensor.numel(), param.tensor.scalar_type(), param.tensor), 0,
+                   param.tensor);
     if (grad.defined())
       copy_gradient(view, grad);
     else

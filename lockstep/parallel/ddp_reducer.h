@@ -119,6 +119,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
 
   // ddp_shards.cpp
   Work reduce(const at::Tensor& buffer, const Bucket& bucket);
+  std::shared_ptr<ParameterShards> make_shards(bool share_weights);
+  void forget_early_buckets();
 
   // ddp_join.cpp
   bool announce(std::int64_t samples, bool active);

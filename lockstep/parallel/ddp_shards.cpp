@@ -33,6 +33,17 @@ std::shared_ptr<ParameterShards> DdpReducer::shard(bool share_weights) {
                       param.name));
   require_same_lines(group_, {fmt::format("share_weights {}", share_weights)},
                      "DistributedOptimizer: options differ between ranks");
+  try {
+    shards_ = make_shards(share_weights);
+  } catch (...) {
+    forget_early_buckets();
+    throw;
+  }
+  shards_->reducer = weak_from_this();
+  return shards_;
+}
+
+std::shared_ptr<ParameterShards> DdpReducer::make_shards(bool share_weights) {
   if (!alone_ && !buckets_made_) make_buckets(0, std::vector<char>(params_.size(), kUsed), false);
   std::vector<std::string> names;
   std::vector<at::Tensor> tensors;
@@ -48,16 +59,27 @@ std::shared_ptr<ParameterShards> DdpReducer::shard(bool share_weights) {
   }
   if (!alone_)
     for (const auto& bucket : buckets_) layouts.push_back({bucket.params, bucket.offsets, bucket.elements});
-  shards_ = std::make_shared<ParameterShards>(group_, std::move(names), std::move(tensors),
-                                              std::move(layouts), share_weights);
-  shards_->reducer = weak_from_this();
-  return shards_;
+  return std::make_shared<ParameterShards>(group_, std::move(names), std::move(tensors), std::move(layouts),
+                                           share_weights);
+}
+
+// Those that were made before a backward pass had told the order, and what is sparse.
+void DdpReducer::forget_early_buckets() {
+  if (rounds_ > 0) return;
+  buckets_.clear();
+  buckets_made_ = false;
+  for (auto& param : params_) {
+    param.bucket.reset();
+    param.view.reset();
+    param.in_place = param.sparse = false;
+  }
 }
 
 // The optimizer is gone: gradients are everybody's again.
 void DdpReducer::unshard() {
   std::lock_guard lock(mutex_);
   if (auto shards = std::exchange(shards_, nullptr)) shards->release();
+  if (!in_round_) forget_early_buckets();
 }
 
 }  // namespace lockstep::detail

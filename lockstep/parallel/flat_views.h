@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include <ATen/ATen.h>
+#include <lockstep/comm/group.h>
 
 namespace lockstep::detail {
 
@@ -22,6 +23,15 @@ inline at::Tensor view_of(const at::Tensor& buffer, std::int64_t offset, const a
 inline at::Tensor memory_of(const at::Tensor& tensor, std::int64_t begin, std::int64_t count) {
   at::AutoDispatchBelowADInplaceOrView untracked;
   return tensor.as_strided({count}, {1}, tensor.storage_offset() + begin);
+}
+
+// Memory for tensors like this one, that the transport reaches where it can.
+inline at::Tensor flat_memory(Group& group, std::int64_t elements, at::ScalarType type,
+                              const at::Tensor& like) {
+  if (like.is_cpu() && group.size() > 1)
+    // In a job that uses CUDA it allocates there.
+    if (auto memory = group.allocate({elements}, type); memory.device() == like.device()) return memory;
+  return at::empty({elements}, like.options().dtype(type).requires_grad(false));
 }
 
 // Strides of a dimension with one element do not count.

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/log.h>
 #include <lockstep/comm/cpu_memory.h>
 #include <lockstep/parallel/flat_views.h>
 
@@ -71,11 +72,8 @@ ParameterShards::ParameterShards(Group group, std::vector<std::string> names, st
     if (share_weights_ && !model.is_cpu())
       throw ConfigError(fmt::format("share_weights: parameter '{}' is on {}, and CPU tensors can be shared",
                                     names_[layout.params[0]], model.device().str()));
-    if (share_weights_)
-      weights = group_.share({layout.size}, model.scalar_type());
-    else
-      weights = model.is_cpu() ? group_.allocate({layout.size}, model.scalar_type()).zero_()
-                               : at::zeros({layout.size}, model.options().requires_grad(false));
+    weights = share_weights_ ? group_.share({layout.size}, model.scalar_type())
+                             : flat_memory(group_, layout.size, model.scalar_type(), model).zero_();
   }
   move_parameters();
 }
@@ -107,6 +105,8 @@ void ParameterShards::move_parameters() {
 }
 
 void ParameterShards::check_parameters() const {
+  if (reducer.expired())
+    throw ConfigError(fmt::format("the DistributedDataParallel of this {} is gone: make both anew", kWho));
   for (std::size_t i = 0; i < params_.size(); ++i) {
     if (params_[i].const_data_ptr() != places_[i])
       throw ConfigError(
@@ -120,13 +120,18 @@ void ParameterShards::check_parameters() const {
           "must not be inside no_sync(); {}::zero_grad() drops it",
           names_[i], kWho));
   }
-  if (reducer.expired())
-    throw ConfigError(fmt::format("the DistributedDataParallel of this {} is gone: make both anew", kWho));
 }
 
-void ParameterShards::release() {
+void ParameterShards::release() noexcept {
   if (!share_weights_) return;
-  for (const auto& param : params_) at::Tensor(param).set_data(param.detach().clone());
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    try {
+      auto param = params_[i];
+      param.set_data(param.detach().clone());
+    } catch (const std::exception& error) {  // as where every rank's copy is more than there is
+      log(LogLevel::warn, "parameter '{}' stays in memory that all ranks share: {}", names_[i], error.what());
+    }
+  }
 }
 
 std::size_t ParameterShards::find(const at::Tensor& parameter) const {

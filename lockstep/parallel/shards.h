@@ -58,8 +58,8 @@ class ParameterShards {
   // ConfigError where parameters have been moved, or have gradients that were not reduced.
   void before_update();
   void after_update();
-  // No more updates: where weights were shared, each rank has its own copy again.
-  void release();
+  // No more updates: where weights were shared, each rank has its own copy again, if there is room for it.
+  void release() noexcept;
   std::weak_ptr<DdpReducer> reducer;  // whose gradients these are
 
   // Every rank's parts, as whole tensors like the parameters; of some of the parameters, the others are

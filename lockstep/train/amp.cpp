@@ -77,16 +77,20 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (own.stage == Stage::stepped) throw ConfigError("GradScaler::unscale_ after step()");
 
   at::NoGradGuard no_grad;
+  auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(&optimizer);
   // By device and dtype, as LibTorch's kernel takes them. All are looked at before any is changed.
   std::map<std::tuple<at::DeviceType, int, at::ScalarType>, std::vector<at::Tensor>> kinds;
   for (auto& group : optimizer.param_groups())
     for (const auto& parameter : group.params()) {
       const auto& gradient = parameter.grad();
-      if (!gradient.defined()) continue;
-      if (gradient.scalar_type() == at::kHalf)
+      // Of one that ranks share on all of them, though some have nothing of it.
+      const bool half = sharded != nullptr ? parameter.scalar_type() == at::kHalf
+                                           : gradient.defined() && gradient.scalar_type() == at::kHalf;
+      if (half)
         throw ConfigError(
             "GradScaler::unscale_ of float16 gradients: parameters should be float32, and Autocast casts "
             "them");
+      if (!gradient.defined()) continue;
       const auto values = gradient.is_sparse() ? gradient._values() : gradient;
       kinds[{values.device().type(), values.device().index(), values.scalar_type()}].push_back(values);
     }
@@ -98,10 +102,12 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse.to(device));
     own.found_inf.add_(found.to(scale_.device()));
   }
-  // Ranks of which each has a part of the gradients leave out a step together, too.
-  auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(&optimizer);
-  if (std::optional<Group> group = sharded != nullptr ? sharded->group() : options_.group)
-    group->all_reduce(own.found_inf, {.op = ReduceOp::MAX, .tag = "GradScaler found_inf"}).wait();
+  // Ranks of which each has a part of the gradients leave out a step together.
+  const auto agree = [&](Group group) {
+    group.all_reduce(own.found_inf, {.op = ReduceOp::MAX, .tag = "GradScaler found_inf"}).wait();
+  };
+  if (sharded != nullptr) agree(sharded->group());
+  if (options_.group) agree(*options_.group);
   own.stage = Stage::unscaled;
 }
 

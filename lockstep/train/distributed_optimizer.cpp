@@ -8,11 +8,13 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <lockstep/base/error.h>
 #include <lockstep/parallel/ddp_reducer.h>
 #include <lockstep/parallel/flat_views.h>
 #include <lockstep/parallel/replicas.h>
 #include <lockstep/parallel/shards.h>
+#include <lockstep/train/group_options.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
@@ -21,6 +23,7 @@ namespace lockstep::detail {
 namespace {
 
 using torch::optim::Optimizer;
+using torch::optim::OptimizerOptions;
 using torch::optim::OptimizerParamGroup;
 using torch::optim::OptimizerParamState;
 
@@ -72,6 +75,29 @@ State state_of(Optimizer& optimizer, const at::Tensor& parameter) {
 OptimizerParamGroup like(const OptimizerParamGroup& group, std::vector<at::Tensor> params) {
   if (!group.has_options()) return OptimizerParamGroup(std::move(params));
   return {std::move(params), group.options().clone()};
+}
+
+template <typename Base>
+bool copy_options(const OptimizerOptions& from, OptimizerOptions& to) {
+  const auto* given = dynamic_cast<const GroupOptions<Base>*>(&from);
+  auto* own = dynamic_cast<GroupOptions<Base>*>(&to);
+  if (given == nullptr || own == nullptr) return false;
+  *own = *given;
+  return true;
+}
+
+template <typename Adam>
+std::string adam_text(const Adam& o) {
+  return fmt::format("lr {}, betas {} {}, eps {}, weight_decay {}, amsgrad {}", o.lr(),
+                     std::get<0>(o.betas()), std::get<1>(o.betas()), o.eps(), o.weight_decay(), o.amsgrad());
+}
+
+std::string text_of(const OptimizerOptions& options) {
+  if (const auto* adam = dynamic_cast<const torch::optim::AdamOptions*>(&options)) return adam_text(*adam);
+  if (const auto* adamw = dynamic_cast<const torch::optim::AdamWOptions*>(&options)) return adam_text(*adamw);
+  const auto& sgd = dynamic_cast<const torch::optim::SGDOptions&>(options);
+  return fmt::format("lr {}, momentum {}, dampening {}, weight_decay {}, nesterov {}", sgd.lr(),
+                     sgd.momentum(), sgd.dampening(), sgd.weight_decay(), sgd.nesterov());
 }
 
 // Eight sums, so that processors can do several at once; always in the same order.
@@ -137,9 +163,12 @@ ShardedOptimizer::~ShardedOptimizer() {
 
 void ShardedOptimizer::require_same_options(const Optimizer& self) const {
   std::vector<std::string> lines;
-  for (const auto& group : self.param_groups())
-    lines.push_back(fmt::format("group {}: {} parameters, lr {}", lines.size(), group.params().size(),
-                                group.options().get_lr()));
+  for (const auto& group : whole_groups(self)) {
+    std::vector<std::size_t> members;
+    for (const auto& param : group.params()) members.push_back(shards_->find(param));
+    lines.push_back(fmt::format("group {}: {}, parameters {}", lines.size(), text_of(group.options()),
+                                fmt::join(members, " ")));
+  }
   require_same_lines(group(), lines, "DistributedOptimizer: options differ between ranks");
 }
 
@@ -231,7 +260,9 @@ at::Tensor ShardedOptimizer::clip_grad_norm(double max_norm, ClipGradNormOptions
   if (options.error_if_nonfinite && !std::isfinite(norm))
     throw Error(fmt::format("the norm of order {} of the gradients is {}: they cannot be clipped by it",
                             options.norm_type, norm));
-  const bool is_double = !gradients.empty() && gradients[0].scalar_type() == at::kDouble;
+  bool is_double = false;  // of the model, so that all ranks have the same
+  for (std::size_t i = 0; i < shards_->size(); ++i)
+    is_double = is_double || shards_->param(i).scalar_type() == at::kDouble;
   const auto result = at::scalar_tensor(norm, at::TensorOptions(is_double ? at::kDouble : at::kFloat));
   const auto factor = at::clamp_max(at::mul((result + 1e-6).reciprocal(), max_norm), 1.0);
   for (auto& gradient : gradients) gradient.mul_(factor.to(gradient.device()));
@@ -278,8 +309,15 @@ void ShardedOptimizer::take(Optimizer& whole) {
   if (whole.param_groups().size() != groups.size())
     throw ConfigError(fmt::format("an optimizer of {} groups was given to one of {}",
                                   whole.param_groups().size(), groups.size()));
-  for (std::size_t g = 0; g < groups.size(); ++g)
-    groups[g].set_options(whole.param_groups()[g].options().clone());
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    // In place: somebody may have a reference to them.
+    const auto& given = whole.param_groups()[g].options();
+    auto& own = groups[g].options();
+    if (!copy_options<torch::optim::AdamOptions>(given, own) &&
+        !copy_options<torch::optim::AdamWOptions>(given, own) &&
+        !copy_options<torch::optim::SGDOptions>(given, own))
+      groups[g].set_options(given.clone());
+  }
   for (std::size_t i = 0; i < shards_->size(); ++i) {
     const auto& slice = shards_->slice(i);
     auto state = state_of(whole, shards_->param(i));

@@ -6,14 +6,14 @@
 //   lockstep::DistributedOptimizer<lockstep::AdamW> optimizer(ddp, {.lr = 3e-4});
 //   loss.backward();                 // each rank has the average of its part; p.grad() is none
 //   optimizer.clip_grad_norm(1.0);   // not lockstep::clip_grad_norm(model->parameters(), ...): see p.grad()
-//   optimizer.step();                // and the gradients are gone, as after a step that a GradScaler leaves
-//   out
+//   optimizer.step();                // and the gradients are gone
 //
 // It is an AdamW, Adam or SGD: param_groups, schedulers, GradScaler, lockstep::save and load, torch::save as
 // with those. What its groups hold are this rank's parts. It is saved whole, and loaded with any number of
-// ranks. A second backward before step() adds to the gradients; optimizer.zero_grad() drops them,
-// model->zero_grad() does not. Every rank makes it, after its DistributedDataParallel, and makes the same
-// steps. When it is gone, gradients are averaged as before.
+// ranks. After a step that a GradScaler leaves out the gradients are gone, too. A second backward before
+// step() adds to them; optimizer.zero_grad() drops them, model->zero_grad() does not. Every rank makes it,
+// after its DistributedDataParallel, and makes the same steps. When it is gone, gradients are averaged as
+// before.
 //
 // Throws ConfigError for a parameter that the DistributedDataParallel does not reduce, sparse gradients,
 // static_graph, a second one for the same DistributedDataParallel, parameters that were moved since
@@ -48,6 +48,8 @@ using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 class ShardedOptimizer {
  public:
   ShardedOptimizer(DdpBase& ddp, DistributedOptimizerOptions options);
+  ShardedOptimizer(const ShardedOptimizer&) = delete;  // nor moved: its slices are one object's
+  ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
   virtual ~ShardedOptimizer();
 
   // As lockstep::clip_grad_norm, of all gradients, on the CPU: powers of blocks of 4096 elements, each summed
@@ -115,6 +117,7 @@ class DistributedOptimizer final : public detail::ShardedOptimizer, public Inner
   // Also what passes inside no_sync() have left in p.grad(); through an Optimizer& it is not this one.
   void zero_grad(bool set_to_none = true) {
     Inner::zero_grad(set_to_none);
+    if (set_to_none) drop_gradients();  // also of parameters in no group
     drop_unreduced_gradients();
   }
 

@@ -10,6 +10,8 @@
 namespace lockstep::testing {
 namespace {
 
+static_assert(!std::is_move_constructible_v<DistributedOptimizer<SGD>>);
+
 at::Tensor input_of(int rank, int step) { return numbers(9000 + 100 * step + rank, {4, 20}); }
 
 // Weights in another order than their indices say, and of several lengths.
@@ -467,6 +469,7 @@ TEST(DistributedOptimizer, leaves_everything_as_it_was_when_it_is_gone_or_was_ne
                 HasSubstr("lr is -1"));
     const bool share = world.size() == 1 || world.group().backend(at::kCPU) == "shm";
     { DistributedOptimizer<AdamW> gone(ddp, {}, {.share_weights = share}); }
+    ddp.register_comm_hook(allreduce_hook());  // as with one that never had an optimizer
     AdamW again(model->parameters(), {.lr = 1e-2});
     for (int i = 0; i < 3; ++i) {
       kStep(plain_ddp, plain, input_of(world.rank(), i));
@@ -489,7 +492,9 @@ TEST(DistributedOptimizer, parameters_that_move_and_a_ddp_that_is_gone_are_told)
     model->second->weight.set_data(before);
     optimizer.step();
     ddp.reset();
+    model->forward(numbers(1, {4, 6})).square().mean().backward();
     EXPECT_THAT(error_of<ConfigError>([&] { optimizer.step(); }), HasSubstr("is gone: make both anew"));
+    model->zero_grad();
     DistributedDataParallel late(model, world.group());
     late(numbers(1, {4, 6})).square().mean().backward();
     EXPECT_THAT(error_of<ConfigError>([&] { DistributedOptimizer<SGD> too_late(late); }),
@@ -499,6 +504,31 @@ TEST(DistributedOptimizer, parameters_that_move_and_a_ddp_that_is_gone_are_told)
     EXPECT_THAT(error_of<ConfigError>(
                     [&] { DistributedOptimizer<SGD> uneven(late, {.lr = 0.1 * (1 + world.rank())}); }),
                 AllOf(HasSubstr("options differ between ranks"), HasSubstr("lr 0.2")));
+    EXPECT_THAT(error_of<ConfigError>(
+                    [&] { DistributedOptimizer<SGD> uneven(late, {.momentum = 0.1 * world.rank()}); }),
+                HasSubstr("momentum 0.1"));
+  });
+}
+
+TEST(DistributedOptimizer, zero_grad_drops_gradients_of_parameters_in_no_group) {
+  on_every_rank([](World& world) {
+    Mlp model;
+    DistributedDataParallel ddp(model, world.group());
+    DistributedOptimizer<SGD> optimizer(ddp,
+                                        std::vector{SGD::group(model->third->parameters(), {.lr = 0.1})});
+    const auto input = numbers(1, {4, 6});
+    ddp(input).square().mean().backward();
+    const auto once = optimizer.clip_grad_norm(1e9);
+    optimizer.zero_grad();
+    ddp(input).square().mean().backward();
+    EXPECT_TRUE(at::equal(optimizer.clip_grad_norm(1e9), once));
+    // What a reference to options shows stays true after loading.
+    auto& options = static_cast<torch::optim::SGDOptions&>(optimizer.param_groups()[0].options());
+    std::stringstream stream;
+    torch::save(optimizer, stream);
+    options.lr(7);
+    torch::load(optimizer, stream);
+    EXPECT_EQ(options.lr(), 0.1);
   });
 }
 
