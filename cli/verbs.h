@@ -14,6 +14,7 @@ using Action = std::function<int()>;  // the exit status
 void add_run(CLI::App& app, Action& action);
 void add_key(CLI::App& app, Action& action);
 void add_doctor(CLI::App& app, Action& action);
+void add_schedule(CLI::App& app, Action& action);
 
 // What stands before the program in `run`'s arguments, as CLI11 takes it: torchrun's spellings become ours,
 // and the "--" of `run -n 2 -- PROGRAM`, which CLI11 reads in another way, goes.

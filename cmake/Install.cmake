@@ -37,6 +37,7 @@ foreach(header
     parallel/ddp_bucket.h
     parallel/ddp_hooks.h
     parallel/replicas.h
+    parallel/schedule.h
     parallel/sync_batch_norm.h
     parallel/tensors_in.h
     parallel/unit.h

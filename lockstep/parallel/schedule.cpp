@@ -1,0 +1,375 @@
+#include <lockstep/parallel/schedule.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <map>
+#include <optional>
+#include <set>
+
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep {
+namespace {
+
+using enum PipelineOp;
+
+constexpr std::array<std::string_view, 8> kNames = {"F",      "B",      "I",      "W",
+                                                    "SEND_F", "RECV_F", "SEND_B", "RECV_B"};
+
+std::string_view name_of(PipelineOp op) { return kNames[static_cast<std::size_t>(op)]; }
+bool is_transfer(PipelineOp op) { return op >= send_forward; }
+
+struct Place {
+  int rank = 0;
+  int number = 0;  // among that rank's actions
+};
+
+// Where every action stands, and what it needs.
+class Plan {
+ public:
+  explicit Plan(const PipelineSchedule& schedule) : schedule_(schedule) {
+    for (int r = 0; r < schedule.num_ranks(); ++r)
+      for (int n = 0; n < count(r); ++n) {
+        const auto& action = at({r, n});
+        check_range(action, r, n);
+        if (const auto [found, is_new] = places_.emplace(action, Place{r, n}); !is_new)
+          throw ConfigError(fmt::format("schedule '{}': {} stands twice, as {} and as {}", schedule.name,
+                                        to_string(action), where(found->second), where({r, n})));
+        transfers_ = transfers_ || is_transfer(action.op);
+      }
+  }
+
+  int count(int rank) const {
+    return static_cast<int>(schedule_.ranks[static_cast<std::size_t>(rank)].size());
+  }
+  const PipelineAction& at(Place place) const {
+    return schedule_.ranks[static_cast<std::size_t>(place.rank)][static_cast<std::size_t>(place.number)];
+  }
+  std::optional<Place> find(PipelineAction action) const {
+    const auto found = places_.find(action);
+    if (found == places_.end()) return std::nullopt;
+    return found->second;
+  }
+  std::string where(Place place) const {
+    return fmt::format("action {} of rank {}", place.number + 1, place.rank);
+  }
+
+  // Backward of a stage, as far as the stage before waits for it.
+  PipelineAction back(int stage, int microbatch) const {
+    const PipelineAction whole{backward, stage, microbatch};
+    return places_.contains(whole) ? whole : PipelineAction{input_backward, stage, microbatch};
+  }
+
+  std::vector<PipelineAction> needs(PipelineAction action) const {
+    const auto [op, s, m] = action;
+    const int last = schedule_.num_stages() - 1;
+    switch (op) {
+      case forward:
+        if (s == 0) return {};
+        if (crosses(s - 1)) return {{receive_forward, s, m}};
+        return {{forward, s - 1, m}};
+      case backward:
+      case input_backward: {
+        std::vector<PipelineAction> needed = {{forward, s, m}};
+        if (s < last) needed.push_back(crosses(s) ? PipelineAction{receive_backward, s, m} : back(s + 1, m));
+        return needed;
+      }
+      case weight_backward: return {{input_backward, s, m}};
+      case send_forward: return {{forward, s, m}};
+      case receive_forward: return {{send_forward, s - 1, m}};
+      case send_backward: return {back(s, m)};
+      case receive_backward: return {{send_backward, s + 1, m}};
+    }
+    return {};
+  }
+
+  // Everything that must be there, is.
+  void check_complete() const {
+    for (int s = 0; s < schedule_.num_stages(); ++s)
+      for (int m = 0; m < schedule_.microbatches; ++m) {
+        require({forward, s, m});
+        const PipelineAction whole{backward, s, m};
+        for (const auto part :
+             {PipelineAction{input_backward, s, m}, PipelineAction{weight_backward, s, m}}) {
+          if (!places_.contains(whole))
+            require(part);
+          else if (const auto both = find(part))
+            throw ConfigError(fmt::format(
+                "schedule '{}': {}, {}, is a part of {}, {}: one of the two is allowed", schedule_.name,
+                to_string(part), where(*both), to_string(whole), where(*find(whole))));
+        }
+        if (!transfers_ || s + 1 == schedule_.num_stages()) continue;
+        for (const auto transfer :
+             {PipelineAction{send_forward, s, m}, PipelineAction{receive_forward, s + 1, m},
+              PipelineAction{send_backward, s + 1, m}, PipelineAction{receive_backward, s, m}}) {
+          if (crosses(s))
+            require(transfer);
+          else if (const auto found = find(transfer))
+            throw ConfigError(fmt::format("schedule '{}': {}, {}, is between stages of one rank",
+                                          schedule_.name, to_string(transfer), where(*found)));
+        }
+      }
+  }
+
+  // Between this stage and the next something has to be sent, and the schedule says when.
+  bool crosses(int stage) const {
+    return transfers_ && schedule_.rank_of_stage[static_cast<std::size_t>(stage)] !=
+                             schedule_.rank_of_stage[static_cast<std::size_t>(stage + 1)];
+  }
+  bool has_transfers() const { return transfers_; }
+
+  // Ranks that got no further than this: why.
+  [[noreturn]] void explain(const std::vector<int>& stuck_at) const {
+    for (int r = 0; r < schedule_.num_ranks(); ++r) {
+      if (stuck_at[static_cast<std::size_t>(r)] == count(r)) continue;
+      const Place here{r, stuck_at[static_cast<std::size_t>(r)]};
+      for (const auto& needed : needs(at(here))) {
+        const auto place = find(needed);
+        if (!place)
+          throw ConfigError(fmt::format("schedule '{}': {}, {}, needs {}, which nobody does", schedule_.name,
+                                        to_string(at(here)), where(here), to_string(needed)));
+        if (place->rank == r && place->number > here.number)
+          throw ConfigError(fmt::format("schedule '{}': {}, {}, comes before {}, {}, which it needs",
+                                        schedule_.name, to_string(at(here)), where(here), to_string(needed),
+                                        where(*place)));
+      }
+    }
+    // Each waits for a rank that waits: round they go.
+    auto waits_for = [&](int r) -> std::optional<std::pair<PipelineAction, Place>> {
+      const int number = stuck_at[static_cast<std::size_t>(r)];
+      if (number == count(r)) return std::nullopt;
+      for (const auto& needed : needs(at({r, number}))) {
+        const auto place = *find(needed);
+        if (place.number >= stuck_at[static_cast<std::size_t>(place.rank)]) return std::pair(needed, place);
+      }
+      return std::nullopt;
+    };
+    int r = 0;
+    while (!waits_for(r)) ++r;
+    std::set<int> seen;
+    while (seen.insert(r).second) r = waits_for(r)->second.rank;
+    const int first = r;
+    std::string text;
+    do {
+      const auto [needed, place] = *waits_for(r);
+      text += fmt::format("{}rank {} waits in {} for {}, {}", text.empty() ? "" : "; ", r,
+                          to_string(at({r, stuck_at[static_cast<std::size_t>(r)]})), to_string(needed),
+                          where(place));
+      r = place.rank;
+    } while (r != first);
+    throw ConfigError(fmt::format("schedule '{}' waits for ever: {}", schedule_.name, text));
+  }
+
+ private:
+  void check_range(PipelineAction action, int r, int n) const {
+    const auto [op, s, m] = action;
+    const int stages = schedule_.num_stages();
+    if (s < 0 || s >= stages || m < 0 || m >= schedule_.microbatches)
+      throw ConfigError(
+          fmt::format("schedule '{}': {}, {}: there are {} stages and {} micro-batches, counted from 0",
+                      schedule_.name, to_string(action), where({r, n}), stages, schedule_.microbatches));
+    if (const int owner = schedule_.rank_of_stage[static_cast<std::size_t>(s)]; owner != r)
+      throw ConfigError(fmt::format("schedule '{}': {}, {}: stage {} is rank {}'s", schedule_.name,
+                                    to_string(action), where({r, n}), s, owner));
+    const bool to_before = op == receive_forward || op == send_backward;
+    const bool to_next = op == send_forward || op == receive_backward;
+    if ((to_before && s == 0) || (to_next && s == stages - 1))
+      throw ConfigError(fmt::format("schedule '{}': {}, {}: there is no stage {} it", schedule_.name,
+                                    to_string(action), where({r, n}), to_before ? "before" : "after"));
+  }
+  void require(PipelineAction action) const {
+    if (places_.contains(action)) return;
+    throw ConfigError(fmt::format("schedule '{}' lacks {}, which rank {} has to do", schedule_.name,
+                                  to_string(action),
+                                  schedule_.rank_of_stage[static_cast<std::size_t>(action.stage)]));
+  }
+
+  const PipelineSchedule& schedule_;
+  std::map<PipelineAction, Place> places_;
+  bool transfers_ = false;
+};
+
+double time_of(PipelineOp op, const ActionTimes& times) {
+  switch (op) {
+    case forward: return times.forward;
+    case backward: return times.input_backward + times.weight_backward;
+    case input_backward: return times.input_backward;
+    case weight_backward: return times.weight_backward;
+    default: return 0;
+  }
+}
+
+void find_peaks(const PipelineSchedule& schedule, SimulatedSchedule& run) {
+  run.stage_peaks.resize(schedule.rank_of_stage.size());
+  std::vector<int> of_stage(schedule.rank_of_stage.size());
+  for (const auto& actions : schedule.ranks) {
+    int& most = run.peak_activations.emplace_back(0);
+    int now = 0;
+    for (const auto& action : actions) {
+      const auto s = static_cast<std::size_t>(action.stage);
+      const int change = action.op == forward                                    ? 1
+                         : action.op == backward || action.op == weight_backward ? -1
+                                                                                 : 0;
+      most = std::max(most, now += change);
+      run.stage_peaks[s] = std::max(run.stage_peaks[s], of_stage[s] += change);
+    }
+  }
+}
+
+SimulatedSchedule simulate(const PipelineSchedule& schedule, const Plan& plan, const ActionTimes& times) {
+  SimulatedSchedule run;
+  const auto ranks = static_cast<std::size_t>(schedule.num_ranks());
+  run.begins.resize(ranks);
+  run.ends.resize(ranks);
+  std::vector<int> at(ranks, 0);
+  // When what it needs is there; nothing while it is not.
+  auto ready = [&](Place place) -> std::optional<double> {
+    const auto& action = plan.at(place);
+    double time = place.number == 0 ? 0 : run.ends[static_cast<std::size_t>(place.rank)].back();
+    for (const auto& needed : plan.needs(action)) {
+      const auto found = plan.find(needed);
+      if (!found) return std::nullopt;
+      const auto other = static_cast<std::size_t>(found->rank);
+      if (found->number >= at[other]) return std::nullopt;
+      const double end = run.ends[other][static_cast<std::size_t>(found->number)];
+      time = std::max(time, end + (found->rank != place.rank ? times.transfer : 0));
+    }
+    return time;
+  };
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (std::size_t r = 0; r < ranks; ++r)
+      while (at[r] < plan.count(static_cast<int>(r))) {
+        const Place here{static_cast<int>(r), at[r]};
+        const auto begin = ready(here);
+        if (!begin) break;
+        run.begins[r].push_back(*begin);
+        run.ends[r].push_back(*begin + time_of(plan.at(here).op, times));
+        ++at[r];
+        moved = true;
+      }
+  }
+  for (std::size_t r = 0; r < ranks; ++r)
+    if (at[r] < plan.count(static_cast<int>(r))) plan.explain(at);
+
+  double busy_of_all = 0;
+  for (std::size_t r = 0; r < ranks; ++r) {
+    if (run.ends[r].empty()) continue;
+    double busy = 0;
+    for (std::size_t n = 0; n < run.ends[r].size(); ++n) busy += run.ends[r][n] - run.begins[r][n];
+    busy_of_all += busy;
+    run.makespan = std::max(run.makespan, run.ends[r].back());
+    if (const double span = run.ends[r].back() - run.begins[r].front(); span > 0)
+      run.bubble_inside = std::max(run.bubble_inside, 1 - busy / span);
+  }
+  if (run.makespan > 0) run.bubble = 1 - busy_of_all / (run.makespan * static_cast<double>(ranks));
+  find_peaks(schedule, run);
+  return run;
+}
+
+}  // namespace
+
+std::string to_string(PipelineAction action) {
+  return fmt::format("{}{}{}", action.stage, name_of(action.op), action.microbatch);
+}
+
+void check_schedule(const PipelineSchedule& schedule) {
+  const Plan plan(schedule);
+  plan.check_complete();
+  simulate(schedule, plan, {});
+}
+
+SimulatedSchedule simulate_schedule(const PipelineSchedule& schedule, ActionTimes times) {
+  for (const double time : {times.forward, times.input_backward, times.weight_backward, times.transfer})
+    if (!(time >= 0)) throw ConfigError(fmt::format("a time of {} is not allowed: 0 or more is", time));
+  return simulate(schedule, Plan(schedule), times);
+}
+
+PipelineSchedule with_transfers(const PipelineSchedule& schedule) {
+  if (Plan(schedule).has_transfers())
+    throw ConfigError(fmt::format("schedule '{}' has sends and receives already", schedule.name));
+  auto result = schedule;
+  const int last = schedule.num_stages() - 1;
+  auto apart = [&](int stage) {
+    return schedule.rank_of_stage[static_cast<std::size_t>(stage)] !=
+           schedule.rank_of_stage[static_cast<std::size_t>(stage + 1)];
+  };
+  for (auto& actions : result.ranks) {
+    std::vector<PipelineAction> with;
+    for (const auto& action : actions) {
+      const auto [op, s, m] = action;
+      const bool back = op == backward || op == input_backward;
+      if (op == forward && s > 0 && apart(s - 1)) with.push_back({receive_forward, s, m});
+      if (back && s < last && apart(s)) with.push_back({receive_backward, s, m});
+      with.push_back(action);
+      if (op == forward && s < last && apart(s)) with.push_back({send_forward, s, m});
+      if (back && s > 0 && apart(s - 1)) with.push_back({send_backward, s, m});
+    }
+    actions = std::move(with);
+  }
+  return result;
+}
+
+std::string to_csv(const PipelineSchedule& schedule) {
+  std::string text;
+  for (const auto& actions : schedule.ranks) {
+    for (const auto& action : actions) {
+      if (&action != actions.data()) text += ',';
+      text += to_string(action);
+    }
+    text += '\n';
+  }
+  return text;
+}
+
+PipelineSchedule schedule_from_csv(std::string_view text, std::string name) {
+  PipelineSchedule schedule{.name = std::move(name), .microbatches = 0, .rank_of_stage = {}, .ranks = {}};
+  std::map<int, int> rank_of;
+  while (!text.empty()) {
+    const auto end = std::min(text.find('\n'), text.size());
+    auto line = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    const int rank = schedule.num_ranks();
+    auto& actions = schedule.ranks.emplace_back();
+    for (int cell = 1; !line.empty(); ++cell) {
+      const auto comma = std::min(line.find(','), line.size());
+      auto word = line.substr(0, comma);
+      line.remove_prefix(std::min(comma + 1, line.size()));
+      constexpr std::string_view kSpace = " \t\r";
+      word.remove_prefix(std::min(word.find_first_not_of(kSpace), word.size()));
+      word = word.substr(0, word.find_last_not_of(kSpace) + 1);
+      if (word.empty()) continue;
+      PipelineAction action;
+      const char* stop = word.data() + word.size();
+      const auto stage = std::from_chars(word.data(), stop, action.stage);
+      const std::string_view rest(stage.ptr, static_cast<std::size_t>(stop - stage.ptr));
+      const auto letters = std::min(rest.find_first_of("0123456789-"), rest.size());
+      const auto op = std::find(kNames.begin(), kNames.end(), rest.substr(0, letters));
+      const auto number = std::from_chars(rest.data() + letters, stop, action.microbatch);
+      if (stage.ec != std::errc() || op == kNames.end() || number.ec != std::errc() || number.ptr != stop ||
+          action.stage < 0 || action.microbatch < 0)
+        throw ConfigError(
+            fmt::format("a schedule's line {}, cell {} is '{}': a stage, one of F, B, I, W, SEND_F, RECV_F, "
+                        "SEND_B, RECV_B and a "
+                        "micro-batch are allowed, such as 0F3",
+                        rank + 1, cell, word));
+      action.op = static_cast<PipelineOp>(op - kNames.begin());
+      actions.push_back(action);
+      if (const auto [found, is_new] = rank_of.emplace(action.stage, rank); !is_new && found->second != rank)
+        throw ConfigError(fmt::format("a schedule's line {}, cell {} is '{}': stage {} is on line {} too",
+                                      rank + 1, cell, word, action.stage, found->second + 1));
+      schedule.microbatches = std::max(schedule.microbatches, action.microbatch + 1);
+    }
+  }
+  for (const auto& [stage, rank] : rank_of) {
+    if (stage != schedule.num_stages())
+      throw ConfigError(fmt::format("a schedule has stage {} and no stage {}", stage, schedule.num_stages()));
+    schedule.rank_of_stage.push_back(rank);
+  }
+  if (schedule.rank_of_stage.empty()) throw ConfigError("a schedule has no actions");
+  return schedule;
+}
+
+}  // namespace lockstep
