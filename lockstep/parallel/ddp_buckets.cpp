@@ -9,9 +9,9 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/cpu_memory.h>
+#include <lockstep/parallel/ddp_flat_views.h>
 #include <lockstep/parallel/ddp_reducer.h>
-#include <lockstep/parallel/flat_views.h>
-#include <lockstep/parallel/shards.h>
+#include <lockstep/parallel/ddp_shards.h>
 
 namespace lockstep::detail {
 namespace {

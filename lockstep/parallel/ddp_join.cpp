@@ -3,8 +3,8 @@
 // bucket.
 #include <lockstep/base/error.h>
 #include <lockstep/parallel/ddp_reducer.h>
+#include <lockstep/parallel/ddp_shards.h>
 #include <lockstep/parallel/replicas.h>
-#include <lockstep/parallel/shards.h>
 #include <lockstep/parallel/unit.h>
 
 #include <ATen/ATen.h>

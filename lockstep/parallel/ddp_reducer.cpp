@@ -9,8 +9,8 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/cpu_memory.h>
+#include <lockstep/parallel/ddp_shards.h>
 #include <lockstep/parallel/replicas.h>
-#include <lockstep/parallel/shards.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>

@@ -117,7 +117,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void require_all_gradients() const;
   void settle(bool last, bool shadow = false);
 
-  // ddp_shards.cpp
+  // ddp_sharding.cpp
   Work reduce(const at::Tensor& buffer, const Bucket& bucket);
   std::shared_ptr<ParameterShards> make_shards(bool share_weights);
   void forget_early_buckets();

@@ -407,7 +407,8 @@ TEST(Hierarchy, a_wait_ends_when_it_is_told_to) {
     ranks.run([&](int rank, Engine& engine) {
       if (rank == missing) {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
-        for (int r = 0; r < missing; ++r) ranks.engine(r).interrupt("enough");
+        // The one that its neighbours wait for is told last: they would hear from it first.
+        for (int r = missing - 1; r >= 0; --r) ranks.engine(r).interrupt("enough");
         return;
       }
       std::vector<float> data(10);
