@@ -98,6 +98,7 @@ void ParameterShards::move_parameters() {
       begins_[i] = std::clamp<std::int64_t>(bounds_[b][rank] - offset, 0, param.numel());
       const auto end = std::clamp<std::int64_t>(bounds_[b][rank + 1] - offset, 0, param.numel());
       slices_[i] = memory_of(param.detach(), begins_[i], end - begins_[i]);
+      slice_index_[slices_[i].unsafeGetTensorImpl()] = i;
     }
   // Nobody needs so much again as the parameters had.
   if (weights_[0].defined() && caching_cpu_allocator_is_used()) empty_cpu_cache();
@@ -143,6 +144,11 @@ std::size_t ParameterShards::find(const at::Tensor& parameter) const {
                     "not in its list of ignored ones",
                     kWho));
   return found->second;
+}
+
+std::size_t ParameterShards::find_slice(const at::Tensor& slice) const {
+  const auto found = slice_index_.find(slice.unsafeGetTensorImpl());
+  return found == slice_index_.end() ? size() : found->second;
 }
 
 void ParameterShards::take_gradients() {

@@ -41,7 +41,8 @@ class ParameterShards {
   // This rank's part: its memory, one dimension, perhaps of no elements; and where it begins.
   const at::Tensor& slice(std::size_t param) const { return slices_[param]; }
   std::int64_t slice_begin(std::size_t param) const { return begins_[param]; }
-  std::size_t find(const at::Tensor& parameter) const;  // ConfigError where it is none of these
+  std::size_t find(const at::Tensor& parameter) const;    // ConfigError where it is none of these
+  std::size_t find_slice(const at::Tensor& slice) const;  // the parameter's number; size() where it is none
   // Rank r has [bounds[r], bounds[r + 1]) of the bucket.
   const std::vector<std::int64_t>& bounds(std::size_t bucket) const { return bounds_[bucket]; }
   std::vector<at::Tensor> pieces(const at::Tensor& flat, std::size_t bucket) const;  // each rank's
@@ -80,7 +81,7 @@ class ParameterShards {
   const std::vector<at::Tensor> params_;
   const std::vector<Layout> layouts_;
   const bool share_weights_;
-  std::map<const void*, std::size_t> index_;
+  std::map<const void*, std::size_t> index_, slice_index_;
   std::vector<std::vector<std::int64_t>> bounds_;
   std::vector<at::Tensor> weights_;  // of each bucket; none where this rank is alone
   std::vector<at::Tensor> slices_;

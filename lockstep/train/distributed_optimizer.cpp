@@ -163,9 +163,9 @@ ShardedOptimizer::~ShardedOptimizer() {
 
 void ShardedOptimizer::require_same_options(const Optimizer& self) const {
   std::vector<std::string> lines;
-  for (const auto& group : whole_groups(self)) {
+  for (const auto& group : self.param_groups()) {
     std::vector<std::size_t> members;
-    for (const auto& param : group.params()) members.push_back(shards_->find(param));
+    for (const auto& slice : group.params()) members.push_back(find(slice));
     lines.push_back(fmt::format("group {}: {}, parameters {}", lines.size(), text_of(group.options()),
                                 fmt::join(members, " ")));
   }
@@ -193,26 +193,27 @@ ParamGroups ShardedOptimizer::slices_of(const ParamGroups& groups) const {
   return sliced;
 }
 
+std::size_t ShardedOptimizer::find(const at::Tensor& slice) const {
+  const auto param = shards_->find_slice(slice);
+  if (param == shards_->size())
+    throw ConfigError(
+        "a parameter group was added to a DistributedOptimizer: all groups are given when it is made");
+  return param;
+}
+
 ParamGroups ShardedOptimizer::whole_groups(const Optimizer& self) const {
-  std::map<const void*, std::size_t> known;
-  for (std::size_t i = 0; i < shards_->size(); ++i) known[shards_->slice(i).unsafeGetTensorImpl()] = i;
   ParamGroups whole;
   for (const auto& group : self.param_groups()) {
     std::vector<at::Tensor> params;
-    for (const auto& slice : group.params()) {
-      const auto found = known.find(slice.unsafeGetTensorImpl());
-      if (found == known.end())
-        throw ConfigError(
-            "a parameter group was added to a DistributedOptimizer: all groups are given when it is made");
-      params.push_back(shards_->param(found->second));
-    }
+    for (const auto& slice : group.params()) params.push_back(shards_->param(find(slice)));
     whole.push_back(like(group, std::move(params)));
   }
   return whole;
 }
 
 void ShardedOptimizer::begin_step(const Optimizer& self) {
-  (void)whole_groups(self);  // nobody has added one
+  for (const auto& group : self.param_groups())
+    for (const auto& slice : group.params()) (void)find(slice);  // nobody has added one
   shards_->before_update();
 }
 

@@ -77,6 +77,8 @@ class ShardedOptimizer {
 
  private:
   virtual torch::optim::Optimizer& self() = 0;
+  // The number of the parameter that this is a part of; ConfigError where it is of none.
+  std::size_t find(const at::Tensor& slice) const;
   const std::shared_ptr<ParameterShards> shards_;
 };
 
