@@ -1,14 +1,15 @@
 #include <lockstep/memory/cache.h>
 
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <fstream>
 #include <random>
 #include <thread>
+#include <vector>
 
 #include <lockstep/memory/system.h>
 
@@ -99,11 +100,15 @@ TEST(Cache, what_has_long_been_of_no_use_goes_back_to_the_system) {
   });
 }
 
-std::size_t resident() {
-  std::ifstream file("/proc/self/statm");
-  std::size_t size = 0, pages = 0;
-  file >> size >> pages;
-  return pages * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+// How much of the SIZE bytes at FIRST has pages. What the process as a whole has is told only roughly: the
+// kernel counts it on each processor apart.
+std::size_t resident(const char* first, std::size_t size) {
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const auto skipped = (page - reinterpret_cast<std::uintptr_t>(first) % page) % page;
+  std::vector<unsigned char> pages((size - skipped) / page);
+  EXPECT_EQ(::mincore(const_cast<char*>(first) + skipped, pages.size() * page, pages.data()), 0);
+  return page * static_cast<std::size_t>(
+                    std::count_if(pages.begin(), pages.end(), [](int bits) { return bits & 1; }));
 }
 
 TEST(Cache, pages_go_back_of_a_region_that_is_in_use_in_part) {
@@ -113,15 +118,15 @@ TEST(Cache, pages_go_back_of_a_region_that_is_in_use_in_part) {
   char* goes = static_cast<char*>(cache.allocate(kLarge));
   std::memset(stays, 1, kLarge);
   std::memset(goes, 2, kLarge);
-  const auto before = resident();
+  EXPECT_GT(resident(goes, kLarge), kLarge * 3 / 4);
   Cache::free(goes);
   cache.release_all();
-  EXPECT_LT(resident() + kLarge * 3 / 4, before);
+  EXPECT_LT(resident(goes, kLarge), kLarge / 4);
   EXPECT_TRUE(std::all_of(stays, stays + kLarge, [](char byte) { return byte == 1; }));
   // And it is given out again.
   char* again = static_cast<char*>(cache.allocate(kLarge));
   std::memset(again, 3, kLarge);
-  EXPECT_GT(resident() + kLarge / 4, before);
+  EXPECT_GT(resident(again, kLarge), kLarge * 3 / 4);
   EXPECT_TRUE(std::all_of(stays, stays + kLarge, [](char byte) { return byte == 1; }));
   Cache::free(again);
   Cache::free(stays);
