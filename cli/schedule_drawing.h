@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include <lockstep/parallel/schedule.h>
+#include <lockstep/parallel/pipeline_schedule.h>
 
 namespace lockstep::cli {
 

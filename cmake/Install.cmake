@@ -36,8 +36,10 @@ foreach(header
     parallel/ddp.h
     parallel/ddp_bucket.h
     parallel/ddp_hooks.h
+    parallel/pipeline.h
+    parallel/pipeline_schedule.h
+    parallel/pipeline_stage.h
     parallel/replicas.h
-    parallel/schedule.h
     parallel/sync_batch_norm.h
     parallel/tensors_in.h
     parallel/unit.h

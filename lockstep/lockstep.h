@@ -20,6 +20,7 @@
 #include <lockstep/parallel/data_parallel.h>
 #include <lockstep/parallel/ddp.h>
 #include <lockstep/parallel/ddp_hooks.h>
+#include <lockstep/parallel/pipeline.h>
 #include <lockstep/parallel/replicas.h>
 #include <lockstep/parallel/sync_batch_norm.h>
 #include <lockstep/parallel/unit.h>

@@ -47,6 +47,9 @@ struct DdpOptions {
   // tensors have their memory from Lockstep (cpu_memory.h). Smaller ones, and all of them elsewhere, go to
   // buckets.
   bool zero_copy = true;
+  // Otherwise gradients are averaged when reduce() is called: for steps that have several backward passes, or
+  // passes in parts, as a Pipeline's have.
+  bool reduce_in_backward = true;
   int check_replicas_every = 0;          // steps between checks that replicas are still equal; 0: never
   std::vector<std::string> ignore = {};  // names of parameters and buffers that are left alone
 };
@@ -88,6 +91,10 @@ class DdpBase {
     std::shared_ptr<DdpReducer> reducer_;
   };
   NoSync no_sync() { return NoSync(reducer_); }
+
+  // With {.reduce_in_backward = false}: averages what backward passes have left in p.grad() since the last
+  // time. Every rank.
+  void reduce();
 
   // Runs the body, in which this rank may make fewer steps than others, then takes part in what they still
   // do. Gradients are weighted by samples: those of dim 0 of the first tensor that went into forward, or

@@ -86,6 +86,7 @@ void DdpReducer::join(const std::function<void()>& body, const JoinOptions& opti
 void DdpBase::join(const std::function<void()>& body, const JoinOptions& options) {
   reducer_->join(body, options);
 }
+void DdpBase::reduce() { reducer_->reduce_now(); }
 void DdpBase::samples(std::int64_t count) { reducer_->samples(count); }
 void DdpBase::register_comm_hook(CommHook hook) { reducer_->set_hook(std::move(hook)); }
 void DdpBase::sync_buffers() { reducer_->sync_buffers(0); }

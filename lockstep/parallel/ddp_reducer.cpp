@@ -29,6 +29,11 @@ DdpOptions checked(DdpOptions options) {
     throw ConfigError(
         "static_graph is not allowed with micro_batches above 1: how often a gradient comes would be counted "
         "wrongly");
+  if (!options.reduce_in_backward && (options.static_graph || options.micro_batches > 1))
+    throw ConfigError(
+        "static_graph and micro_batches above 1 are not allowed with reduce_in_backward = false: both are "
+        "about what "
+        "one backward pass brings");
   if (options.check_replicas_every < 0)
     throw ConfigError(fmt::format("check_replicas_every = {} is not allowed: 0 (never) or more is",
                                   options.check_replicas_every));
@@ -154,10 +159,11 @@ void DdpReducer::verify() const {
   std::vector<std::string> lines = {fmt::format(
       "options: bucket_bytes {}, first_bucket_bytes {}, init_sync {}, broadcast_buffers {}, "
       "find_unused_parameters {}, "
-      "static_graph {}, micro_batches {}, zero_copy {}, check_replicas_every {}, ignore [{}]",
+      "static_graph {}, micro_batches {}, zero_copy {}, reduce_in_backward {}, check_replicas_every {}, "
+      "ignore [{}]",
       options_.bucket_bytes, options_.first_bucket_bytes, options_.init_sync, options_.broadcast_buffers,
       options_.find_unused_parameters, options_.static_graph, options_.micro_batches, options_.zero_copy,
-      options_.check_replicas_every, fmt::join(options_.ignore, ", "))};
+      options_.reduce_in_backward, options_.check_replicas_every, fmt::join(options_.ignore, ", "))};
   const auto describe = [&](const char* kind, const std::string& name, const at::Tensor& tensor) {
     lines.push_back(fmt::format("{} '{}': {} [{}] on {}", kind, name, c10::toString(tensor.scalar_type()),
                                 fmt::join(tensor.sizes(), ", "),
@@ -179,7 +185,11 @@ void DdpReducer::before_forward(std::int64_t samples) {
   sync_ = no_sync_ == 0;
   samples_ += samples;
   if (shards_) shards_->note_versions();
-  if (alone_ || !sync_ || joining_) return;
+  if (options_.reduce_in_backward && sync_) before_step();
+}
+
+void DdpReducer::before_step() {
+  if (alone_ || joining_) return;
   if (options_.check_replicas_every > 0 && rounds_ > checked_at_ &&
       rounds_ % options_.check_replicas_every == 0) {
     checked_at_ = rounds_;
@@ -211,7 +221,7 @@ void DdpReducer::on_output(bool sync) {
     unsynced_task_ = torch::autograd::get_current_graph_task_id();
     return;
   }
-  if (in_round_) return;
+  if (in_round_ || !options_.reduce_in_backward) return;
   // autograd::grad, and backward of given tensors, may pass all parameters by; so does everything while they
   // are frozen. If one's gradient comes, it begins the round.
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
@@ -318,6 +328,11 @@ void DdpReducer::on_gradient(std::size_t index, const at::Tensor& given) {
                     "are not supported. Call "
                     "the model itself, without DistributedDataParallel, for those",
                     param.name));
+  if (!options_.reduce_in_backward) {
+    if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
+    param.used = true;
+    return;
+  }
   if (in_round_ && round_.expired()) abandon_round();
   if (!in_round_ && (!sync_ || unsynced_task_ == torch::autograd::get_current_graph_task_id())) {
     param.used = true;
@@ -349,6 +364,36 @@ void DdpReducer::on_gradient(std::size_t index, const at::Tensor& given) {
   if (!buckets_made_ || !param.bucket) return;
   fill(param, holders_of(param.tensor.grad(), given));
   if (--buckets_[*param.bucket].missing == 0) launch_ready();
+}
+
+// As a backward pass would that brings all at once.
+void DdpReducer::reduce_now() {
+  if (options_.reduce_in_backward)
+    throw ConfigError(
+        "reduce() is for {.reduce_in_backward = false}: here backward() has averaged the gradients");
+  if (joining_) throw ConfigError("reduce() is not allowed inside join()");
+  std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  in_round_ = true;
+  if (shards_) shards_->keep_gradients();
+  try {
+    before_step();  // of the model as it is now: forward did not go through us
+    for (auto i = params_.size(); i-- > 0;) {
+      auto& param = params_[i];
+      if (!param.used) continue;
+      param.fired = 1;
+      order_.push_back(i);
+      if (!buckets_made_ || !param.bucket) continue;
+      fill(param);
+      if (--buckets_[*param.bucket].missing == 0) launch_ready();
+    }
+    settle(/*last=*/true);
+    ++rounds_;
+  } catch (...) {
+    reset_round();
+    throw;
+  }
+  reset_round();
 }
 
 void DdpReducer::end_round() {

@@ -36,6 +36,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void before_forward(std::int64_t samples);
   void after_forward(const std::vector<at::Tensor>& outputs);
   void no_sync(bool begin) { no_sync_ += begin ? 1 : -1; }
+  void reduce_now();
   void join(const std::function<void()>& body, const JoinOptions& options);
   void samples(std::int64_t count);
   void set_hook(CommHook hook);
@@ -94,6 +95,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   bool direct() const { return alone_ && !hook_; }  // no buckets: gradients stay where autograd leaves them
   void on_gradient(std::size_t index, const at::Tensor& given);
   void on_output(bool sync);
+  void before_step();
   void begin_round();
   void end_round();
   void abandon_round();

@@ -9,6 +9,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 namespace lockstep::detail {
+namespace {
+std::atomic<int> weight_parts = 0;  // backward of other devices runs on threads of its own
+}
+
+WeightPart::WeightPart() { ++weight_parts; }
+WeightPart::~WeightPart() { --weight_parts; }
 
 // A parameter of the module: its gradient must have come through the attachment.
 struct Attachment::Watch {
@@ -54,7 +60,7 @@ void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<
     const auto hook = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [watched = attachment.get(), name](const torch::autograd::variable_list& outputs,
                                            const torch::autograd::variable_list&) {
-          if (watched->pass_ != torch::autograd::get_current_graph_task_id())
+          if (weight_parts == 0 && watched->pass_ != torch::autograd::get_current_graph_task_id())
             throw ConfigError(fmt::format(
                 "'{0}' was called round its Unit, so that {1} had no part in it: call it as "
                 "{0}(x), not {0}->forward(x). (If it was not, this backward is of its parameters alone, "

@@ -95,6 +95,16 @@ UnitSlot* slot_of(torch::nn::Module* module);
 void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<Attachment> attachment,
             bool watch = true);
 
+// While it lives gradients may be those of weights alone, whose way through the attachment was gone before,
+// in another backward pass. They are not watched.
+class WeightPart {
+ public:
+  WeightPart();
+  WeightPart(const WeightPart&) = delete;
+  WeightPart& operator=(const WeightPart&) = delete;
+  ~WeightPart();
+};
+
 [[noreturn]] void refuse_arguments(const Attachment& attachment, std::size_t count);
 
 }  // namespace detail

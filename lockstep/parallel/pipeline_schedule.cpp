@@ -1,4 +1,4 @@
-#include <lockstep/parallel/schedule.h>
+#include <lockstep/parallel/pipeline_schedule.h>
 
 #include <algorithm>
 #include <array>

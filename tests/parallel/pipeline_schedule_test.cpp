@@ -1,5 +1,5 @@
 // Pipeline schedules: what they promise, and what is said of those that are wrong.
-#include <lockstep/parallel/schedule.h>
+#include <lockstep/parallel/pipeline_schedule.h>
 
 #include <random>
 

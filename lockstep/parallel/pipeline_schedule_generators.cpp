@@ -6,7 +6,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
-#include <lockstep/parallel/schedule.h>
+#include <lockstep/parallel/pipeline_schedule.h>
 
 namespace lockstep {
 namespace {

@@ -1,0 +1,176 @@
+// Pipeline parallelism: ranks have parts of a model, and micro-batches go through them.
+//
+//   std::vector<lockstep::PipelineStage> pieces = {embedding, block0, block1, head};   // all, on every rank
+//   lockstep::Pipeline pipeline(std::move(pieces), mesh["pp"], lockstep::Schedule1F1B{.num_microbatches =
+//   8}); lockstep::AdamW optimizer(pipeline.parameters(), {.lr = 3e-4}); for (...) {
+//     optimizer.zero_grad();
+//     pipeline.step(inputs, targets, [](auto& output, auto& target) { return torch::mse_loss(output, target);
+//     }); optimizer.step(); at::Tensor loss = pipeline.loss();
+//   }
+//
+// Every rank makes it with the same pieces (the same seed gives the same weights) and keeps those of its own
+// stages. step() leaves the gradients of the whole batch's loss, the mean over micro-batches. Weights that
+// pieces on several ranks share stay equal: their gradients are added up. Inputs are needed where the first
+// stage is, targets where the last is; other ranks may give anything, or {}. What stages hand on may change
+// its shape from step to step.
+//
+// An exception in a stage reaches its caller as it is; every other rank's step() throws an Error with its
+// text, and the pipeline can be used again. CommError as Group does: a rank that died, a deadline. One thread
+// at a time.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <lockstep/comm/group.h>
+#include <lockstep/parallel/pipeline_schedule.h>
+#include <lockstep/parallel/pipeline_stage.h>
+#include <torch/nn/modules/container/sequential.h>
+
+namespace lockstep {
+
+struct ScheduleGPipe {
+  int num_microbatches = 1;
+};
+struct Schedule1F1B {
+  int num_microbatches = 1;
+};
+struct ScheduleInterleaved1F1B {
+  int num_microbatches = 1;
+  int stages_per_rank = 2;
+};
+struct ScheduleLoopedBFS {
+  int num_microbatches = 1;
+  int stages_per_rank = 2;
+};
+struct ScheduleZBH1 {
+  int num_microbatches = 1;
+};
+struct ScheduleZBVZeroBubble {
+  int num_microbatches = 1;
+};
+struct ScheduleDualPipeV {
+  int num_microbatches = 1;
+};
+// By the name that command lines have: schedule_names().
+struct ScheduleNamed {
+  std::string name;
+  int num_microbatches = 1;
+  int stages_per_rank = 0;
+};
+
+// Any of these, or a schedule of one's own.
+class AnySchedule {
+ public:
+  AnySchedule(ScheduleGPipe given) : AnySchedule(ScheduleNamed{"gpipe", given.num_microbatches}) {}
+  AnySchedule(Schedule1F1B given) : AnySchedule(ScheduleNamed{"1f1b", given.num_microbatches}) {}
+  AnySchedule(ScheduleInterleaved1F1B given)
+      : AnySchedule(ScheduleNamed{"interleaved1f1b", given.num_microbatches, given.stages_per_rank}) {}
+  AnySchedule(ScheduleLoopedBFS given)
+      : AnySchedule(ScheduleNamed{"loopedbfs", given.num_microbatches, given.stages_per_rank}) {}
+  AnySchedule(ScheduleZBH1 given) : AnySchedule(ScheduleNamed{"zbh1", given.num_microbatches}) {}
+  AnySchedule(ScheduleZBVZeroBubble given) : AnySchedule(ScheduleNamed{"zbv", given.num_microbatches}) {}
+  AnySchedule(ScheduleDualPipeV given) : AnySchedule(ScheduleNamed{"dualpipev", given.num_microbatches}) {}
+  AnySchedule(ScheduleNamed given);
+  AnySchedule(PipelineSchedule given);
+  PipelineSchedule on(int ranks) const { return make_(ranks); }
+
+ private:
+  std::function<PipelineSchedule(int)> make_;
+};
+
+enum class PipelineBalance { parameters, time, pieces };
+
+struct PipelineOptions {
+  // How many pieces each stage has, from the first on. Empty: one each where there are as many, else such
+  // that the largest stage is as small as can be.
+  std::vector<int> cut = {};
+  PipelineBalance balance = PipelineBalance::parameters;
+  StageValues sample = {};  // with time: a micro-batch that goes through the pieces, on the group's rank 0
+  bool scale_gradients = true;  // the loss is the mean over micro-batches, not the sum
+};
+
+// One action as it was done; seconds from the start of the step.
+struct PipelineMoment {
+  PipelineAction action;
+  double begin = 0, end = 0;
+};
+
+class Pipeline {
+ public:
+  // Throws ConfigError, on every rank: what differs between ranks, a schedule that cannot be, pieces that do
+  // not fit it.
+  Pipeline(std::vector<PipelineStage> pieces, Group group, const AnySchedule& schedule,
+           PipelineOptions options = {});
+  // A piece for each child.
+  Pipeline(torch::nn::Sequential model, Group group, const AnySchedule& schedule,
+           PipelineOptions options = {});
+  Pipeline(Pipeline&&) noexcept;
+  Pipeline& operator=(Pipeline&&) noexcept;
+  ~Pipeline();
+
+  // Forward and backward of a batch, which micro-batches divide along dim 0 (tensors without dimensions go to
+  // each whole). loss(output, target) with a tensor each, or with StageValues each. Returns the loss where
+  // the last stage is, undefined elsewhere. Every rank.
+  template <typename Inputs = StageValues, typename Targets = StageValues, typename Loss>
+  at::Tensor step(const Inputs& inputs, const Targets& targets, Loss&& loss) {
+    return run(flat(inputs), flat(targets), wrap(std::forward<Loss>(loss)), /*backward=*/true);
+  }
+  // The same without gradients: the loss alone.
+  template <typename Inputs = StageValues, typename Targets = StageValues, typename Loss>
+  at::Tensor evaluate(const Inputs& inputs, const Targets& targets, Loss&& loss) {
+    return run(flat(inputs), flat(targets), wrap(std::forward<Loss>(loss)), /*backward=*/false);
+  }
+  // Without gradients: where the last stage is, what it gives for the whole batch; elsewhere nothing.
+  template <typename Inputs = StageValues>
+  StageValues forward(const Inputs& inputs) {
+    return run_forward(flat(inputs));
+  }
+  // Of the last step or evaluation, on every rank: every rank calls it.
+  at::Tensor loss();
+
+  // This rank's stages, under the names of their pieces.
+  const std::shared_ptr<torch::nn::Module>& module() const;
+  std::vector<at::Tensor> parameters() const;
+  // Those without what an earlier rank has too: all ranks' together are the model, for a norm over all.
+  std::vector<at::Tensor> own_parameters() const;
+
+  const PipelineSchedule& schedule() const;  // with its transfers
+  const std::vector<int>& cut() const;       // pieces of each stage
+  bool is_first() const;                     // this rank has the first stage
+  bool is_last() const;
+  const std::vector<PipelineMoment>& moments() const;  // of the last step, here
+
+ private:
+  using LossOf = std::function<at::Tensor(const StageValues&, const StageValues&)>;
+  template <typename T>
+  static StageValues flat(const T& given) {
+    StageValues values;
+    detail::put_values(given, values);
+    return values;
+  }
+  template <typename Loss>
+  static LossOf wrap(Loss&& loss) {
+    if constexpr (std::is_invocable_v<Loss, const at::Tensor&, const at::Tensor&>)
+      return [loss = std::forward<Loss>(loss)](const StageValues& output,
+                                               const StageValues& target) -> at::Tensor {
+        if (output.size() != 1) detail::refuse_stage_values("loss(tensor, tensor)", output.size(), 1);
+        if (target.size() != 1) detail::refuse_stage_values("loss(tensor, tensor)", target.size(), 1);
+        return loss(output[0], target[0]);
+      };
+    else
+      return std::forward<Loss>(loss);
+  }
+  at::Tensor run(StageValues inputs, StageValues targets, LossOf loss, bool backward);
+  StageValues run_forward(StageValues inputs);
+
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,244 @@
+#include <lockstep/parallel/pipeline_run.h>
+
+#include <algorithm>
+
+#include <ATen/ATen.h>
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep::detail {
+namespace {
+
+using enum PipelineOp;
+
+constexpr int kFirstTag = 1 << 20;  // apart from what a program sends itself in the same group
+
+std::string text_of(const std::exception_ptr& exception) {
+  try {
+    std::rethrow_exception(exception);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of a type of its own";
+  }
+}
+
+// What the next stage works on: a part of another graph.
+StageValues handed_on(const StageValues& values, bool with_gradients) {
+  StageValues result;
+  for (const auto& value : values) {
+    result.push_back(value.defined() ? value.detach() : value);
+    if (with_gradients && value.defined() && value.requires_grad()) result.back().requires_grad_();
+  }
+  return result;
+}
+
+StageValues gradients_of(const StageValues& values) {
+  StageValues result;
+  for (const auto& value : values)
+    result.push_back(value.defined() && value.requires_grad() ? value.grad() : at::Tensor());
+  return result;
+}
+
+const char* word_for(PipelineOp op) {
+  switch (op) {
+    case forward: return "forward";
+    case backward: return "backward";
+    case input_backward: return "the input part of backward";
+    case weight_backward: return "the weight part of backward";
+    default: return "a transfer";
+  }
+}
+
+}  // namespace
+
+void refuse_stage_values(const char* what, std::size_t given, std::size_t taken) {
+  throw ConfigError(fmt::format("a stage or loss takes {}: it was given {} value{}, and needs {}", what,
+                                given, given == 1 ? "" : "s", taken));
+}
+
+PipelineRun::PipelineRun(Group group, const PipelineSchedule& schedule, const Stages& stages,
+                         at::Device device, PipelineJob job)
+    : group_(group),
+      schedule_(schedule),
+      stages_(stages),
+      device_(device),
+      job_(std::move(job)),
+      wire_(std::move(group)),
+      last_(schedule.num_stages() - 1) {}
+
+void PipelineRun::split(const StageValues& whole, std::vector<StageValues>& parts, const char* what) const {
+  const auto count = schedule_.microbatches;
+  parts.resize(static_cast<std::size_t>(count));
+  std::optional<std::int64_t> batch;
+  for (const auto& value : whole) {
+    if (!value.defined() || value.dim() == 0) {
+      for (auto& part : parts) part.push_back(value);
+      continue;
+    }
+    const auto size = value.size(0);
+    if (batch && *batch != size)
+      throw ConfigError(
+          fmt::format("{} of {} and of {} samples were given: they must be as many", what, *batch, size));
+    batch = size;
+    if (size == 0 || size % count != 0)
+      throw ConfigError(fmt::format(
+          "{} of {} samples were given, which {} micro-batches do not divide: a multiple of {} is "
+          "allowed",
+          what, size, count, count));
+    const auto chunk = size / count;
+    for (int m = 0; m < count; ++m)
+      parts[static_cast<std::size_t>(m)].push_back(value.narrow(0, m * chunk, chunk));
+  }
+}
+
+void PipelineRun::prepare() {
+  if (here(0)) {
+    if (job_.inputs.empty())
+      throw ConfigError(
+          fmt::format("no inputs were given to rank {}, which has the first stage", world_rank()));
+    split(job_.inputs, inputs_, "inputs");
+  }
+  if (!here(last_)) return;
+  losses_.resize(static_cast<std::size_t>(schedule_.microbatches));
+  outputs_.resize(static_cast<std::size_t>(schedule_.microbatches));
+  if (job_.loss) split(job_.targets, targets_, "targets");
+}
+
+void PipelineRun::run() {
+  const auto start = std::chrono::steady_clock::now();
+  const auto now = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  try {
+    prepare();
+  } catch (const std::exception&) {
+    fail(fmt::format("rank {}", world_rank()));
+  }
+  for (const auto& action : schedule_.ranks[static_cast<std::size_t>(group_.rank())]) {
+    if (!job_.backward && action.op != PipelineOp::forward && action.op != send_forward &&
+        action.op != receive_forward)
+      continue;
+    const double begin = now();
+    act(action);
+    moments_.push_back({action, begin, now()});
+  }
+  wire_.finish();
+  agree();
+}
+
+void PipelineRun::act(PipelineAction action) {
+  auto& place = slot(action.stage, action.microbatch);
+  switch (action.op) {
+    case send_forward:
+    case receive_forward:
+    case send_backward:
+    case receive_backward: return transfer(place, action);
+    default: break;
+  }
+  if (!failure_.empty()) return;  // the others are told by what they wait for
+  try {
+    switch (action.op) {
+      case PipelineOp::forward: return forward(place, action);
+      case weight_backward:
+        place.weights.weight_part();
+        slots_.erase({action.stage, action.microbatch});
+        return;
+      default: return backward(place, action);
+    }
+  } catch (const CommError&) {
+    throw;  // a peer is gone: nobody can be told, and everybody knows
+  } catch (...) {
+    fail(fmt::format("rank {}, stage {}, {} of micro-batch {}", world_rank(), action.stage,
+                     word_for(action.op), action.microbatch));
+  }
+}
+
+void PipelineRun::forward(Slot& slot, PipelineAction action) {
+  const auto [op, s, m] = action;
+  const auto number = static_cast<std::size_t>(m);
+  const at::AutoGradMode grad_mode(job_.backward);
+  if (s == 0) slot.inputs = inputs_[number];
+  slot.outputs = stages_.at(s)(slot.inputs);
+  if (s == 0) slot.inputs.clear();  // nobody needs their gradients
+  if (s < last_) {
+    if (here(s + 1)) this->slot(s + 1, m).inputs = handed_on(slot.outputs, job_.backward);
+    return;
+  }
+  if (!job_.loss) {
+    outputs_[number] = handed_on(slot.outputs, false);
+    return;
+  }
+  auto loss = job_.loss(slot.outputs, targets_[number]);
+  if (!loss.defined() || loss.numel() != 1)
+    throw ConfigError(
+        fmt::format("the loss must be one number: it is {}",
+                    loss.defined() ? fmt::format("a tensor of {} elements", loss.numel()) : "undefined"));
+  if (job_.backward && !loss.requires_grad())
+    throw ConfigError("the loss requires no gradient: it was computed from nothing that does");
+  losses_[number] = loss.detach();
+  slot.outputs = {loss};
+}
+
+void PipelineRun::backward(Slot& slot, PipelineAction action) {
+  const auto [op, s, m] = action;
+  if (s == last_) slot.gradients = {at::full_like(slot.outputs[0], job_.scale)};
+  LOCKSTEP_ASSERT(slot.gradients.size() == slot.outputs.size(),
+                  "a stage got gradients of other values than it gave");
+  PipelineBackward pass(slot.outputs, slot.gradients, slot.inputs);
+  if (op == PipelineOp::backward)
+    pass.whole();
+  else
+    pass.input_part();
+  auto gradients = gradients_of(slot.inputs);
+  slot = {};
+  if (op == input_backward) slot.weights = std::move(pass);
+  if (s == 0) return;
+  if (here(s - 1))
+    this->slot(s - 1, m).gradients = std::move(gradients);
+  else
+    slot.input_gradients = std::move(gradients);
+}
+
+void PipelineRun::transfer(Slot& slot, PipelineAction action) {
+  const auto [op, s, m] = action;
+  // A message is known by the stages between which it goes: after which, which way, which micro-batch.
+  const bool ahead = op == send_forward || op == receive_forward;
+  const int boundary = op == send_forward || op == receive_backward ? s : s - 1;
+  const int peer = rank_of(op == send_forward || op == receive_backward ? s + 1 : s - 1);
+  const int tag = kFirstTag + 2 * (boundary * schedule_.microbatches + m) + (ahead ? 0 : 1);
+  if (op == send_forward || op == send_backward) {
+    auto& values = ahead ? slot.outputs : slot.input_gradients;
+    if (!failure_.empty())
+      wire_.send_failure(failure_, peer, tag);
+    else
+      wire_.send(values, peer, tag);
+    if (!ahead || !job_.backward) values.clear();
+    return;
+  }
+  auto message = wire_.receive(peer, tag, device_);
+  if (message.failure) {
+    if (failure_.empty()) failure_ = *message.failure;
+    return;
+  }
+  (ahead ? slot.inputs : slot.gradients) = std::move(message.values);
+}
+
+void PipelineRun::fail(const std::string& where) {
+  exception_ = std::current_exception();
+  failure_ = fmt::format("{}: {}", where, text_of(exception_));
+  slots_.clear();
+}
+
+// Also of what happened so late that nobody waited for it.
+void PipelineRun::agree() {
+  const auto failures = group_.all_gather_values(std::string_view(failure_), {.tag = "pipeline step"});
+  if (exception_) std::rethrow_exception(exception_);
+  const auto found =
+      std::find_if(failures.begin(), failures.end(), [](const auto& text) { return !text.empty(); });
+  if (found != failures.end()) throw Error("a stage of the pipeline failed: " + *found);
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,80 @@
+// One pass of a batch through a pipeline: this rank's actions, in the schedule's order.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <lockstep/comm/group.h>
+#include <lockstep/parallel/pipeline.h>
+#include <lockstep/parallel/pipeline_backward.h>
+#include <lockstep/parallel/pipeline_wire.h>
+
+namespace lockstep::detail {
+
+struct PipelineJob {
+  StageValues inputs = {}, targets = {};
+  std::function<at::Tensor(const StageValues&, const StageValues&)> loss = {};  // none: outputs are kept
+  bool backward = false;
+  double scale = 1;  // of each micro-batch's gradient
+};
+
+class PipelineRun {
+ public:
+  using Stages = std::map<int, PipelineStage::Forward>;  // this rank's
+
+  PipelineRun(Group group, const PipelineSchedule& schedule, const Stages& stages, at::Device device,
+              PipelineJob job);
+
+  // Throws what a stage here threw; an Error with the text where another rank's did; CommError.
+  void run();
+
+  const StageValues& losses() const { return losses_; }  // by micro-batch, where the last stage is
+  const std::vector<StageValues>& outputs() const { return outputs_; }
+  std::vector<PipelineMoment>& moments() { return moments_; }
+
+ private:
+  // What there is of a micro-batch at a stage.
+  struct Slot {
+    StageValues inputs, outputs;
+    StageValues gradients;        // of the outputs
+    StageValues input_gradients;  // to be sent
+    PipelineBackward weights;     // what its backward has left to do
+  };
+
+  void split(const StageValues& whole, std::vector<StageValues>& parts, const char* what) const;
+  void prepare();
+  void act(PipelineAction action);
+  void forward(Slot& slot, PipelineAction action);
+  void backward(Slot& slot, PipelineAction action);
+  void transfer(Slot& slot, PipelineAction action);
+  void fail(const std::string& where);
+  void agree();
+
+  Slot& slot(int stage, int microbatch) { return slots_[{stage, microbatch}]; }
+  int rank_of(int stage) const { return schedule_.rank_of_stage[static_cast<std::size_t>(stage)]; }
+  int world_rank() const { return group_.ranks()[static_cast<std::size_t>(group_.rank())]; }
+  bool here(int stage) const { return rank_of(stage) == group_.rank(); }
+
+  Group group_;
+  const PipelineSchedule& schedule_;
+  const Stages& stages_;
+  const at::Device device_;
+  PipelineJob job_;
+  PipelineWire wire_;
+  const int last_;
+  std::map<std::pair<int, int>, Slot> slots_;
+  std::vector<StageValues> inputs_, targets_;  // by micro-batch
+  StageValues losses_;
+  std::vector<StageValues> outputs_;
+  std::vector<PipelineMoment> moments_;
+  std::string failure_;           // of any rank, as far as it is known here
+  std::exception_ptr exception_;  // where it was thrown
+};
+
+}  // namespace lockstep::detail

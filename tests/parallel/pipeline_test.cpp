@@ -1,0 +1,485 @@
+// Pipelines against the same model on one rank: losses, gradients, weights after steps.
+#include <algorithm>
+#include <numeric>
+
+#include "parallel/models.h"
+#include "support/ranks.h"
+
+namespace lockstep::testing {
+namespace {
+
+template <typename E, typename F>
+void expect_error(F&& f, const std::string& text) {
+  EXPECT_THAT(error_of<E>(f), HasSubstr(text));
+}
+
+const auto kLoss = [](const at::Tensor& output, const at::Tensor& target) {
+  return torch::mse_loss(output, target);
+};
+
+// Layers of several kinds, in double: what differs by more than rounding is an error.
+struct BlockImpl : torch::nn::Module {
+  explicit BlockImpl(int width)
+      : norm(torch::nn::LayerNormOptions({width})), up(width, 3 * width), down(3 * width, width) {
+    register_module("norm", norm);
+    register_module("up", up);
+    register_module("down", down);
+    scale = register_parameter("scale", torch::ones({width}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return x + down(torch::gelu(up(norm(x * scale)))) * scale; }
+  torch::nn::LayerNorm norm;
+  torch::nn::Linear up, down;
+  at::Tensor scale;  // used twice: two ways lead to it
+};
+TORCH_MODULE(Block);
+
+constexpr int kWidth = 6;
+
+std::vector<PipelineStage> blocks(int count) {
+  std::vector<PipelineStage> pieces;
+  for (int i = 0; i < count; ++i) {
+    Block block(kWidth);
+    block->to(at::kDouble);
+    fill_parameters(*block, 1000 + 10 * static_cast<std::uint64_t>(i));
+    pieces.emplace_back(block, "blocks." + std::to_string(i));
+  }
+  return pieces;
+}
+
+at::Tensor batch_of(int seed, std::int64_t samples = 24) {
+  return numbers(seed, {samples, kWidth}).to(at::kDouble);
+}
+
+// The model's gradients by name, of a batch in micro-batches, on one rank.
+struct Expected {
+  at::Tensor loss;
+  std::map<std::string, at::Tensor> gradients;
+};
+Expected expected(int pieces, int microbatches, int step = 0) {
+  auto model = blocks(pieces);
+  double sum = 0;
+  const auto inputs = batch_of(100 + step).chunk(microbatches),
+             targets = batch_of(200 + step).chunk(microbatches);
+  for (int m = 0; m < microbatches; ++m) {
+    StageValues values = {inputs[static_cast<std::size_t>(m)]};
+    for (const auto& piece : model) values = piece(values);
+    auto loss = kLoss(values[0], targets[static_cast<std::size_t>(m)]) / microbatches;
+    sum += loss.item<double>();
+    loss.backward();
+  }
+  Expected result{torch::scalar_tensor(sum, at::kDouble), {}};
+  for (const auto& piece : model)
+    for (const auto& item : piece.module()->named_parameters())
+      result.gradients[piece.name() + "." + item.key()] = item.value().grad();
+  return result;
+}
+
+void expect_gradients(const torch::nn::Module& module, const Expected& expected) {
+  const auto parameters = module.named_parameters();
+  EXPECT_GT(parameters.size(), 0u);
+  for (const auto& item : parameters) {
+    ASSERT_TRUE(expected.gradients.contains(item.key())) << item.key();
+    ASSERT_TRUE(item.value().grad().defined()) << item.key();
+    EXPECT_TRUE(torch::allclose(item.value().grad(), expected.gradients.at(item.key()), 1e-12, 1e-14))
+        << item.key();
+  }
+}
+
+int stages_per_rank(const std::string& name) {
+  return make_schedule(name, {.ranks = 2, .microbatches = 4}).num_stages() / 2;
+}
+
+TEST(Pipeline, every_schedule_gives_the_gradients_of_one_rank) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    for (const auto& name : schedule_names()) {
+      SCOPED_TRACE(name);
+      const int microbatches = 2 * group.size() * (24 % (2 * group.size()) == 0 ? 1 : 2);
+      const int pieces = stages_per_rank(name) * group.size() + 1;
+      Pipeline pipeline(blocks(pieces), group, ScheduleNamed{name, microbatches});
+      EXPECT_EQ(std::accumulate(pipeline.cut().begin(), pipeline.cut().end(), 0), pieces);
+      for (int step = 0; step < 2; ++step) {
+        const auto expect = expected(pieces, microbatches, step);
+        for (auto& parameter : pipeline.parameters()) parameter.mutable_grad().reset();
+        const auto loss = pipeline.step(batch_of(100 + step), batch_of(200 + step), kLoss);
+        EXPECT_EQ(loss.defined(), pipeline.is_last());
+        EXPECT_NEAR(pipeline.loss().item<double>(), expect.loss.item<double>(), 1e-13);
+        expect_gradients(*pipeline.module(), expect);
+      }
+      EXPECT_EQ(pipeline.moments().size(),
+                pipeline.schedule().ranks[static_cast<std::size_t>(group.rank())].size());
+    }
+  });
+}
+
+TEST(Pipeline, a_world_of_one_and_more_pieces_than_stages_work) {
+  on_every_rank([](World& world) {
+    auto alone = world.group().subgroup({world.rank()});
+    Pipeline pipeline(blocks(3), alone, Schedule1F1B{.num_microbatches = 4});
+    pipeline.step(batch_of(100), batch_of(200), kLoss);
+    expect_gradients(*pipeline.module(), expected(3, 4));
+    EXPECT_TRUE(pipeline.is_first() && pipeline.is_last());
+  });
+}
+
+TEST(Pipeline, only_the_first_and_the_last_rank_need_data) {
+  on_every_rank([](World& world) {
+    Pipeline pipeline(blocks(world.size()), world.group(), ScheduleGPipe{.num_microbatches = 2});
+    const at::Tensor none;
+    pipeline.step(pipeline.is_first() ? batch_of(100) : none, pipeline.is_last() ? batch_of(200) : none,
+                  kLoss);
+    expect_gradients(*pipeline.module(), expected(world.size(), 2));
+    if (!pipeline.is_first() && !pipeline.is_last()) {
+      pipeline.step({}, {}, kLoss);
+    } else {
+      pipeline.step(batch_of(100), batch_of(200), kLoss);
+    }
+  });
+}
+
+TEST(Pipeline, evaluation_leaves_no_gradients_and_gives_outputs) {
+  on_every_rank([](World& world) {
+    Pipeline pipeline(blocks(world.size()), world.group(), Schedule1F1B{.num_microbatches = 4});
+    const auto loss = pipeline.evaluate(batch_of(100), batch_of(200), kLoss);
+    EXPECT_NEAR(pipeline.loss().item<double>(), expected(world.size(), 4).loss.item<double>(), 1e-13);
+    const auto outputs = pipeline.forward(batch_of(100));
+    for (const auto& parameter : pipeline.parameters()) EXPECT_FALSE(parameter.grad().defined());
+    if (!pipeline.is_last()) {
+      EXPECT_TRUE(outputs.empty());
+      EXPECT_FALSE(loss.defined());
+      return;
+    }
+    StageValues values = {batch_of(100)};
+    for (const auto& piece : blocks(world.size())) values = piece(values);
+    ASSERT_EQ(outputs.size(), 1u);
+    EXPECT_TRUE(torch::allclose(outputs[0], values[0], 1e-12, 1e-14));
+    EXPECT_FALSE(outputs[0].requires_grad());
+  });
+}
+
+// Two tensors, an optional, a number that needs no gradient.
+struct WideningImpl : torch::nn::Module {
+  explicit WideningImpl(bool gives_mask) : linear(kWidth, kWidth), with_mask(gives_mask) {
+    register_module("linear", linear);
+    to(at::kDouble);
+  }
+  std::tuple<at::Tensor, std::optional<at::Tensor>, std::vector<at::Tensor>> forward(const at::Tensor& x) {
+    const auto y = linear(x);
+    return {y, with_mask ? std::optional(x.gt(0)) : std::nullopt, {y.tanh(), y.transpose(0, 1)}};
+  }
+  torch::nn::Linear linear;
+  bool with_mask;
+};
+TORCH_MODULE(Widening);
+struct NarrowingImpl : torch::nn::Module {
+  NarrowingImpl() : linear(kWidth, kWidth) {
+    register_module("linear", linear);
+    to(at::kDouble);
+  }
+  at::Tensor forward(at::Tensor x, const std::optional<at::Tensor>& mask,
+                     const std::vector<at::Tensor>& others) {
+    auto sum = x + others.at(0) * 2 + others.at(1).transpose(0, 1).exp();
+    if (mask) sum = sum * mask->to(at::kDouble);
+    return linear(sum);
+  }
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Narrowing);
+
+TEST(Pipeline, tuples_optionals_and_vectors_go_between_stages) {
+  on_every_rank([](World& world) {
+    if (world.size() != 2) return;
+    for (const bool mask : {true, false})
+      for (const char* name : {"1f1b", "zbh1"}) {
+        Widening first(mask);
+        Narrowing second;
+        fill_parameters(*first, 30);
+        fill_parameters(*second, 40);
+        const auto inputs = batch_of(1), targets = batch_of(2);
+        for (int m = 0; m < 2; ++m) {
+          const auto [a, b, c] = first->forward(inputs.narrow(0, 12 * m, 12));
+          (kLoss(second->forward(a, b, c), targets.narrow(0, 12 * m, 12)) / 2).backward();
+        }
+        std::map<std::string, at::Tensor> expect;
+        for (const auto& item : first->named_parameters())
+          expect["0." + item.key()] = item.value().grad().clone();
+        for (const auto& item : second->named_parameters())
+          expect["1." + item.key()] = item.value().grad().clone();
+        first->zero_grad();
+        second->zero_grad();
+        Pipeline pipeline({first, second}, world.group(), ScheduleNamed{name, 2});
+        pipeline.step(inputs, targets, kLoss);
+        for (const auto& item : pipeline.module()->named_parameters())
+          EXPECT_TRUE(torch::allclose(item.value().grad(), expect.at(item.key()), 1e-12, 1e-14))
+              << item.key();
+      }
+  });
+}
+
+TEST(Pipeline, shapes_may_change_from_step_to_step) {
+  on_every_rank([](World& world) {
+    Pipeline pipeline(blocks(world.size()), world.group(), Schedule1F1B{.num_microbatches = 2});
+    for (const std::int64_t samples : {4, 16, 2}) {
+      const auto inputs = batch_of(100, samples).unsqueeze(1).expand({-1, samples, -1});
+      pipeline.step(inputs, inputs, kLoss);
+      EXPECT_GT(pipeline.loss().item<double>(), 0);
+    }
+  });
+}
+
+// Embedding and head share their weight.
+struct TokensImpl : torch::nn::Module {
+  TokensImpl() : table(10, kWidth) {
+    register_module("table", table);
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& tokens) { return table(tokens); }
+  torch::nn::Embedding table;
+};
+TORCH_MODULE(Tokens);
+struct HeadImpl : torch::nn::Module {
+  explicit HeadImpl(at::Tensor weight) : table(register_parameter("table", std::move(weight))) {}
+  at::Tensor forward(const at::Tensor& x) { return torch::matmul(x, table.t()); }
+  at::Tensor table;
+};
+TORCH_MODULE(Head);
+
+TEST(Pipeline, weights_that_stages_share_stay_equal) {
+  const auto loss_of = [](const at::Tensor& output, const at::Tensor& target) {
+    return torch::nn::functional::cross_entropy(output.flatten(0, 1), target.flatten());
+  };
+  on_every_rank([&](World& world) {
+    const auto tokens = torch::arange(40).view({8, 5}).remainder(10), targets = tokens.flip(1);
+    const auto pieces = [&] {
+      Tokens first;
+      fill_parameters(*first, 60);
+      auto between = blocks(2 * world.size());
+      std::vector<PipelineStage> all = {{first, "tokens"}};
+      all.insert(all.end(), between.begin(), between.end());
+      all.emplace_back(Head(first->table->weight), "head");
+      return all;
+    };
+    for (const char* name : {"1f1b", "zbv"}) {
+      // Alone, as the expected.
+      auto alone = world.group().subgroup({world.rank()});
+      Pipeline whole(pieces(), alone, ScheduleGPipe{.num_microbatches = 4});
+      Pipeline pipeline(pieces(), world.group(), ScheduleNamed{name, 2 * world.size() > 4 ? 8 : 4});
+      SGD expect(whole.parameters(), {.lr = 0.5}), optimizer(pipeline.parameters(), {.lr = 0.5});
+      for (int step = 0; step < 3; ++step) {
+        expect.zero_grad();
+        optimizer.zero_grad();
+        whole.step(tokens, targets, loss_of);
+        pipeline.step(tokens, targets, loss_of);
+        expect.step();
+        optimizer.step();
+        EXPECT_NEAR(pipeline.loss().item<double>(), whole.loss().item<double>(), 1e-12);
+      }
+      const auto names = whole.module()->named_parameters();
+      for (const auto& item : pipeline.module()->named_parameters())
+        EXPECT_TRUE(torch::allclose(item.value(), names[item.key()], 1e-11, 1e-13)) << item.key();
+      // Each weight has one owner.
+      double owned = 0;
+      for (const auto& weight : pipeline.own_parameters()) owned += static_cast<double>(weight.numel());
+      const auto all = world.group().all_gather_values(owned);
+      double expected_total = 0;
+      for (const auto& weight : whole.parameters()) expected_total += static_cast<double>(weight.numel());
+      EXPECT_EQ(std::accumulate(all.begin(), all.end(), 0.0), expected_total);
+    }
+  });
+}
+
+TEST(Pipeline, a_schedule_from_a_file_runs) {
+  on_every_rank([](World& world) {
+    const auto text =
+        to_csv(make_schedule("zbh1", {.ranks = world.size(), .microbatches = 2 * world.size()}));
+    Pipeline pipeline(blocks(world.size()), world.group(), schedule_from_csv(text, "mine"));
+    const auto samples = static_cast<std::int64_t>(4 * world.size());
+    pipeline.step(batch_of(100, samples), batch_of(200, samples), kLoss);
+    for (const auto& parameter : pipeline.parameters()) EXPECT_TRUE(parameter.grad().defined());
+  });
+}
+
+TEST(Pipeline, a_sequential_is_cut_by_its_children) {
+  on_every_rank([](World& world) {
+    torch::nn::Sequential model;
+    for (int i = 0; i < world.size(); ++i) {
+      model->push_back(torch::nn::Linear(kWidth, kWidth));
+      model->push_back(torch::nn::Functional(torch::tanh));
+    }
+    model->to(at::kDouble);
+    fill_parameters(*model, 70);
+    Pipeline pipeline(model, world.group(), ScheduleZBH1{.num_microbatches = 4},
+                      {.balance = PipelineBalance::pieces});
+    EXPECT_EQ(pipeline.cut(), std::vector<int>(static_cast<std::size_t>(world.size()), 2));
+    pipeline.step(batch_of(100), batch_of(200), kLoss);
+    std::map<std::string, at::Tensor> piped;
+    for (const auto& item : pipeline.module()->named_parameters())
+      piped[item.key()] = item.value().grad().clone();
+    model->zero_grad();
+    kLoss(model->forward(batch_of(100)), batch_of(200)).backward();
+    EXPECT_EQ(piped.size(), 2u);
+    for (const auto& [name, gradient] : piped)
+      EXPECT_TRUE(torch::allclose(gradient, model->named_parameters()[name].grad(), 1e-12, 1e-14)) << name;
+  });
+}
+
+TEST(Pipeline, measured_pieces_are_balanced_by_time) {
+  on_every_rank([](World& world) {
+    if (world.size() != 2) return;
+    // The first takes as long as all others together.
+    torch::nn::Sequential model(torch::nn::Functional([](const at::Tensor& x) {
+      auto big = torch::ones({300, 300}, at::kDouble);
+      for (int i = 0; i < 20; ++i) big = big.mm(torch::eye(300, at::kDouble));
+      return x * big[0][0];
+    }));
+    for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(kWidth, kWidth));
+    model->to(at::kDouble);
+    Pipeline pipeline(model, world.group(), Schedule1F1B{.num_microbatches = 2},
+                      {.balance = PipelineBalance::time, .sample = {batch_of(1)}});
+    EXPECT_EQ(pipeline.cut(), (std::vector<int>{1, 4}));
+    for (const auto& parameter : pipeline.parameters()) EXPECT_FALSE(parameter.grad().defined());
+  });
+}
+
+// Throws when told.
+struct FragileImpl : torch::nn::Module {
+  FragileImpl() : linear(kWidth, kWidth) {
+    register_module("linear", linear);
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (fails_at == calls++) throw std::logic_error("this stage is tired");
+    auto y = linear(x);
+    if (backward_fails)
+      y.register_hook([](const at::Tensor& g) -> at::Tensor {
+        throw std::logic_error("backward is tired");
+        return g;
+      });
+    return y;
+  }
+  torch::nn::Linear linear;
+  int calls = 0, fails_at = -1;
+  bool backward_fails = false;
+};
+TORCH_MODULE(Fragile);
+
+TEST(Pipeline, a_stage_that_throws_is_known_to_every_rank_and_the_next_step_works) {
+  on_every_rank([](World& world) {
+    for (const auto& name : schedule_names())
+      for (int victim = 0; victim < world.size(); ++victim)
+        for (const bool in_backward : {false, true}) {
+          SCOPED_TRACE(name + " " + std::to_string(victim) + (in_backward ? " backward" : " forward"));
+          const int stages = stages_per_rank(name) * world.size();
+          std::vector<Fragile> modules;
+          std::vector<PipelineStage> pieces;
+          for (int i = 0; i < stages; ++i) {
+            pieces.emplace_back(modules.emplace_back());
+            fill_parameters(*modules.back(), 80);
+          }
+          Pipeline pipeline(pieces, world.group(), ScheduleNamed{name, 2 * world.size()});
+          const auto samples = 4 * world.size();
+          const auto step = [&] { pipeline.step(batch_of(1, samples), batch_of(2, samples), kLoss); };
+          step();
+          auto& chosen = *modules[static_cast<std::size_t>(victim)];
+          chosen.calls = 0;
+          if (in_backward)
+            chosen.backward_fails = true;
+          else
+            chosen.fails_at = 1;
+          const bool is_mine =
+              pipeline.schedule().rank_of_stage[static_cast<std::size_t>(victim)] == world.rank();
+          if (is_mine)
+            EXPECT_THROW(step(), std::logic_error);
+          else
+            expect_error<Error>(step, "stage " + std::to_string(victim));
+          EXPECT_THROW(pipeline.loss(), ConfigError);
+          chosen.backward_fails = false;
+          chosen.fails_at = -1;
+          step();
+          EXPECT_GT(pipeline.loss().item<double>(), 0);
+        }
+  });
+}
+
+TEST(Pipeline, a_batch_that_does_not_divide_is_everybodys_error) {
+  on_every_rank([](World& world) {
+    Pipeline pipeline(blocks(world.size()), world.group(), Schedule1F1B{.num_microbatches = 4});
+    const auto wrong = [&] { pipeline.step(batch_of(1, 10), batch_of(2, 12), kLoss); };
+    if (pipeline.is_first())
+      expect_error<ConfigError>(wrong,
+                                "inputs of 10 samples were given, which 4 micro-batches do not divide");
+    else
+      expect_error<Error>(wrong, "rank 0: inputs of 10 samples");
+    if (world.size() > 1 && pipeline.is_last()) {
+      EXPECT_THROW(pipeline.step(batch_of(1, 12), batch_of(2, 10), kLoss), ConfigError);
+    } else if (world.size() > 1) {
+      expect_error<Error>([&] { pipeline.step(batch_of(1, 12), batch_of(2, 10), kLoss); },
+                          "targets of 10 samples");
+    }
+    pipeline.step(batch_of(1, 12), batch_of(2, 12), kLoss);
+    // Outputs and targets that do not go together.
+    EXPECT_ANY_THROW(pipeline.step(batch_of(1, 12), batch_of(2, 12),
+                                   [](const at::Tensor& output, const at::Tensor&) { return output; }));
+  });
+}
+
+TEST(Pipeline, what_cannot_be_is_refused) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const int n = world.size();
+    expect_error<ConfigError>([&] { Pipeline(blocks(n), group, ScheduleNamed{"2f2b", 4}); }, "2f2b");
+    expect_error<ConfigError>([&] { Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = 0}); }, "0");
+    expect_error<ConfigError>(
+        [&] { Pipeline(blocks(n), group, ScheduleZBVZeroBubble{.num_microbatches = 2 * n}); },
+        "needs one for each of " + std::to_string(2 * n) + " stages");
+    expect_error<ConfigError>(
+        [&] { Pipeline(blocks(n), group, make_schedule("gpipe", {.ranks = n + 1, .microbatches = 2})); },
+        "is one for " + std::to_string(n + 1) + " ranks");
+    expect_error<ConfigError>(
+        [&] {
+          Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = 2}, {.cut = {n, 1}});
+        },
+        "cut = {");
+    expect_error<ConfigError>(
+        [&] {
+          Pipeline(blocks(n + 1), group, Schedule1F1B{.num_microbatches = 2},
+                   {.balance = PipelineBalance::time});
+        },
+        "sample");
+    auto broken = make_schedule("1f1b", {.ranks = n, .microbatches = 2});
+    std::swap(broken.ranks[0].front(), broken.ranks[0].back());
+    EXPECT_THROW(Pipeline(blocks(n), group, broken), ConfigError);
+    auto twins = blocks(n);
+    twins.emplace_back(Block(kWidth), "blocks.0");
+    if (n == 1) expect_error<ConfigError>([&] { Pipeline(twins, group, ScheduleGPipe{}); }, "two pieces");
+    if (n == 1) return;
+    // Ranks that do not agree.
+    expect_error<ConfigError>(
+        [&] { Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = world.rank() == 1 ? 4 : 2}); },
+        "differ");
+    expect_error<ConfigError>([&] { Pipeline(blocks(n + world.rank()), group, ScheduleGPipe{}); }, "differ");
+  });
+}
+
+TEST(Pipeline, its_gradients_are_averaged_over_replicas) {
+  on_every_rank([](World& world) {
+    if (world.size() != 4) return;
+    DeviceMesh mesh(world, {{"dp", 2}, {"pp", 2}});
+    for (const char* name : {"1f1b", "zbv"}) {
+      const int pieces = 2 * stages_per_rank(name);
+      Pipeline pipeline(blocks(pieces), mesh["pp"], ScheduleNamed{name, 4});
+      DistributedDataParallel ddp(pipeline.module(), mesh["dp"], {.reduce_in_backward = false});
+      for (int step = 0; step < 3; ++step) {
+        for (auto& parameter : pipeline.parameters()) parameter.mutable_grad().reset();
+        const auto half = 12 * mesh.coordinate("dp");
+        pipeline.step(batch_of(100 + step).narrow(0, half, 12), batch_of(200 + step).narrow(0, half, 12),
+                      kLoss);
+        ddp.reduce();
+        expect_gradients(*pipeline.module(), expected(pieces, 8, step));
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::testing
