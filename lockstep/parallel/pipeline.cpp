@@ -29,6 +29,13 @@ void add_parameters(const torch::nn::Module& module, std::set<const void*>& seen
       found.push_back(parameter);
 }
 
+bool has_transfers(const PipelineSchedule& schedule) {
+  return std::any_of(schedule.ranks.begin(), schedule.ranks.end(), [](const auto& actions) {
+    return std::any_of(actions.begin(), actions.end(),
+                       [](const auto& action) { return action.op >= PipelineOp::send_forward; });
+  });
+}
+
 std::vector<double> parameters_of(const std::vector<PipelineStage>& pieces) {
   std::vector<double> costs;
   for (const auto& piece : pieces) {
@@ -302,7 +309,7 @@ Pipeline::Pipeline(std::vector<PipelineStage> pieces, Group group, const AnySche
   auto planned = schedule.on(state_->group.size());
   check_everywhere(pieces, planned, options, state_->group);
   state_->cut = find_cut(pieces, planned.num_stages(), options, state_->group);
-  state_->schedule = with_transfers(planned);
+  state_->schedule = has_transfers(planned) ? std::move(planned) : with_transfers(planned);
   state_->options = std::move(options);
   state_->keep(std::move(pieces));
 }

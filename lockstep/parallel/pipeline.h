@@ -95,7 +95,8 @@ struct PipelineOptions {
   bool scale_gradients = true;  // the loss is the mean over micro-batches, not the sum
 };
 
-// One action as it was done; seconds from the start of the step.
+// One action as it was done; in seconds of std::chrono::steady_clock, which a host's processes have in
+// common.
 struct PipelineMoment {
   PipelineAction action;
   double begin = 0, end = 0;

@@ -108,9 +108,8 @@ void PipelineRun::prepare() {
 }
 
 void PipelineRun::run() {
-  const auto start = std::chrono::steady_clock::now();
-  const auto now = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const auto now = [] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   };
   try {
     prepare();

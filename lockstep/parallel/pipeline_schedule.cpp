@@ -218,7 +218,10 @@ void find_peaks(const PipelineSchedule& schedule, SimulatedSchedule& run) {
   }
 }
 
-SimulatedSchedule simulate(const PipelineSchedule& schedule, const Plan& plan, const ActionTimes& times) {
+// time_of(place): how long the action there takes.
+template <typename TimeOf>
+SimulatedSchedule simulate(const PipelineSchedule& schedule, const Plan& plan, double transfer,
+                           const TimeOf& time_of) {
   SimulatedSchedule run;
   const auto ranks = static_cast<std::size_t>(schedule.num_ranks());
   run.begins.resize(ranks);
@@ -234,7 +237,7 @@ SimulatedSchedule simulate(const PipelineSchedule& schedule, const Plan& plan, c
       const auto other = static_cast<std::size_t>(found->rank);
       if (found->number >= at[other]) return std::nullopt;
       const double end = run.ends[other][static_cast<std::size_t>(found->number)];
-      time = std::max(time, end + (found->rank != place.rank ? times.transfer : 0));
+      time = std::max(time, end + (found->rank != place.rank ? transfer : 0));
     }
     return time;
   };
@@ -246,7 +249,7 @@ SimulatedSchedule simulate(const PipelineSchedule& schedule, const Plan& plan, c
         const auto begin = ready(here);
         if (!begin) break;
         run.begins[r].push_back(*begin);
-        run.ends[r].push_back(*begin + time_of(plan.at(here).op, times));
+        run.ends[r].push_back(*begin + time_of(here));
         ++at[r];
         moved = true;
       }
@@ -278,13 +281,34 @@ std::string to_string(PipelineAction action) {
 void check_schedule(const PipelineSchedule& schedule) {
   const Plan plan(schedule);
   plan.check_complete();
-  simulate(schedule, plan, {});
+  simulate(schedule, plan, 0, [](Place) { return 1; });
 }
 
 SimulatedSchedule simulate_schedule(const PipelineSchedule& schedule, ActionTimes times) {
   for (const double time : {times.forward, times.input_backward, times.weight_backward, times.transfer})
     if (!(time >= 0)) throw ConfigError(fmt::format("a time of {} is not allowed: 0 or more is", time));
-  return simulate(schedule, Plan(schedule), times);
+  const Plan plan(schedule);
+  return simulate(schedule, plan, times.transfer,
+                  [&](Place place) { return time_of(plan.at(place).op, times); });
+}
+
+SimulatedSchedule replay_schedule(const PipelineSchedule& schedule,
+                                  const std::vector<std::vector<double>>& durations) {
+  const Plan plan(schedule);
+  if (durations.size() != schedule.ranks.size())
+    throw ConfigError(fmt::format("durations of {} ranks were given; schedule '{}' has {}", durations.size(),
+                                  schedule.name, schedule.num_ranks()));
+  for (std::size_t r = 0; r < durations.size(); ++r) {
+    if (durations[r].size() != schedule.ranks[r].size())
+      throw ConfigError(
+          fmt::format("{} durations were given for rank {}, which has {} actions in schedule '{}'",
+                      durations[r].size(), r, schedule.ranks[r].size(), schedule.name));
+    for (const double time : durations[r])
+      if (!(time >= 0)) throw ConfigError(fmt::format("a time of {} is not allowed: 0 or more is", time));
+  }
+  return simulate(schedule, plan, 0, [&](Place place) {
+    return durations[static_cast<std::size_t>(place.rank)][static_cast<std::size_t>(place.number)];
+  });
 }
 
 PipelineSchedule with_transfers(const PipelineSchedule& schedule) {

@@ -85,6 +85,9 @@ struct SimulatedSchedule {
 };
 // Throws as check_schedule where actions wait for one another.
 SimulatedSchedule simulate_schedule(const PipelineSchedule& schedule, ActionTimes times = {});
+// With the time that each action takes, by rank: measured ones, say.
+SimulatedSchedule replay_schedule(const PipelineSchedule& schedule,
+                                  const std::vector<std::vector<double>>& durations);
 
 // "0F3": stage 0, forward, micro-batch 3.
 std::string to_string(PipelineAction action);

@@ -171,5 +171,22 @@ TEST(Schedule, numbers_that_it_cannot_have_are_told) {
               HasSubstr("8 or more are allowed"));
 }
 
+TEST(Schedule, is_simulated_with_measured_times) {
+  // Two ranks, one micro-batch: what one does the other waits for.
+  const auto schedule = make_schedule("gpipe", {.ranks = 2, .microbatches = 1});
+  const auto run = replay_schedule(schedule, {{2, 5}, {3, 4}});
+  EXPECT_DOUBLE_EQ(run.makespan, 14);
+  EXPECT_DOUBLE_EQ(run.bubble, 0.5);
+  EXPECT_THAT(error_of<ConfigError>([&] {
+                replay_schedule(schedule, {{2, 5}});
+              }),
+              HasSubstr("durations of 1 ranks"));
+  EXPECT_THAT(error_of<ConfigError>([&] {
+                replay_schedule(schedule, {{2, 5}, {3}});
+              }),
+              HasSubstr("has 2 actions"));
+  EXPECT_THAT(error_of<ConfigError>([&] { replay_schedule(schedule, {{2, 5}, {3, -1}}); }), HasSubstr("-1"));
+}
+
 }  // namespace
 }  // namespace lockstep::testing

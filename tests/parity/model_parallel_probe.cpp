@@ -1,0 +1,55 @@
+// Gradients of a model that two ranks share, as model_parallel_test.py has them of PyTorch: a line for each
+// weight on the rank that has it, "name sum weighted-sum", and the loss.
+//
+//   lockstep run -n 2 --prefix never model_parallel_probe pipeline 1f1b
+#include <cstdio>
+#include <string>
+
+#include <lockstep/lockstep.h>
+#include <torch/torch.h>
+
+namespace {
+
+using namespace lockstep;
+
+void show(const std::string& name, const at::Tensor& gradient) {
+  const auto values = gradient.to(at::kDouble).flatten();
+  const auto weights = torch::arange(values.numel(), at::kDouble).remainder(7).add(1);
+  const double sum = values.sum().item<double>(), weighted = values.dot(weights).item<double>();
+  std::printf("%s %.17g %.17g\n", name.c_str(), sum, weighted);
+}
+
+int pipeline(World& world, const std::string& name) {
+  torch::manual_seed(3);
+  const int stages = make_schedule(name, {.ranks = 2, .microbatches = 4}).num_stages();
+  std::vector<PipelineStage> pieces;
+  for (int i = 0; i < stages; ++i) {
+    torch::nn::Sequential stage;
+    stage->push_back(torch::nn::Linear(8, 16));
+    stage->push_back(torch::nn::Tanh());
+    stage->push_back(torch::nn::LayerNorm(torch::nn::LayerNormOptions({16})));
+    stage->push_back(torch::nn::Linear(16, 8));
+    stage->to(at::kDouble);
+    pieces.emplace_back(stage);
+  }
+  torch::manual_seed(4);
+  const auto inputs = torch::randn({16, 8}, at::kDouble), targets = torch::randn({16, 8}, at::kDouble);
+  Pipeline pipe(pieces, world.group(), ScheduleNamed{name, 4});
+  pipe.step(inputs, targets, [](const at::Tensor& output, const at::Tensor& target) {
+    return torch::mse_loss(output, target);
+  });
+  for (const auto& item : pipe.module()->named_parameters()) show(item.key(), item.value().grad());
+  if (pipe.is_last()) std::printf("loss %.17g 0\n", pipe.loss().item<double>());
+  if (!pipe.is_last()) pipe.loss();
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 2;
+  at::set_num_threads(1);
+  auto world = World::from_environment();
+  const std::string kind = argv[1], name = argv[2];
+  return kind == "pipeline" ? pipeline(world, name) : 2;
+}

@@ -1,0 +1,114 @@
+"""Pipelines of torch.distributed.pipelining (the wheel, gloo) and ours, on the same weights and batches in double: the same
+gradients and loss within 1e-12.
+
+usage: model_parallel_test.py --lockstep PROGRAM --probe PROGRAM
+"""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved1f1b": "ScheduleInterleaved1F1B", "loopedbfs": "ScheduleLoopedBFS",
+             "zbv": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}
+
+
+def show(path_lines, name, gradient):
+    import torch
+
+    values = gradient.double().flatten()
+    weights = torch.arange(values.numel(), dtype=torch.double).remainder(7).add(1)
+    path_lines.append(f"{name} {values.sum().item():.17g} {values.dot(weights).item():.17g}")
+
+
+def pipeline(lines, name):
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed import pipelining
+
+    rank, kind = dist.get_rank(), getattr(pipelining, SCHEDULES[name])
+    multi = name not in ("gpipe", "1f1b")
+    torch.manual_seed(3)
+    models = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 8)).double() for _ in range(4 if multi else 2)]
+    torch.manual_seed(4)
+    inputs, targets = torch.randn(16, 8, dtype=torch.double), torch.randn(16, 8, dtype=torch.double)
+    if name in ("zbv", "dualpipev"):
+        mine = (0, 3) if rank == 0 else (1, 2)
+    else:
+        mine = (rank, rank + 2) if multi else (rank,)
+    stages = [pipelining.PipelineStage(models[i], i, len(models), torch.device("cpu")) for i in mine]
+    schedule = kind(stages if multi else stages[0], 4, loss_fn=nn.functional.mse_loss)
+    losses = []
+    last = len(models) - 1 in mine
+    schedule.step(*([inputs] if 0 in mine else []), **({"target": targets, "losses": losses} if last else {}))
+    for i in mine:
+        for key, parameter in models[i].named_parameters():
+            show(lines, f"{i}.{key}", parameter.grad)
+    if last:
+        lines.append(f"loss {torch.stack(losses).mean().item():.17g} 0")
+
+
+def rank_main(names):
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name in names:
+        lines = []
+        pipeline(lines, name)
+        for line in lines:
+            print(name, line)
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # PyTorch's own end aborts now and then
+
+
+def torch_run(names):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    processes = [subprocess.Popen([sys.executable, __file__, "--rank", *names], stdout=subprocess.PIPE, text=True,
+                                  env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                                                    "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}) for rank in range(2)]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    if any(process.returncode for process in processes):
+        sys.exit("PyTorch's ranks failed")
+    return parse("".join(outputs).splitlines())
+
+
+def parse(lines):
+    found = {}
+    for line in lines:
+        name, key, *numbers = line.split()
+        found.setdefault(name, {})[key] = tuple(map(float, numbers))
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", nargs="+")
+    parser.add_argument("--lockstep")
+    parser.add_argument("--probe")
+    options = parser.parse_args()
+    if options.rank:
+        return rank_main(options.rank)
+    expected = torch_run(list(SCHEDULES))
+    for name in SCHEDULES:
+        output = subprocess.run([options.lockstep, "run", "-n", "2", "--prefix", "never", options.probe, "pipeline", name], check=True,
+                                stdout=subprocess.PIPE, text=True, timeout=60).stdout
+        ours = parse(f"{name} {line}" for line in output.splitlines())[name]
+        theirs = expected[name]
+        if ours.keys() != theirs.keys() or len(theirs) < 13:
+            sys.exit(f"{name}: PyTorch has {sorted(theirs)}, we have {sorted(ours)}")
+        for key, numbers in theirs.items():
+            for a, b in zip(numbers, ours[key]):
+                if abs(a - b) > 1e-12 * max(1, abs(a)):
+                    sys.exit(f"{name}, {key}: PyTorch has {a!r}, we have {b!r}")
+        print(f"{name}: {len(theirs)} numbers agree")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
