@@ -31,6 +31,9 @@ foreach(header
     data/subset.h
     data/workers.h
     mesh/device_mesh.h
+    nn/dropout.h
+    nn/linear.h
+    nn/rms_norm.h
     parallel/data_parallel.h
     parallel/data_parallel_tensors.h
     parallel/ddp.h
@@ -39,8 +42,13 @@ foreach(header
     parallel/pipeline.h
     parallel/pipeline_schedule.h
     parallel/pipeline_stage.h
+    parallel/placed.h
     parallel/replicas.h
     parallel/sync_batch_norm.h
+    parallel/tensor_parallel.h
+    parallel/tensor_parallel_layers.h
+    parallel/tensor_parallel_loss.h
+    parallel/tensor_parallel_regions.h
     parallel/tensors_in.h
     parallel/unit.h
     train/adam.h

@@ -17,12 +17,17 @@
 #include <lockstep/data/sampler.h>
 #include <lockstep/data/subset.h>
 #include <lockstep/mesh/device_mesh.h>
+#include <lockstep/nn/dropout.h>
+#include <lockstep/nn/linear.h>
+#include <lockstep/nn/rms_norm.h>
 #include <lockstep/parallel/data_parallel.h>
 #include <lockstep/parallel/ddp.h>
 #include <lockstep/parallel/ddp_hooks.h>
 #include <lockstep/parallel/pipeline.h>
+#include <lockstep/parallel/placed.h>
 #include <lockstep/parallel/replicas.h>
 #include <lockstep/parallel/sync_batch_norm.h>
+#include <lockstep/parallel/tensor_parallel.h>
 #include <lockstep/parallel/unit.h>
 #include <lockstep/train/adam.h>
 #include <lockstep/train/autocast.h>

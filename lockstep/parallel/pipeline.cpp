@@ -128,7 +128,7 @@ void check_everywhere(const std::vector<PipelineStage>& pieces, const PipelineSc
     lines.push_back(error.what());
   }
   for (std::size_t i = 0; i < pieces.size(); ++i) {
-    lines.push_back(fmt::format("piece {} '{}'", i, pieces[i].name()));
+    lines.push_back(fmt::format("piece {} '{}'", i, pieces[i].name().value_or(std::to_string(i))));
     if (!pieces[i].module()) continue;
     for (const auto& item : pieces[i].module()->named_parameters())
       if (item.value().defined())
@@ -168,9 +168,17 @@ std::vector<int> find_cut(const std::vector<PipelineStage>& pieces, int stages,
   return cut;
 }
 
-// "blocks.0": a module "0" in a module "blocks".
+// "blocks.0": a module "0" in a module "blocks". "": its children and tensors, in the root itself.
 void place(torch::nn::Module& root, const std::string& name,
            const std::shared_ptr<torch::nn::Module>& module) {
+  if (name.empty()) {
+    for (const auto& item : module->named_parameters(/*recurse=*/false))
+      root.register_parameter(item.key(), item.value(), item.value().requires_grad());
+    for (const auto& item : module->named_buffers(/*recurse=*/false))
+      root.register_buffer(item.key(), item.value());
+    for (const auto& child : module->named_children()) place(root, child.key(), child.value());
+    return;
+  }
   const auto dot = name.find('.');
   const auto head = name.substr(0, dot);
   const auto children = root.named_children();
@@ -257,7 +265,7 @@ void Pipeline::State::keep(std::vector<PipelineStage> pieces) {
         holders[number->second].second.insert(rank);
       }
       if (rank != group.rank()) continue;
-      place(*module, each.name().empty() ? std::to_string(piece) : each.name(), each.module());
+      place(*module, each.name().value_or(std::to_string(piece)), each.module());
       add_parameters(*each.module(), seen, parameters);
       mine.push_back(std::move(each));
     }
@@ -360,7 +368,7 @@ at::Tensor Pipeline::loss() {
   // A double on the wire: any type of loss fits.
   double value = is_last() ? state.loss.item<double>() : 0;
   value = state.group.broadcast_value(value, {.root = state.last_rank(), .tag = "pipeline loss"});
-  return is_last() ? state.loss : at::scalar_tensor(value, at::kDouble);
+  return at::scalar_tensor(value, at::kDouble);
 }
 
 const std::shared_ptr<torch::nn::Module>& Pipeline::module() const { return state_->module; }

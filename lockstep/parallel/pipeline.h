@@ -132,7 +132,7 @@ class Pipeline {
   StageValues forward(const Inputs& inputs) {
     return run_forward(flat(inputs));
   }
-  // Of the last step or evaluation, on every rank: every rank calls it.
+  // Of the last step or evaluation, on every rank, as a double on the CPU: every rank calls it.
   at::Tensor loss();
 
   // This rank's stages, under the names of their pieces.

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/nn/dropout.h>
 
 namespace lockstep::detail {
 namespace {
@@ -160,6 +161,13 @@ void PipelineRun::forward(Slot& slot, PipelineAction action) {
   const auto number = static_cast<std::size_t>(m);
   const at::AutoGradMode grad_mode(job_.backward);
   if (s == 0) slot.inputs = inputs_[number];
+  // Dropout goes by a sample's number in the whole batch.
+  std::optional<nn::DropoutScope> shifted;
+  if (auto step = nn::dropout_step();
+      step && !slot.inputs.empty() && slot.inputs[0].defined() && slot.inputs[0].dim() > 0) {
+    step->first_sample += m * slot.inputs[0].size(0);
+    shifted.emplace(*step);
+  }
   slot.outputs = stages_.at(s)(slot.inputs);
   if (s == 0) slot.inputs.clear();  // nobody needs their gradients
   if (s < last_) {

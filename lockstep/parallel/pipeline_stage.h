@@ -122,11 +122,12 @@ class PipelineStage {
  public:
   using Forward = std::function<StageValues(const StageValues&)>;
 
-  // A module holder, a Unit, or a shared_ptr to a module. The name is that of its parameters in
-  // Pipeline::module(); none: its number.
+  // A module holder, a Unit, or a shared_ptr to a module. The name is that of the module in
+  // Pipeline::module(), such as "blocks.0"; "": what it has stands there itself, as "tokens", not
+  // "input.tokens"; none: its number.
   template <typename M>
   requires(!std::is_same_v<std::remove_cvref_t<M>, PipelineStage>)
-      PipelineStage(M module, std::string name = {})
+      PipelineStage(M module, std::optional<std::string> name = {})
       : name_(std::move(name)) {
     using Impl = typename detail::ContainedIn<M>::type;
     if constexpr (requires { module.ptr(); })
@@ -143,17 +144,24 @@ class PipelineStage {
     };
   }
   // Anything else: the module has the parameters, forward does the work.
-  PipelineStage(std::shared_ptr<torch::nn::Module> module, Forward forward, std::string name = {})
+  PipelineStage(std::shared_ptr<torch::nn::Module> module, Forward forward,
+                std::optional<std::string> name = {})
       : module_(std::move(module)), forward_(std::move(forward)), name_(std::move(name)) {}
 
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
-  const std::string& name() const { return name_; }
+  const std::optional<std::string>& name() const { return name_; }
   StageValues operator()(const StageValues& values) const { return forward_(values); }
 
  private:
   std::shared_ptr<torch::nn::Module> module_;
   Forward forward_;
-  std::string name_;
+  std::optional<std::string> name_;
 };
+
+// The Units of a model by their names ("blocks.*": '*' stands for any text without a dot), in the order in
+// which the model calls them, one after the other: what lies between them is not called. Each takes a tensor
+// and gives one. ConfigError, with names: what matches nothing, is no Unit, stands twice or in another, and
+// weights in none.
+std::vector<PipelineStage> stages_at(torch::nn::Module& model, const std::vector<std::string>& names);
 
 }  // namespace lockstep

@@ -1,6 +1,8 @@
 #include <lockstep/parallel/unit.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
@@ -11,16 +13,67 @@
 namespace lockstep::detail {
 namespace {
 std::atomic<int> weight_parts = 0;  // backward of other devices runs on threads of its own
+
+// One component: '*' stands for any text.
+bool matches_component(std::string_view pattern, std::string_view name) {
+  if (pattern.empty()) return name.empty();
+  if (pattern[0] != '*')
+    return !name.empty() && pattern[0] == name[0] && matches_component(pattern.substr(1), name.substr(1));
+  for (std::size_t skipped = 0; skipped <= name.size(); ++skipped)
+    if (matches_component(pattern.substr(1), name.substr(skipped))) return true;
+  return false;
+}
+
+}  // namespace
+
+bool name_matches(std::string_view pattern, std::string_view name) {
+  const auto pattern_dot = pattern.find('.'), name_dot = name.find('.');
+  if (!matches_component(pattern.substr(0, pattern_dot), name.substr(0, name_dot))) return false;
+  if (pattern_dot == pattern.npos || name_dot == name.npos) return pattern_dot == name_dot;
+  return name_matches(pattern.substr(pattern_dot + 1), name.substr(name_dot + 1));
 }
 
 WeightPart::WeightPart() { ++weight_parts; }
 WeightPart::~WeightPart() { --weight_parts; }
 
+namespace {
+
+// Whose gradient a parameter's may be. Layers may share it: then it has come through one of them.
+struct Sharers {
+  std::mutex mutex;
+  std::vector<const Attachment*> attachments;
+};
+
+// The same for all that share the accumulator.
+std::shared_ptr<Sharers> sharers_of(const torch::autograd::Node* accumulator) {
+  static std::mutex mutex;
+  static std::map<const torch::autograd::Node*, std::weak_ptr<Sharers>> known;
+  std::lock_guard lock(mutex);
+  std::erase_if(known, [](const auto& each) { return each.second.expired(); });
+  auto& entry = known[accumulator];
+  auto sharers = entry.lock();
+  if (!sharers) entry = sharers = std::make_shared<Sharers>();
+  return sharers;
+}
+
+}  // namespace
+
 // A parameter of the module: its gradient must have come through the attachment.
 struct Attachment::Watch {
+  const Attachment* attachment;
+  std::shared_ptr<Sharers> sharers;
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) accumulator;
   std::uintptr_t hook;
-  ~Watch() { accumulator->del_post_hook(hook); }
+  ~Watch() {
+    accumulator->del_post_hook(hook);
+    std::lock_guard lock(sharers->mutex);
+    std::erase(sharers->attachments, attachment);
+  }
+  static bool passed(Sharers& sharers, int pass) {
+    std::lock_guard lock(sharers.mutex);
+    return std::any_of(sharers.attachments.begin(), sharers.attachments.end(),
+                       [&](const Attachment* each) { return each->pass_ == pass; });
+  }
 };
 
 Attachment::Attachment(std::string what) : what_(std::move(what)) {}
@@ -57,10 +110,16 @@ void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<
   for (const auto& parameter : module.parameters(/*recurse=*/false)) {
     if (!watch || !parameter.defined() || !parameter.requires_grad()) continue;
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
+    auto sharers = sharers_of(accumulator.get());
+    {
+      std::lock_guard lock(sharers->mutex);
+      sharers->attachments.push_back(attachment.get());
+    }
     const auto hook = accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [watched = attachment.get(), name](const torch::autograd::variable_list& outputs,
-                                           const torch::autograd::variable_list&) {
-          if (weight_parts == 0 && watched->pass_ != torch::autograd::get_current_graph_task_id())
+        [watched = attachment.get(), sharers, name](const torch::autograd::variable_list& outputs,
+                                                    const torch::autograd::variable_list&) {
+          if (weight_parts == 0 &&
+              !Attachment::Watch::passed(*sharers, torch::autograd::get_current_graph_task_id()))
             throw ConfigError(fmt::format(
                 "'{0}' was called round its Unit, so that {1} had no part in it: call it as "
                 "{0}(x), not {0}->forward(x). (If it was not, this backward is of its parameters alone, "
@@ -68,10 +127,15 @@ void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<
                 name, watched->what()));
           return outputs;
         }));
-    attachment->watches_.push_back(
-        std::unique_ptr<Attachment::Watch>(new Attachment::Watch{std::move(accumulator), hook}));
+    attachment->watches_.push_back(std::unique_ptr<Attachment::Watch>(
+        new Attachment::Watch{attachment.get(), std::move(sharers), std::move(accumulator), hook}));
   }
   slot->attachment = std::move(attachment);
+}
+
+void refuse_call(const torch::nn::Module& module) {
+  throw ConfigError(fmt::format("'{}' cannot be called with one tensor for one tensor, which is needed here",
+                                module.name()));
 }
 
 void refuse_clone(const Attachment& attachment) {

@@ -14,11 +14,13 @@
 #pragma once
 
 #include <atomic>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -64,9 +66,13 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 class UnitSlot {
  public:
   virtual ~UnitSlot() = default;
+  // As the holder's call, for who does not know the module's type. ConfigError where it takes more than a
+  // tensor.
+  virtual at::Tensor call(const at::Tensor& input) = 0;
   std::shared_ptr<Attachment> attachment;
 };
 
+[[noreturn]] void refuse_call(const torch::nn::Module& module);
 [[noreturn]] void refuse_clone(const Attachment& attachment);
 
 template <typename Impl>
@@ -74,6 +80,16 @@ class UnitImpl final : public Impl, public UnitSlot {
  public:
   using Impl::Impl;
   explicit UnitImpl(const Impl& other) : Impl(other) {}
+
+  at::Tensor call(const at::Tensor& input) override {
+    if (attachment) return (*attachment)(input);
+    if constexpr (requires {
+                    { this->Impl::forward(input) } -> std::same_as<at::Tensor>;
+                  })
+      return Impl::forward(input);
+    else
+      refuse_call(*this);
+  }
 
   // A Unit's too; what is attached knows the module that it belongs to.
   std::shared_ptr<torch::nn::Module> clone(
@@ -86,6 +102,9 @@ class UnitImpl final : public Impl, public UnitSlot {
     return copy;
   }
 };
+
+// '*' stands for any text without a dot.
+bool name_matches(std::string_view pattern, std::string_view name);
 
 // Null where the module was not made by a Unit.
 UnitSlot* slot_of(torch::nn::Module* module);

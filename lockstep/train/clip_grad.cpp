@@ -4,6 +4,7 @@
 #include <span>
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 
@@ -64,10 +65,16 @@ at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_
   if (std::isnan(options.norm_type) || (options.group && !(options.norm_type > 0)))
     throw ConfigError(fmt::format("norm_type is {}: {} is allowed", options.norm_type,
                                   options.group ? "over a group a number greater than 0" : "a number"));
+  if (options.counted && !options.group)
+    throw ConfigError(
+        "clip_grad_norm was told which parameters it counts here, and not in which group: others count the "
+        "rest");
   const auto kinds = by_kind(gradients_of(parameters));
+  const auto counted = options.counted ? by_kind(gradients_of(*options.counted)) : kinds;
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
-  auto norm = kinds.empty() ? at::zeros({}, at::TensorOptions(at::kFloat).device(device))
-                            : local_norm(kinds, options.norm_type);
+  const auto type = kinds.empty() ? at::kFloat : at::toOpMathType(kinds[0][0].scalar_type());
+  auto norm = counted.empty() ? at::zeros({}, at::TensorOptions(type).device(device))
+                              : local_norm(counted, options.norm_type);
   if (options.group) norm = group_norm(norm, options.norm_type, *options.group);
   if (options.error_if_nonfinite && !std::isfinite(norm.item<double>()))
     throw Error(fmt::format("the norm of order {} of the gradients is {}: they cannot be clipped by it",

@@ -21,6 +21,9 @@ struct ClipGradNormOptions {
   // The ranks over which the parameters are spread, each with a part of its own. Not for replicas: their
   // gradients are the same everywhere, and so is their norm.
   std::optional<Group> group = {};
+  // With a group whose ranks have some parameters in common: those that this rank counts, so that each is
+  // counted once. The others of its gradients are only multiplied.
+  std::optional<std::vector<at::Tensor>> counted = {};
 };
 
 // Gradients are multiplied in place by min(1, max_norm / (norm + 1e-6)). Returns the norm before that, of all

@@ -70,7 +70,7 @@ Expected expected(int pieces, int microbatches, int step = 0) {
   Expected result{torch::scalar_tensor(sum, at::kDouble), {}};
   for (const auto& piece : model)
     for (const auto& item : piece.module()->named_parameters())
-      result.gradients[piece.name() + "." + item.key()] = item.value().grad();
+      result.gradients[*piece.name() + "." + item.key()] = item.value().grad();
   return result;
 }
 
@@ -254,7 +254,7 @@ TEST(Pipeline, weights_that_stages_share_stay_equal) {
       Tokens first;
       fill_parameters(*first, 60);
       auto between = blocks(2 * world.size());
-      std::vector<PipelineStage> all = {{first, "tokens"}};
+      std::vector<PipelineStage> all = {{first, ""}};
       all.insert(all.end(), between.begin(), between.end());
       all.emplace_back(Head(first->table->weight), "head");
       return all;

@@ -2,6 +2,8 @@
 // weight on the rank that has it, "name sum weighted-sum", and the loss.
 //
 //   lockstep run -n 2 --prefix never model_parallel_probe pipeline 1f1b
+//   lockstep run -n 2 --prefix never model_parallel_probe tensor sequence      weights after a step of SGD,
+//   whole
 #include <cstdio>
 #include <string>
 
@@ -44,6 +46,56 @@ int pipeline(World& world, const std::string& name) {
   return 0;
 }
 
+struct NetImpl : torch::nn::Module {
+  NetImpl() : embed(16, 8), norm(torch::nn::LayerNormOptions({8})), up(8, 32), down(32, 8), head(8, 16) {
+    register_module("embed", embed);
+    register_module("norm", norm);
+    register_module("up", up);
+    register_module("down", down);
+    register_module("head", head);
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& tokens) {
+    const auto x = embed(tokens);
+    return head(x + down(torch::gelu(up(norm(x)))));
+  }
+  Unit<torch::nn::Embedding> embed;
+  Unit<torch::nn::LayerNorm> norm;
+  Unit<torch::nn::Linear> up, down, head;
+};
+TORCH_MODULE(Net);
+
+int tensor(World& world, const std::string& name) {
+  torch::manual_seed(5);
+  Net model;
+  auto group = world.group();
+  if (name == "plain")
+    parallelize_module(*model, group,
+                       {{"embed", Rowwise{}},
+                        {"up", Colwise{}},
+                        {"down", Rowwise{}},
+                        {"head", Colwise{.gather_output = true}}});
+  else
+    parallelize_module(*model, group,
+                       {{"embed", Rowwise{.sequence_dim = 1}},
+                        {"norm", SequenceParallel{}},
+                        {"up", Colwise{.sequence_dim = 1}},
+                        {"down", Rowwise{.sequence_dim = 1}},
+                        {"head", Colwise{.gather_output = true, .sequence_dim = 1}}});
+  SGD optimizer(model->parameters(), {.lr = 1});
+  const auto tokens = torch::arange(24).mul(5).remainder(16).view({3, 8}), targets = tokens.roll({1}, {1});
+  for (int step = 0; step < 2; ++step) {
+    optimizer.zero_grad();
+    const auto loss = at::cross_entropy_loss(model(tokens).flatten(0, 1), targets.flatten());
+    loss.backward();
+    optimizer.step();
+    if (world.is_main()) show("loss" + std::to_string(step), loss.detach());
+  }
+  for (const auto& [key, value] : full_state(*model))
+    if (world.is_main()) show(key, value);
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -51,5 +103,5 @@ int main(int argc, char** argv) {
   at::set_num_threads(1);
   auto world = World::from_environment();
   const std::string kind = argv[1], name = argv[2];
-  return kind == "pipeline" ? pipeline(world, name) : 2;
+  return kind == "pipeline" ? pipeline(world, name) : kind == "tensor" ? tensor(world, name) : 2;
 }

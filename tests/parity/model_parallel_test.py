@@ -1,5 +1,5 @@
-"""Pipelines of torch.distributed.pipelining (the wheel, gloo) and ours, on the same weights and batches in double: the same
-gradients and loss within 1e-12.
+"""Pipelines of torch.distributed.pipelining and layers split by torch.distributed.tensor (the wheel, gloo), and ours, on the same
+weights and batches in double: the same gradients, weights and losses within 1e-12.
 
 usage: model_parallel_test.py --lockstep PROGRAM --probe PROGRAM
 """
@@ -12,6 +12,9 @@ import sys
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved1f1b": "ScheduleInterleaved1F1B", "loopedbfs": "ScheduleLoopedBFS",
              "zbv": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}
+
+
+TENSOR = ("plain", "sequence")
 
 
 def show(path_lines, name, gradient):
@@ -50,6 +53,51 @@ def pipeline(lines, name):
         lines.append(f"loss {torch.stack(losses).mean().item():.17g} 0")
 
 
+def tensor(lines, name):
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+            self.up, self.down, self.head = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 16)
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            return self.head(x + self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+    torch.manual_seed(5)
+    model = Net().double()
+    mesh = init_device_mesh("cpu", (2,))
+    if name == "plain":
+        plan = {"embed": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel(),
+                "head": ColwiseParallel(output_layouts=Replicate())}
+    else:
+        plan = {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False), "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+    model = parallelize_module(model, mesh, plan)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, foreach=False)
+    tokens = torch.arange(24).mul(5).remainder(16).view(3, 8)
+    targets = tokens.roll(1, 1)
+    main = dist.get_rank() == 0
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        if main:
+            show(lines, f"loss{step}", loss.detach())
+    for key, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        if main:
+            show(lines, key, whole.detach())
+
+
 def rank_main(names):
     import torch
     import torch.distributed as dist
@@ -58,7 +106,7 @@ def rank_main(names):
     dist.init_process_group("gloo")
     for name in names:
         lines = []
-        pipeline(lines, name)
+        tensor(lines, name) if name in TENSOR else pipeline(lines, name)
         for line in lines:
             print(name, line)
         dist.barrier()
@@ -95,13 +143,14 @@ def main():
     options = parser.parse_args()
     if options.rank:
         return rank_main(options.rank)
-    expected = torch_run(list(SCHEDULES))
-    for name in SCHEDULES:
-        output = subprocess.run([options.lockstep, "run", "-n", "2", "--prefix", "never", options.probe, "pipeline", name], check=True,
+    expected = torch_run([*SCHEDULES, *TENSOR])
+    for name in (*SCHEDULES, *TENSOR):
+        kind = "tensor" if name in TENSOR else "pipeline"
+        output = subprocess.run([options.lockstep, "run", "-n", "2", "--prefix", "never", options.probe, kind, name], check=True,
                                 stdout=subprocess.PIPE, text=True, timeout=60).stdout
         ours = parse(f"{name} {line}" for line in output.splitlines())[name]
         theirs = expected[name]
-        if ours.keys() != theirs.keys() or len(theirs) < 13:
+        if ours.keys() != theirs.keys() or len(theirs) < 11:
             sys.exit(f"{name}: PyTorch has {sorted(theirs)}, we have {sorted(ours)}")
         for key, numbers in theirs.items():
             for a, b in zip(numbers, ours[key]):

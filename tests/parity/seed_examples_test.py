@@ -1,6 +1,6 @@
 """The examples print the lines of their Python originals, for the same seed.
 
-usage: seed_examples_test.py 01_DATA_PARALLEL EXPECTED.txt 03_DISTRIBUTED LOCKSTEP
+usage: seed_examples_test.py 01_DATA_PARALLEL EXPECTED.txt 02_MODEL_PARALLEL 03_DISTRIBUTED LOCKSTEP
 
 Runs in the Python that has torch.
 """
@@ -51,6 +51,41 @@ def data_parallel(seed):
             loss.backward()
             optimizer.step()
             print(f"Epoch [{epoch+1}/10], Step [{i+1}/{len(dataloader)}], Loss: {loss.item():.4f}")
+
+
+# The program of examples/02_model_parallel/README.md, on the CPU where there are no two GPUs; its values are printed one a line.
+def model_parallel(seed):
+    torch.manual_seed(seed)
+
+    class ModelPart1(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear1 = nn.Linear(10, 5)
+
+        def forward(self, x):
+            return self.linear1(x)
+
+    class ModelPart2(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear2 = nn.Linear(5, 1)
+
+        def forward(self, x):
+            return self.linear2(x)
+
+    gpus = torch.cuda.device_count()
+    device0 = torch.device("cuda:0" if gpus else "cpu")
+    device1 = torch.device("cuda:1" if gpus > 1 else device0)
+
+    model_part1 = ModelPart1().to(device0)
+    model_part2 = ModelPart2().to(device1)
+    inputs = torch.randn(100, 10).to(device0)
+
+    output_part1 = model_part1(inputs)
+    output_part1 = output_part1.to(device1)
+    output = model_part2(output_part1)
+    for value in output.flatten().tolist():
+        print(f"{value:.4f}")
 
 
 # The program of examples/03_distributed/README.md, as rank 0 of 2 prints it.
@@ -134,7 +169,7 @@ def close(ours, theirs, tolerance, what):
         check(text_a == text_b and abs(float(loss_a) - float(loss_b)) <= tolerance + 1.001e-4, f"{what}: {a} and {b}")
 
 
-program, expected, third, lockstep = sys.argv[1:]
+program, expected, second, third, lockstep = sys.argv[1:]
 for seed in (0, 1, 2, 3, 7, 42, 1234, 2**31, 2**63 - 1):
     original = printed_by(data_parallel, seed)
     check(len(original) == 320, f"the original prints 320 lines, not {len(original)}")
@@ -147,6 +182,15 @@ with open(expected, encoding="utf-8") as file:
 for wrong in (["--seed"], ["--seed", "x"], ["--devices", "banana"], ["--sede", "1"]):
     done = run(program, *wrong)
     check(done.returncode == 2 and "usage" in done.stderr and not done.stdout, f"{wrong} is refused: {done}")
+for seed in (0, 1, 2, 3, 7, 42, 1234, 2**31, 2**63 - 1):
+    original = printed_by(model_parallel, seed)
+    ours = lines_of(second, "--seed", seed)
+    check(len(original) == 100 and ours == original, f"the second, seed {seed}: {[p for p in zip(ours, original) if p[0] != p[1]][:3]}")
+    check(lines_of(second, "--seed", seed, "--devices", "cpu,cpu:0") == ours, f"the second, seed {seed}, on cpu,cpu:0")
+for wrong in (["--seed"], ["--seed", "x"], ["--devices", "cpu"], ["--devices", "cpu,banana"], ["--devices", "cpu,cuda:99"], ["--sede", "1"]):
+    done = run(second, *wrong)
+    check(done.returncode == 2 and "usage" in done.stderr and not done.stdout, f"{wrong} is refused: {done}")
+check("cuda:99 was given for ModelPart2Impl" in run(second, "--devices", "cpu,cuda:99").stderr, "what was given is named")
 for seed in (0, 5):
     original = distributed(seed)
     ours = lines_of(lockstep, "run", "-q", "--prefix", "never", "-n", 2, third, "--seed", seed)

@@ -14,8 +14,9 @@ namespace {
 namespace fs = std::filesystem;
 
 // A folder may include itself and those before it.
-const std::vector<std::string> kOrder = {"base", "memory",   "control", "launch",     "comm",    "mesh",
-                                         "data", "parallel", "train",   "checkpoint", "profile", "plan"};
+const std::vector<std::string> kOrder = {"base",       "memory",  "control", "launch",   "comm",
+                                         "mesh",       "data",    "nn",      "parallel", "train",
+                                         "checkpoint", "profile", "plan"};
 
 struct Include {
   fs::path file;

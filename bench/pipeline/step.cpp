@@ -1,0 +1,114 @@
+// One rank of bench_pipeline: says "ready", then answers each line it is told. "1f1b 10": the milliseconds of
+// a step of that schedule. "bubble:1f1b 10": of as many steps, the part of the ranks' time that they idle,
+// less what the simulator says with each step's own durations, in points; rank 0's answer counts, the others
+// say 0.
+#include <lockstep/lockstep.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <iostream>
+#include <map>
+#include <sstream>
+
+#include "bench/ddp/models.h"
+
+namespace lockstep::bench {
+namespace {
+
+constexpr int kBlocks = 8, kMicrobatches = 8;
+
+struct Contestant {
+  Contestant(World& world, const std::string& name)
+      : pipeline(make(), world.group(), ScheduleNamed{name, kMicrobatches}) {
+    optimizer = std::make_unique<SGD>(pipeline.parameters(), SGDOptions{.lr = 1e-3});
+  }
+  static std::vector<PipelineStage> make() {
+    torch::manual_seed(1);
+    std::vector<PipelineStage> pieces;
+    for (int i = 0; i < kBlocks; ++i) pieces.emplace_back(Block());
+    return pieces;
+  }
+  void step() {
+    const auto inputs = torch::randn({kMicrobatches, kTokens, kWidth}),
+               targets = torch::randn({kMicrobatches, kTokens, kWidth});
+    optimizer->zero_grad();
+    pipeline.step(inputs, targets, [](const at::Tensor& output, const at::Tensor& target) {
+      return torch::mse_loss(output, target);
+    });
+    optimizer->step();
+  }
+  Pipeline pipeline;
+  std::unique_ptr<SGD> optimizer;
+};
+
+bool computes(PipelineAction action) { return action.op < PipelineOp::send_forward; }
+
+// Every rank's moments on every rank, of those actions that compute.
+std::vector<std::vector<PipelineMoment>> gather(Group group, const std::vector<PipelineMoment>& mine) {
+  std::string bytes;
+  for (const auto& each : mine)
+    if (computes(each.action)) bytes.append(reinterpret_cast<const char*>(&each), sizeof each);
+  std::vector<std::vector<PipelineMoment>> all;
+  for (const auto& text : group.all_gather_values(std::string_view(bytes))) {
+    auto& moments = all.emplace_back(text.size() / sizeof(PipelineMoment));
+    text.copy(reinterpret_cast<char*>(moments.data()), text.size());
+  }
+  return all;
+}
+
+double bubble_beyond_the_simulators(Group group, Contestant& contestant, const PipelineSchedule& bare) {
+  contestant.step();
+  const auto all = gather(group, contestant.pipeline.moments());
+  double first = all[0][0].begin, last = 0, busy = 0;
+  std::vector<std::vector<double>> durations;
+  for (const auto& moments : all) {
+    auto& times = durations.emplace_back();
+    for (const auto& each : moments) {
+      first = std::min(first, each.begin);
+      last = std::max(last, each.end);
+      busy += each.end - each.begin;
+      times.push_back(each.end - each.begin);
+    }
+  }
+  const double measured = 1 - busy / ((last - first) * static_cast<double>(all.size()));
+  return 100 * (measured - replay_schedule(bare, durations).bubble);
+}
+
+}  // namespace
+}  // namespace lockstep::bench
+
+int main(int argc, char** argv) {
+  using namespace lockstep;
+  using namespace lockstep::bench;
+  at::set_num_threads(1);
+  at::globalContext().setFlushDenormal(true);
+  auto world = World::from_environment();
+  auto group = world.group();
+  std::map<std::string, Contestant> contestants;
+  for (int i = 1; i < argc; ++i) contestants.try_emplace(argv[i], world, argv[i]);
+  torch::manual_seed(2 + world.rank());
+  std::cout << "ready" << std::endl;
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream words(line);
+    std::string kind;
+    int steps = 0;
+    words >> kind >> steps;
+    group.barrier().wait();
+    const auto colon = kind.find(':');
+    auto& contestant = contestants.at(kind.substr(colon == std::string::npos ? 0 : colon + 1));
+    if (colon != std::string::npos) {
+      const auto bare =
+          make_schedule(kind.substr(colon + 1), {.ranks = world.size(), .microbatches = kMicrobatches});
+      std::vector<double> points;
+      for (int i = 0; i < steps; ++i) points.push_back(bubble_beyond_the_simulators(group, contestant, bare));
+      std::sort(points.begin(), points.end());
+      std::cout << (world.is_main() ? points[points.size() / 2] : 0) << std::endl;
+      continue;
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    for (int i = 0; i < steps; ++i) contestant.step();
+    const std::chrono::duration<double, std::milli> elapsed = std::chrono::steady_clock::now() - begin;
+    std::cout << elapsed.count() / steps << std::endl;
+  }
+}

@@ -1,0 +1,49 @@
+#include <lockstep/parallel/placed.h>
+
+#include <string>
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep::detail {
+namespace {
+
+int count_of(at::DeviceType type) {
+  if (type == at::kCPU) return 1;
+  return c10::impl::hasDeviceGuardImpl(type) ? c10::impl::getDeviceGuardImpl(type)->deviceCount() : 0;
+}
+
+std::string all_devices() {
+  std::vector<std::string> names = {"cpu"};
+  for (const auto type : {at::kCUDA, at::kXPU, at::kMPS})
+    for (int i = 0; i < count_of(type); ++i)
+      names.push_back(at::Device(type, static_cast<at::DeviceIndex>(i)).str());
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+}  // namespace
+
+at::Device place(torch::nn::Module* module, at::Device device) {
+  if (module == nullptr) throw ConfigError("Placed: the module is empty");
+  if (device.has_index() ? device.index() >= count_of(device.type()) : count_of(device.type()) == 0)
+    throw ConfigError(fmt::format("Placed: {} was given for {}, and there is no such device; there is: {}",
+                                  device.str(), module->name(), all_devices()));
+  // A tensor on the CPU says "cpu", never "cpu:0"; one elsewhere always has a number.
+  if (device.is_cpu())
+    device = at::kCPU;
+  else if (!device.has_index())
+    device = c10::impl::getDeviceGuardImpl(device.type())->getDevice();
+  module->to(device);
+  return device;
+}
+
+at::Tensor on_device(const at::Tensor& tensor, at::Device device) {
+  if (!tensor.defined() || tensor.device() == device) return tensor;
+  // To the CPU it would be read before it has arrived.
+  return tensor.to(device, /*non_blocking=*/device.is_cuda());
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,16 @@
+// What tensor parallelism's layers compute, whoever holds the parameters: its own modules, or LibTorch's with
+// something attached. weight and bias are this rank's slices; bias may be undefined.
+#pragma once
+
+#include <lockstep/parallel/tensor_parallel_layers.h>
+
+namespace lockstep::detail {
+
+at::Tensor column_parallel_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
+                                  const Group& group, const ColumnParallelOptions& options);
+at::Tensor row_parallel_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
+                               const Group& group, const RowParallelOptions& options);
+at::Tensor vocab_parallel_embedding(const at::Tensor& indices, const at::Tensor& weight, const Group& group,
+                                    const VocabParallelOptions& options);
+
+}  // namespace lockstep::detail

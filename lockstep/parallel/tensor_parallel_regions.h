@@ -1,0 +1,48 @@
+// Where a tensor passes from one layout over a group to another: what autograd needs of tensor and sequence
+// parallelism. Forward and backward of each are the other's adjoint:
+//
+//   function                 forward             backward            between
+//   copy_to_group            -                   all-reduce          whole tensor -> work that is split
+//   reduce_from_group        all-reduce          -                   partial sums -> whole tensor
+//   gather_from_group        all-gather          own slice           slices -> whole tensor
+//   scatter_to_group         own slice           all-gather          whole tensor -> slices
+//   gather_sequence          all-gather          reduce-scatter      slices -> work that is split
+//   reduce_scatter_sequence  reduce-scatter      all-gather          partial sums -> slices
+//
+// A "whole tensor" has the same values on every rank, and so has its gradient. Every rank calls them in the
+// same order, and backward must reach the same ones. On one rank they are the input itself. Slices are equal;
+// a dimension may be negative. backward() with create_graph is a ConfigError.
+#pragma once
+
+#include <cstdint>
+
+#include <ATen/core/Tensor.h>
+#include <lockstep/comm/group.h>
+
+namespace lockstep {
+
+at::Tensor copy_to_group(const at::Tensor& input, const Group& group);
+at::Tensor reduce_from_group(const at::Tensor& input, const Group& group);
+at::Tensor gather_from_group(const at::Tensor& input, const Group& group, std::int64_t dim = -1);
+at::Tensor scatter_to_group(const at::Tensor& input, const Group& group, std::int64_t dim = -1);
+at::Tensor gather_sequence(const at::Tensor& input, const Group& group, std::int64_t dim = 1);
+at::Tensor reduce_scatter_sequence(const at::Tensor& input, const Group& group, std::int64_t dim = 1);
+
+namespace detail {
+
+// reduce_from_group in the input's memory, where no one else needs what is in it.
+at::Tensor reduce_from_group_in_place(at::Tensor input, const Group& group);
+
+// Of parameters that each rank uses on its slice of the sequence: one exchange for both. bias may be
+// undefined.
+struct Copied {
+  at::Tensor weight, bias;
+};
+Copied copy_to_group(const at::Tensor& weight, const at::Tensor& bias, const Group& group);
+
+// Without autograd: ranks' slices joined along a dimension; one rank's of parts * size() equal slices.
+at::Tensor joined(const at::Tensor& slice, Group group, std::int64_t dim);
+at::Tensor own_slice(const at::Tensor& whole, const Group& group, std::int64_t dim, int parts = 1);
+
+}  // namespace detail
+}  // namespace lockstep
