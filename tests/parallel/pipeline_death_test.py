@@ -1,0 +1,24 @@
+"""A rank that is killed in the middle of a schedule: every other rank of the pipeline gets an error that names it, at once.
+
+usage: pipeline_death_test.py LOCKSTEP PIPELINE_VICTIM
+"""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+lockstep, victim = sys.argv[1:]
+for schedule in ("gpipe", "1f1b", "zbh1"):
+    for where in ("forward", "backward"):
+        with tempfile.TemporaryDirectory() as folder:
+            # A wait has minutes: who would only time out does not come to an end here.
+            done = subprocess.run([lockstep, "run", "-n", "3", "--prefix", "never", victim, folder, schedule, where], capture_output=True,
+                                  text=True, timeout=40)
+            told = {path.name: path.read_text() for path in pathlib.Path(folder).iterdir()}
+        if done.returncode != 137 or set(told) != {"0", "2"}:
+            sys.exit(f"{schedule}, {where}: status {done.returncode}, told: {told}\n{done.stderr}")
+        for rank, text in told.items():
+            if "rank 1 (pid" not in text or "SIGKILL" not in text:
+                sys.exit(f"{schedule}, {where}: rank {rank} was told: {text}")
+        print(f"{schedule}, {where}: {told['0']}")
