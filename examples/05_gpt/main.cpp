@@ -1,9 +1,9 @@
 // A small GPT, trained on any number of ranks: the loss does not depend on how they share the work.
 //
-//   05_gpt                                                      one rank
-//   lockstep run -n 2 05_gpt --dp 2                             each with half of every batch
-//   lockstep run -n 8 05_gpt --pp 2 --dp 2 --tp 2               and half of the layers, and half of each
-//   layer 05_gpt --data book.txt --layers 6 --width 256               any text
+//   05_gpt                                            one rank
+//   lockstep run -n 2 05_gpt --dp 2                   each has half of every batch
+//   lockstep run -n 8 05_gpt --pp 2 --dp 2 --tp 2     and half of the layers, and half of each of those
+//   05_gpt --data book.txt --layers 6 --width 256     any text
 //
 // tests/parity/gpt_twin.py is the same in PyTorch, and goes on from what --dump writes.
 #include <algorithm>
@@ -54,7 +54,8 @@ Options parse(int argc, char** argv) {
   app.add_option("--seed", options.seed, "of the text, the batches and the first weights");
   app.add_option("--dtype", options.dtype)->check(CLI::IsMember({"float", "double"}));
   app.add_option("--dp", options.dp, "ranks that share a batch; 0: as many as there are");
-  app.add_option("--tp", options.tp, "ranks that share a layer")->check(CLI::PositiveNumber);
+  app.add_option("--tp", options.tp, "ranks that share a layer; heads and 256 bytes must divide by it")
+      ->check(CLI::PositiveNumber);
   app.add_option("--pp", options.pp, "ranks that share the layers")->check(CLI::PositiveNumber);
   app.add_option("--schedule", options.schedule,
                  "of the pipeline: gpipe, 1f1b, interleaved1f1b, loopedbfs, zbh1, zbv, dualpipev");
@@ -70,16 +71,19 @@ Options parse(int argc, char** argv) {
 }
 
 void check_layout(Options& options, int ranks) {
-  const int others = options.tp * options.pp;
-  if (options.dp == 0) options.dp = std::max(ranks / others, 1);
+  const std::int64_t others = std::int64_t{options.tp} * options.pp;
+  if (options.dp == 0 && others <= ranks) options.dp = static_cast<int>(ranks / others);
   if (options.dp * others != ranks)
     throw ls::ConfigError(
         fmt::format("--pp {} --dp {} --tp {} is not allowed with {} ranks: their product must be that",
                     options.pp, options.dp, options.tp, ranks));
-  if (options.batch % (options.dp * options.microbatches) != 0)
+  if (options.batch % (std::int64_t{options.dp} * options.microbatches) != 0)
     throw ls::ConfigError(
         fmt::format("--batch {} cannot be divided among {} ranks with {} micro-batches each", options.batch,
                     options.dp, options.microbatches));
+  if (options.model.heads % options.tp != 0)
+    throw ls::ConfigError(
+        fmt::format("{} heads cannot be divided among --tp {} ranks", options.model.heads, options.tp));
 }
 
 // What of each layer is whose: attention by heads, the MLP by its inner features, embedding and head by the

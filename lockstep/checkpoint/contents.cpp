@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/checkpoint/format_error.h>
+#include <lockstep/parallel/unit.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -81,6 +82,11 @@ bool reserved(std::string_view name) {
 std::vector<NamedTensor> tensors_of(const ModelPart& model) {
   std::vector<NamedTensor> tensors;
   if (model.get() == nullptr) return tensors;
+  if (const auto split = find_split(*model.get()))
+    throw ConfigError(fmt::format(
+        "'{}' is split over {} ranks, each of which has a part of the model: save what full_state() "
+        "collects, and give what is loaded to load_full_state()",
+        split->name, split->group.size()));
   for (const auto& [kind, list] : {std::pair("parameter", model.get()->named_parameters()),
                                    std::pair("buffer", model.get()->named_buffers())})
     for (const auto& item : list) {

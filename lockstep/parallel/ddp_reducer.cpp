@@ -11,6 +11,7 @@
 #include <lockstep/comm/cpu_memory.h>
 #include <lockstep/parallel/ddp_shards.h>
 #include <lockstep/parallel/replicas.h>
+#include <lockstep/parallel/unit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -91,6 +92,18 @@ DdpReducer::DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, D
     if (!ignored.contains(entry))
       throw ConfigError(
           fmt::format("ignore lists '{}', which is no parameter, buffer or submodule of the model", entry));
+  if (const auto split = find_split(*module_)) {
+    const auto& ranks = split->group.ranks();
+    const auto common = std::count_if(ranks.begin(), ranks.end(), [&](int rank) {
+      return std::find(group_.ranks().begin(), group_.ranks().end(), rank) != group_.ranks().end();
+    });
+    if (common > 1)
+      throw ConfigError(
+          fmt::format("'{}' is split over ranks {}, which DistributedDataParallel would take for replicas of "
+                      "one another: "
+                      "give it the group of those that have the same slices, such as mesh[\"dp\"]",
+                      split->name, fmt::join(ranks, ", ")));
+  }
   if (params_.empty())
     throw ConfigError(
         "the model has no parameter that requires a gradient: DistributedDataParallel has nothing to do");

@@ -1,27 +1,31 @@
 // Pipeline parallelism: ranks have parts of a model, and micro-batches go through them.
 //
-//   std::vector<lockstep::PipelineStage> pieces = {embedding, block0, block1, head};   // all, on every rank
-//   lockstep::Pipeline pipeline(std::move(pieces), mesh["pp"], lockstep::Schedule1F1B{.num_microbatches =
-//   8}); lockstep::AdamW optimizer(pipeline.parameters(), {.lr = 3e-4}); for (...) {
+//   std::vector<PipelineStage> pieces = {embedding, block0, block1, head};     // all of them, on every rank
+//   Pipeline pipeline(std::move(pieces), mesh["pp"], Schedule1F1B{.num_microbatches = 8});
+//   AdamW optimizer(pipeline.parameters(), {.lr = 3e-4});
+//   for (...) {
 //     optimizer.zero_grad();
-//     pipeline.step(inputs, targets, [](auto& output, auto& target) { return torch::mse_loss(output, target);
-//     }); optimizer.step(); at::Tensor loss = pipeline.loss();
+//     pipeline.step(inputs, targets, torch::nn::CrossEntropyLoss());
+//     optimizer.step();
+//     at::Tensor loss = pipeline.loss();
 //   }
 //
 // Every rank makes it with the same pieces (the same seed gives the same weights) and keeps those of its own
-// stages. step() leaves the gradients of the whole batch's loss, the mean over micro-batches. Weights that
-// pieces on several ranks share stay equal: their gradients are added up. Inputs are needed where the first
-// stage is, targets where the last is; other ranks may give anything, or {}. What stages hand on may change
-// its shape from step to step.
+// stages. step() adds the gradients of the whole batch's loss, the mean over micro-batches, to what is there.
+// Weights that pieces on several ranks share stay equal: the first one's values go to all, and their
+// gradients are added up. Inputs are needed where the first stage is, targets where the last is; other ranks
+// may give anything, or {}. What stages hand on may change its shape from step to step.
 //
 // An exception in a stage reaches its caller as it is; every other rank's step() throws an Error with its
-// text, and the pipeline can be used again. CommError as Group does: a rank that died, a deadline. One thread
-// at a time.
+// text, and the pipeline can be used again (gradients are then of a part of the batch: zero_grad). CommError
+// as Group does: a rank that died, a deadline. One thread at a time. In its group the tags from 1 << 20 on
+// are its own.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -91,7 +95,10 @@ struct PipelineOptions {
   // that the largest stage is as small as can be.
   std::vector<int> cut = {};
   PipelineBalance balance = PipelineBalance::parameters;
-  StageValues sample = {};  // with time: a micro-batch that goes through the pieces, on the group's rank 0
+  // With time: a micro-batch that goes through the pieces on the first rank, given on every rank; and the
+  // ranks that are to have the same cut, where they are more than the pipeline's: those of the whole mesh.
+  StageValues sample = {};
+  std::optional<Group> agree = {};
   bool scale_gradients = true;  // the loss is the mean over micro-batches, not the sum
 };
 
@@ -119,18 +126,19 @@ class Pipeline {
   // each whole). loss(output, target) with a tensor each, or with StageValues each. Returns the loss where
   // the last stage is, undefined elsewhere. Every rank.
   template <typename Inputs = StageValues, typename Targets = StageValues, typename Loss>
-  at::Tensor step(const Inputs& inputs, const Targets& targets, Loss&& loss) {
-    return run(flat(inputs), flat(targets), wrap(std::forward<Loss>(loss)), /*backward=*/true);
+  at::Tensor step(const Inputs& inputs, const Targets& targets, Loss&& loss, Site site = Site::current()) {
+    return run(flat(inputs), flat(targets), wrap(std::forward<Loss>(loss)), /*backward=*/true, site);
   }
   // The same without gradients: the loss alone.
   template <typename Inputs = StageValues, typename Targets = StageValues, typename Loss>
-  at::Tensor evaluate(const Inputs& inputs, const Targets& targets, Loss&& loss) {
-    return run(flat(inputs), flat(targets), wrap(std::forward<Loss>(loss)), /*backward=*/false);
+  at::Tensor evaluate(const Inputs& inputs, const Targets& targets, Loss&& loss,
+                      Site site = Site::current()) {
+    return run(flat(inputs), flat(targets), wrap(std::forward<Loss>(loss)), /*backward=*/false, site);
   }
   // Without gradients: where the last stage is, what it gives for the whole batch; elsewhere nothing.
   template <typename Inputs = StageValues>
-  StageValues forward(const Inputs& inputs) {
-    return run_forward(flat(inputs));
+  StageValues forward(const Inputs& inputs, Site site = Site::current()) {
+    return run_forward(flat(inputs), site);
   }
   // Of the last step or evaluation, on every rank, as a double on the CPU: every rank calls it.
   at::Tensor loss();
@@ -157,9 +165,9 @@ class Pipeline {
   }
   template <typename Loss>
   static LossOf wrap(Loss&& loss) {
-    if constexpr (std::is_invocable_v<Loss, const at::Tensor&, const at::Tensor&>)
+    if constexpr (std::is_invocable_v<std::decay_t<Loss>&, const at::Tensor&, const at::Tensor&>)
       return [loss = std::forward<Loss>(loss)](const StageValues& output,
-                                               const StageValues& target) -> at::Tensor {
+                                               const StageValues& target) mutable -> at::Tensor {
         if (output.size() != 1) detail::refuse_stage_values("loss(tensor, tensor)", output.size(), 1);
         if (target.size() != 1) detail::refuse_stage_values("loss(tensor, tensor)", target.size(), 1);
         return loss(output[0], target[0]);
@@ -167,8 +175,8 @@ class Pipeline {
     else
       return std::forward<Loss>(loss);
   }
-  at::Tensor run(StageValues inputs, StageValues targets, LossOf loss, bool backward);
-  StageValues run_forward(StageValues inputs);
+  at::Tensor run(StageValues inputs, StageValues targets, LossOf loss, bool backward, Site site);
+  StageValues run_forward(StageValues inputs, Site site);
 
   struct State;
   std::unique_ptr<State> state_;

@@ -1,6 +1,7 @@
 #include <lockstep/parallel/pipeline_backward.h>
 
 #include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -18,6 +19,7 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Engine;
+using torch::autograd::FunctionPostHook;
 using torch::autograd::FunctionPreHook;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
@@ -44,9 +46,13 @@ class WithoutHooks {
   void swap() {
     std::swap(node_.pre_hooks(), pre_hooks_);
     std::swap(node_.tensor_pre_hooks(), tensor_hooks_);
+    std::swap(node_.retains_grad_hooks(), retaining_);
+    std::swap(node_.post_hooks(), post_hooks_);
   }
   Node& node_;
   std::vector<std::unique_ptr<FunctionPreHook>> pre_hooks_, tensor_hooks_;
+  std::remove_reference_t<decltype(std::declval<Node&>().retains_grad_hooks())> retaining_;
+  std::vector<std::unique_ptr<FunctionPostHook>> post_hooks_;
 };
 
 // From each node below the roots: whether there is a way to an input. In an order in which a node comes after
@@ -167,7 +173,7 @@ void PipelineBackward::find_branches() {
 
 void PipelineBackward::input_part() {
   if (roots_.empty()) return;
-  if (inputs_.empty()) return;  // all of it can wait
+  if (inputs_.empty()) return;  // all of it can wait: weight_part() does it
   find_branches();
   edge_list wanted = early_;
   for (const auto& input : inputs_) wanted.emplace_back(torch::autograd::impl::grad_accumulator(input), 0);
@@ -178,6 +184,7 @@ void PipelineBackward::input_part() {
       catches.push_back(nullptr);
       continue;
     }
+    branch.hooked = true;
     auto hook = std::make_unique<Catch>(branch.arrived);
     catches.push_back(hook.get());
     branch.node->add_pre_hook(std::move(hook));
@@ -195,10 +202,12 @@ void PipelineBackward::input_part() {
     throw;
   }
   let_go();
+  split_ = true;
+  inputs_.clear();
 }
 
 void PipelineBackward::weight_part() {
-  if (inputs_.empty()) return whole();
+  if (!split_) return whole();
   const WeightPart unwatched;
   for (auto& branch : branches_) {
     edge_list roots;
@@ -209,7 +218,8 @@ void PipelineBackward::weight_part() {
       gradients.push_back(std::move(branch.arrived[i]));
     }
     if (roots.empty()) continue;
-    const WithoutHooks once(*branch.node);
+    std::optional<WithoutHooks> once;
+    if (branch.hooked) once.emplace(*branch.node);
     Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/true, /*create_graph=*/false,
                                          /*accumulate_grad=*/true, branch.weights);
   }

@@ -32,6 +32,7 @@ class PipelineBackward {
   struct Branch {
     NodePointer node;
     std::vector<at::Tensor> arrived = {};  // by the node's inputs
+    bool hooked = false;                   // the node's hooks have had it
     torch::autograd::edge_list weights = {};
   };
   void find_branches();
@@ -39,6 +40,7 @@ class PipelineBackward {
   torch::autograd::edge_list roots_;
   std::vector<at::Tensor> gradients_;
   std::vector<at::Tensor> inputs_;
+  bool split_ = false;  // input_part() has done its part
   std::vector<Branch> branches_;
   torch::autograd::edge_list
       early_;  // weights that are reached in several ways: theirs come with the inputs'

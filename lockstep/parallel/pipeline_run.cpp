@@ -36,6 +36,24 @@ StageValues handed_on(const StageValues& values, bool with_gradients) {
   return result;
 }
 
+// A stage may begin with an operation in place, as it could in the whole model: what it works on is no leaf,
+// and no view of what other micro-batches have parts of. The memory is the same.
+StageValues enterable(const StageValues& values) {
+  StageValues result;
+  for (const auto& value : values)
+    result.push_back(value.defined() && value.layout() == at::kStrided
+                         ? at::_unsafe_view(value.contiguous(), value.sizes())
+                         : value);
+  return result;
+}
+
+// Where that memory is the stage's before, autograd is told what it would have seen.
+void note_changes(const StageValues& entered, const StageValues& given) {
+  for (std::size_t i = 0; i < entered.size(); ++i)
+    if (entered[i].defined() && given[i].defined() && entered[i]._version() > 0)
+      given[i].unsafeGetTensorImpl()->bump_version();
+}
+
 StageValues gradients_of(const StageValues& values) {
   StageValues result;
   for (const auto& value : values)
@@ -67,7 +85,7 @@ PipelineRun::PipelineRun(Group group, const PipelineSchedule& schedule, const St
       stages_(stages),
       device_(device),
       job_(std::move(job)),
-      wire_(std::move(group)),
+      wire_(std::move(group), device, job_.site),
       last_(schedule.num_stages() - 1) {}
 
 void PipelineRun::split(const StageValues& whole, std::vector<StageValues>& parts, const char* what) const {
@@ -100,6 +118,12 @@ void PipelineRun::prepare() {
     if (job_.inputs.empty())
       throw ConfigError(
           fmt::format("no inputs were given to rank {}, which has the first stage", world_rank()));
+    for (const auto& value : job_.inputs)
+      if (value.defined() && value.requires_grad() && !value.is_leaf())
+        throw ConfigError(
+            "the inputs of a pipeline were computed from something that needs a gradient, which would end "
+            "here: put what "
+            "computes them into the first stage, or detach() them");
     split(job_.inputs, inputs_, "inputs");
   }
   if (!here(last_)) return;
@@ -144,15 +168,15 @@ void PipelineRun::act(PipelineAction action) {
       case PipelineOp::forward: return forward(place, action);
       case weight_backward:
         place.weights.weight_part();
-        slots_.erase({action.stage, action.microbatch});
+        place.weights = {};  // the input's gradient may still have to be sent
         return;
       default: return backward(place, action);
     }
-  } catch (const CommError&) {
-    throw;  // a peer is gone: nobody can be told, and everybody knows
+  } catch (const CommError& error) {
+    if (error.details().group == group_.name()) throw;  // nobody can be told, and everybody knows
+    fail(action);
   } catch (...) {
-    fail(fmt::format("rank {}, stage {}, {} of micro-batch {}", world_rank(), action.stage,
-                     word_for(action.op), action.microbatch));
+    fail(action);
   }
 }
 
@@ -168,14 +192,19 @@ void PipelineRun::forward(Slot& slot, PipelineAction action) {
     step->first_sample += m * slot.inputs[0].size(0);
     shifted.emplace(*step);
   }
-  slot.outputs = stages_.at(s)(slot.inputs);
-  if (s == 0) slot.inputs.clear();  // nobody needs their gradients
+  const auto entered = enterable(slot.inputs);
+  slot.outputs = stages_.at(s)(entered);
+  if (s > 0 && here(s - 1)) note_changes(entered, this->slot(s - 1, m).outputs);
+  if (s == 0 || !job_.backward) slot.inputs.clear();  // nobody needs their gradients
   if (s < last_) {
-    if (here(s + 1)) this->slot(s + 1, m).inputs = handed_on(slot.outputs, job_.backward);
+    if (!here(s + 1)) return;
+    this->slot(s + 1, m).inputs = handed_on(slot.outputs, job_.backward);
+    if (!job_.backward) slot.outputs.clear();
     return;
   }
   if (!job_.loss) {
     outputs_[number] = handed_on(slot.outputs, false);
+    slot.outputs.clear();
     return;
   }
   auto loss = job_.loss(slot.outputs, targets_[number]);
@@ -186,7 +215,8 @@ void PipelineRun::forward(Slot& slot, PipelineAction action) {
   if (job_.backward && !loss.requires_grad())
     throw ConfigError("the loss requires no gradient: it was computed from nothing that does");
   losses_[number] = loss.detach();
-  slot.outputs = {loss};
+  slot.outputs.clear();
+  if (job_.backward) slot.outputs = {loss};
 }
 
 void PipelineRun::backward(Slot& slot, PipelineAction action) {
@@ -218,19 +248,31 @@ void PipelineRun::transfer(Slot& slot, PipelineAction action) {
   const int tag = kFirstTag + 2 * (boundary * schedule_.microbatches + m) + (ahead ? 0 : 1);
   if (op == send_forward || op == send_backward) {
     auto& values = ahead ? slot.outputs : slot.input_gradients;
-    if (!failure_.empty())
-      wire_.send_failure(failure_, peer, tag);
-    else
-      wire_.send(values, peer, tag);
-    if (!ahead || !job_.backward) values.clear();
+    if (failure_.empty()) {
+      try {
+        wire_.send(values, peer, tag);
+        if (!ahead || !job_.backward) values.clear();
+        return;
+      } catch (const CommError&) {
+        throw;
+      } catch (...) {
+        fail(action);
+      }
+    }
+    wire_.send_failure(failure_, peer, tag);
     return;
   }
-  auto message = wire_.receive(peer, tag, device_);
+  auto message = wire_.receive(peer, tag);
   if (message.failure) {
     if (failure_.empty()) failure_ = *message.failure;
     return;
   }
   (ahead ? slot.inputs : slot.gradients) = std::move(message.values);
+}
+
+void PipelineRun::fail(PipelineAction action) {
+  fail(fmt::format("rank {}, stage {}, {} of micro-batch {}", world_rank(), action.stage, word_for(action.op),
+                   action.microbatch));
 }
 
 void PipelineRun::fail(const std::string& where) {
@@ -242,6 +284,7 @@ void PipelineRun::fail(const std::string& where) {
 // Also of what happened so late that nobody waited for it.
 void PipelineRun::agree() {
   const auto failures = group_.all_gather_values(std::string_view(failure_), {.tag = "pipeline step"});
+  settled_ = true;
   if (exception_) std::rethrow_exception(exception_);
   const auto found =
       std::find_if(failures.begin(), failures.end(), [](const auto& text) { return !text.empty(); });

@@ -22,6 +22,7 @@ struct PipelineJob {
   std::function<at::Tensor(const StageValues&, const StageValues&)> loss = {};  // none: outputs are kept
   bool backward = false;
   double scale = 1;  // of each micro-batch's gradient
+  Site site = {};    // of the call
 };
 
 class PipelineRun {
@@ -33,6 +34,9 @@ class PipelineRun {
 
   // Throws what a stage here threw; an Error with the text where another rank's did; CommError.
   void run();
+
+  // Whether every message has found its receiver, so that another pass can follow, though this one failed.
+  bool settled() const { return settled_; }
 
   const StageValues& losses() const { return losses_; }  // by micro-batch, where the last stage is
   const std::vector<StageValues>& outputs() const { return outputs_; }
@@ -53,6 +57,7 @@ class PipelineRun {
   void forward(Slot& slot, PipelineAction action);
   void backward(Slot& slot, PipelineAction action);
   void transfer(Slot& slot, PipelineAction action);
+  void fail(PipelineAction action);
   void fail(const std::string& where);
   void agree();
 
@@ -73,6 +78,7 @@ class PipelineRun {
   StageValues losses_;
   std::vector<StageValues> outputs_;
   std::vector<PipelineMoment> moments_;
+  bool settled_ = false;
   std::string failure_;           // of any rank, as far as it is known here
   std::exception_ptr exception_;  // where it was thrown
 };

@@ -279,6 +279,10 @@ std::string to_string(PipelineAction action) {
 }
 
 void check_schedule(const PipelineSchedule& schedule) {
+  if (schedule.num_stages() < 1 || schedule.microbatches < 1)
+    throw ConfigError(
+        fmt::format("schedule '{}' has {} stages and {} micro-batches: 1 or more of each are allowed",
+                    schedule.name, schedule.num_stages(), schedule.microbatches));
   const Plan plan(schedule);
   plan.check_complete();
   simulate(schedule, plan, 0, [](Place) { return 1; });

@@ -9,6 +9,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/nn/dropout.h>
 #include <lockstep/nn/linear.h>
+#include <lockstep/parallel/replicas.h>
 #include <lockstep/parallel/tensor_parallel_calls.h>
 #include <lockstep/parallel/tensor_parallel_plan.h>
 
@@ -29,6 +30,7 @@ class ParallelCall final : public Attachment, public MeetsInForward, public Hold
       shards_.push_back({split.parameter, split.tensor, split.dim, split.parts, group_});
   }
   std::vector<ParameterShard> shards() const override { return shards_; }
+  const Group& slices_over() const override { return group_; }
 
  private:
   at::Tensor forward(const at::Tensor& input) override {
@@ -81,6 +83,7 @@ class InSequenceImpl final : public Base, public UnitSlot {
   explicit InSequenceImpl(const Base& other) : Base(other) {}
   at::Tensor forward(const at::Tensor& input) { return (*attachment)(input); }
   at::Tensor call(const at::Tensor& input) override { return forward(input); }
+  const std::type_info& forward_of() const override { return typeid(Base); }
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>&) const override {
     refuse_clone(*attachment);
   }
@@ -179,6 +182,10 @@ int parallelize_module(torch::nn::Module& module, Group group, const ParallelPla
   if (!resolved.problems.empty())
     throw ConfigError(
         fmt::format("parallelize_module changed nothing: {}", fmt::join(resolved.problems, "; ")));
+  // What differs now would stay different; what is split already does differ.
+  CheckReplicasOptions same{.buffers = true};
+  for (const auto& shard : tensor_shards(module)) same.ignore.push_back(shard.name);
+  if (group.size() > 1) check_replicas(module, group, same);
   std::set<const at::TensorImpl*> done;  // a tied one is split once
   for (const auto& target : resolved.targets) detail::keep_slices(target, group, done);
   for (const auto& target : resolved.targets) detail::apply(target, group);

@@ -53,7 +53,7 @@ using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
 
 // Every rank of the group calls it with the same plan and module. The layers must be in a Unit or a
 // Sequential. ConfigError where anything is wrong or differs between ranks: it names all that is, and nothing
-// is changed. Returns the number of layers.
+// is changed; DriftError where their weights or buffers differ. Returns the number of layers.
 int parallelize_module(torch::nn::Module& module, Group group, const ParallelPlan& plan);
 
 // A parameter that is this rank's slice: along dim, of each of that many equal parts of the whole. What a

@@ -27,6 +27,10 @@ torch::nn::Linear whole_linear(std::int64_t in, std::int64_t out, bool bias) {
 
 }  // namespace
 
+void refuse_norm_clone() {
+  throw ConfigError("a norm of sequence parallelism cannot be cloned: make another with the same group");
+}
+
 at::Tensor ParallelLayer::keep_slice(const std::string& name, const at::Tensor& whole, std::int64_t dim,
                                      int parts) {
   if (!whole.defined()) return register_parameter(name, whole, /*requires_grad=*/false);

@@ -52,16 +52,18 @@ struct ParameterShard {
   Group group;
 };
 // A module, or what is attached to one, that has slices for parameters.
-class HoldsShards {
+class HoldsShards : public HoldsSlices {
  public:
-  virtual ~HoldsShards() = default;
   virtual std::vector<ParameterShard> shards() const = 0;
 };
+
+[[noreturn]] void refuse_norm_clone();
 
 // What tensor parallelism's own layers have in common.
 class ParallelLayer : public torch::nn::Module, public MeetsInForward, public HoldsShards {
  public:
   std::vector<ParameterShard> shards() const override { return shards_; }
+  const Group& slices_over() const override { return group_; }
   void pretty_print(std::ostream& stream) const override { stream << text_; }
 
  protected:
@@ -110,6 +112,10 @@ class SequenceParallelLayerNormImpl : public torch::nn::LayerNormImpl, public de
   SequenceParallelLayerNormImpl(torch::nn::LayerNormOptions given, Group group)
       : torch::nn::LayerNormImpl(std::move(given)), group_(std::move(group)) {}
   at::Tensor forward(const at::Tensor& input);
+  // A copy would be without the group.
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& = std::nullopt) const override {
+    detail::refuse_norm_clone();
+  }
 
  private:
   Group group_;
@@ -120,6 +126,10 @@ class SequenceParallelRMSNormImpl : public nn::RMSNormImpl, public detail::Meets
                               std::optional<double> given_eps = std::nullopt)
       : nn::RMSNormImpl(std::move(shape), given_eps), group_(std::move(group)) {}
   at::Tensor forward(const at::Tensor& input);
+  // A copy would be without the group.
+  std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& = std::nullopt) const override {
+    detail::refuse_norm_clone();
+  }
 
  private:
   Group group_;

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <map>
+#include <typeinfo>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/nn/dropout.h>
+#include <lockstep/nn/linear.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
@@ -49,6 +51,17 @@ bool can_be_split(torch::nn::Module& module) {
   return dynamic_cast<torch::nn::LinearImpl*>(&module) || dynamic_cast<EmbeddingImpl*>(&module) ||
          dynamic_cast<LayerNormImpl*>(&module) || dynamic_cast<nn::RMSNormImpl*>(&module) ||
          dynamic_cast<nn::DropoutImpl*>(&module);
+}
+
+// Whether what it computes is what its kind computes: a class that derives from a layer may have another
+// forward.
+bool is_plain(torch::nn::Module& module) {
+  const auto* slot = slot_of(&module);
+  const auto& forward = slot ? slot->forward_of() : typeid(module);
+  for (const auto* known : {&typeid(torch::nn::LinearImpl), &typeid(nn::LinearImpl), &typeid(EmbeddingImpl),
+                            &typeid(LayerNormImpl), &typeid(nn::RMSNormImpl), &typeid(nn::DropoutImpl)})
+    if (forward == *known) return true;
+  return false;
 }
 
 std::string advice(torch::nn::Module& module, const ParallelStyle& style) {
@@ -117,6 +130,12 @@ void plan_target(Target& target, const Group& group, Problems& problems) {
                                    shown(target.style), advice(module, target.style)));
     return;
   }
+  if (!is_plain(module)) {
+    problems.push_back(fmt::format("'{}' is of a class derived from {}, whose forward would be passed over{}",
+                                   target.name, kind_of(module),
+                                   slot ? "" : ": if it has none of its own, hold it as a lockstep::Unit"));
+    return;
+  }
   if (linear) plan_linear(target, *linear, group, problems);
   if (embedding) plan_embedding(target, *embedding, group, problems);
   if (slot || dynamic_cast<nn::DropoutImpl*>(&module)) return;
@@ -147,8 +166,12 @@ void check_ties(const std::vector<Target>& found, const std::vector<Target>& tar
     for (const auto& parameter : each.module->named_parameters(/*recurse=*/false))
       add(each, parameter.key(), parameter.value());
   // One that was tied by an assignment to a member is registered nowhere.
-  for (const auto& target : targets)
-    for (const auto& split : target.splits) add(target, split.parameter, split.tensor);
+  for (const auto& each : found) {
+    if (const auto* linear = dynamic_cast<torch::nn::LinearImpl*>(each.module.get()))
+      add(each, "weight", linear->weight);
+    if (const auto* embedding = dynamic_cast<EmbeddingImpl*>(each.module.get()))
+      add(each, "weight", embedding->weight);
+  }
   for (const auto& [tensor, all] : uses)
     for (const auto& use : all) {
       const auto& first = all.front();

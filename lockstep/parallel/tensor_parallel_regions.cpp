@@ -16,7 +16,11 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kTag = "tensor_parallel";
+// Forward and backward, and each kind, have tags of their own: ranks of which one has thrown and gone on are
+// told, and do not add what does not belong together.
+constexpr const char *kCopyBack = "copy_to_group backward", *kReduce = "reduce_from_group",
+                     *kGather = "gather", *kGatherBack = "gather backward", *kScatter = "scatter",
+                     *kScatterBack = "scatter backward";
 
 struct HeldGroup : torch::CustomClassHolder {
   explicit HeldGroup(Group given) : group(std::move(given)) {}
@@ -55,18 +59,23 @@ std::int64_t counted_and_divisible(std::int64_t dim, const at::Tensor& tensor, c
   return from_front;
 }
 
-at::Tensor summed(const at::Tensor& values, Group group) {
+at::Tensor summed(const at::Tensor& values, Group group, const char* tag) {
   auto sum = values.clone(at::MemoryFormat::Contiguous);
-  group.all_reduce(sum, {.tag = kTag}).wait();
+  group.all_reduce(sum, {.tag = tag}).wait();
   return sum;
 }
 
 // The sum of all ranks' tensors, of which this rank gets its slice.
-at::Tensor summed_slice(const at::Tensor& values, Group group, std::int64_t dim) {
+at::Tensor summed_slice(const at::Tensor& values, Group group, std::int64_t dim, const char* tag) {
   const auto parts = values.unflatten(dim, {group.size(), values.size(dim) / group.size()}).movedim(dim, 0);
   auto out = at::empty(parts.sizes().slice(1), values.options());
-  group.reduce_scatter(out, parts.contiguous(), {.tag = kTag}).wait();
+  group.reduce_scatter(out, parts.contiguous(), {.tag = tag}).wait();
   return out;
+}
+
+// No view to autograd, of what nobody else has: a function's result that is one cannot be changed in place.
+at::Tensor own_memory(const at::Tensor& tensor) {
+  return tensor.is_view() ? at::_unsafe_view(tensor.contiguous(), tensor.sizes()) : tensor;
 }
 
 struct CopyFunction : torch::autograd::Function<CopyFunction> {
@@ -75,7 +84,7 @@ struct CopyFunction : torch::autograd::Function<CopyFunction> {
     return input;
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
-    return {summed(gradients[0], held(context)), {}};
+    return {summed(gradients[0], held(context), kCopyBack), {}};
   }
 };
 
@@ -89,7 +98,7 @@ struct CopyTwoFunction : torch::autograd::Function<CopyTwoFunction> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     auto group = held(context);
     auto both = at::cat({gradients[0].reshape(-1), gradients[1].reshape(-1)});
-    group.all_reduce(both, {.tag = kTag}).wait();
+    group.all_reduce(both, {.tag = kCopyBack}).wait();
     const auto count = gradients[0].numel();
     // Copies: autograd may keep them as gradients, and those must not be one another's memory.
     return {both.narrow(0, 0, count).clone().view(gradients[0].sizes()),
@@ -101,10 +110,10 @@ struct CopyTwoFunction : torch::autograd::Function<CopyTwoFunction> {
 struct ReduceFunction : torch::autograd::Function<ReduceFunction> {
   static at::Tensor forward(AutogradContext* context, at::Tensor input, const Group& group, bool in_place) {
     hold(context, group);
-    if (!in_place) return summed(input, group);
+    if (!in_place) return summed(input, group, kReduce);
     context->mark_dirty({input});
     auto mine = group;
-    mine.all_reduce(input, {.tag = kTag}).wait();
+    mine.all_reduce(input, {.tag = kReduce}).wait();
     return input;
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
@@ -118,12 +127,12 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
                             std::int64_t dim, bool sequence) {
     hold(context, group, dim);
     context->saved_data["sequence"] = sequence;
-    return joined(input, group, dim);
+    return joined(input, group, dim, kGather);
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto group = held(context);
     const auto dim = context->saved_data["dim"].toInt();
-    return {context->saved_data["sequence"].toBool() ? summed_slice(gradients[0], group, dim)
+    return {context->saved_data["sequence"].toBool() ? summed_slice(gradients[0], group, dim, kGatherBack)
                                                      : own_slice(gradients[0], group, dim),
             {},
             {},
@@ -135,31 +144,32 @@ struct ScatterFunction : torch::autograd::Function<ScatterFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const Group& group,
                             std::int64_t dim, bool reduce) {
     hold(context, group, dim);
-    return reduce ? summed_slice(input, group, dim) : own_slice(input, group, dim);
+    return reduce ? summed_slice(input, group, dim, kScatter) : own_slice(input, group, dim);
   }
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto group = held(context);
-    return {joined(gradients[0], group, context->saved_data["dim"].toInt()), {}, {}, {}};
+    return {joined(gradients[0], group, context->saved_data["dim"].toInt(), kScatterBack), {}, {}, {}};
   }
 };
 
 }  // namespace
 
-at::Tensor joined(const at::Tensor& slice, Group group, std::int64_t dim) {
+at::Tensor joined(const at::Tensor& slice, Group group, std::int64_t dim, const char* tag) {
   if (group.size() == 1) return slice;
   auto sizes = slice.sizes().vec();
   sizes.insert(sizes.begin(), group.size());
   auto all = at::empty(sizes, slice.options());
-  group.all_gather(all, slice.contiguous(), {.tag = kTag}).wait();
-  return all.movedim(0, dim).flatten(dim, dim + 1);  // dimension 0 is joined as it lies, others by a copy
+  group.all_gather(all, slice.contiguous(), {.tag = tag}).wait();
+  return own_memory(
+      all.movedim(0, dim).flatten(dim, dim + 1));  // dimension 0 is joined as it lies, others by a copy
 }
 
 at::Tensor own_slice(const at::Tensor& whole, const Group& group, std::int64_t dim, int parts) {
   if (group.size() == 1) return whole;
-  return whole.unflatten(dim, {parts, group.size(), whole.size(dim) / parts / group.size()})
-      .select(dim + 1, group.rank())
-      .clone(at::MemoryFormat::Contiguous)
-      .flatten(dim, dim + 1);
+  return own_memory(whole.unflatten(dim, {parts, group.size(), whole.size(dim) / parts / group.size()})
+                        .select(dim + 1, group.rank())
+                        .clone(at::MemoryFormat::Contiguous)
+                        .flatten(dim, dim + 1));
 }
 
 at::Tensor reduce_from_group_in_place(at::Tensor input, const Group& group) {

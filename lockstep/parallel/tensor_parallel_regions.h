@@ -41,7 +41,7 @@ struct Copied {
 Copied copy_to_group(const at::Tensor& weight, const at::Tensor& bias, const Group& group);
 
 // Without autograd: ranks' slices joined along a dimension; one rank's of parts * size() equal slices.
-at::Tensor joined(const at::Tensor& slice, Group group, std::int64_t dim);
+at::Tensor joined(const at::Tensor& slice, Group group, std::int64_t dim, const char* tag = "full_state");
 at::Tensor own_slice(const at::Tensor& whole, const Group& group, std::int64_t dim, int parts = 1);
 
 }  // namespace detail

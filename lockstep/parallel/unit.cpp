@@ -27,6 +27,7 @@ bool matches_component(std::string_view pattern, std::string_view name) {
 }  // namespace
 
 bool name_matches(std::string_view pattern, std::string_view name) {
+  if (name.empty()) return pattern.empty();  // the module itself
   const auto pattern_dot = pattern.find('.'), name_dot = name.find('.');
   if (!matches_component(pattern.substr(0, pattern_dot), name.substr(0, name_dot))) return false;
   if (pattern_dot == pattern.npos || name_dot == name.npos) return pattern_dot == name_dot;
@@ -96,6 +97,20 @@ bool meets_in_forward(torch::nn::Module& module) {
     return dynamic_cast<MeetsInForward*>(each.get()) != nullptr ||
            (slot && dynamic_cast<MeetsInForward*>(slot->attachment.get()) != nullptr);
   });
+}
+
+std::optional<SplitModule> find_split(const torch::nn::Module& module) {
+  const auto look = [](const torch::nn::Module& each, const std::string& name) -> std::optional<SplitModule> {
+    const auto* holder = dynamic_cast<const HoldsSlices*>(&each);
+    const auto* slot = dynamic_cast<const UnitSlot*>(&each);
+    if (!holder && slot) holder = dynamic_cast<const HoldsSlices*>(slot->attachment.get());
+    if (!holder || holder->slices_over().size() == 1) return std::nullopt;
+    return SplitModule{name, holder->slices_over()};
+  };
+  if (auto found = look(module, "the model itself")) return found;
+  for (const auto& item : module.named_modules("", /*include_self=*/false))
+    if (auto found = look(*item.value(), item.key())) return found;
+  return std::nullopt;
 }
 
 UnitSlot* slot_of(torch::nn::Module* module) { return dynamic_cast<UnitSlot*>(module); }

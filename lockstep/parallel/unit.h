@@ -22,10 +22,12 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <lockstep/comm/group.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
@@ -38,6 +40,19 @@ class MeetsInForward {
   virtual ~MeetsInForward() = default;
 };
 bool meets_in_forward(torch::nn::Module& module);  // it, or one below it
+
+// A module, or what is attached to one, whose parameters are this rank's slices of whole ones.
+class HoldsSlices {
+ public:
+  virtual ~HoldsSlices() = default;
+  virtual const Group& slices_over() const = 0;
+};
+// The first such module, it or below it, whose group has more than one rank.
+struct SplitModule {
+  std::string name;
+  Group group;
+};
+std::optional<SplitModule> find_split(const torch::nn::Module& module);
 
 // What a technique puts around a module's call.
 class Attachment : public std::enable_shared_from_this<Attachment> {
@@ -69,11 +84,24 @@ class UnitSlot {
   // As the holder's call, for who does not know the module's type. ConfigError where it takes more than a
   // tensor.
   virtual at::Tensor call(const at::Tensor& input) = 0;
+  virtual const std::type_info& forward_of()
+      const = 0;  // the class whose forward it is, of those it derives from
   std::shared_ptr<Attachment> attachment;
 };
 
 [[noreturn]] void refuse_call(const torch::nn::Module& module);
 [[noreturn]] void refuse_clone(const Attachment& attachment);
+
+template <typename F>
+struct MemberOf;
+template <typename R, typename C, typename... A>
+struct MemberOf<R (C::*)(A...)> {
+  using type = C;
+};
+template <typename R, typename C, typename... A>
+struct MemberOf<R (C::*)(A...) const> {
+  using type = C;
+};
 
 template <typename Impl>
 class UnitImpl final : public Impl, public UnitSlot {
@@ -89,6 +117,13 @@ class UnitImpl final : public Impl, public UnitSlot {
       return Impl::forward(input);
     else
       refuse_call(*this);
+  }
+
+  const std::type_info& forward_of() const override {
+    if constexpr (requires { typename MemberOf<decltype(&Impl::forward)>::type; })
+      return typeid(typename MemberOf<decltype(&Impl::forward)>::type);
+    else
+      return typeid(Impl);  // overloads, or a template
   }
 
   // A Unit's too; what is attached knows the module that it belongs to.

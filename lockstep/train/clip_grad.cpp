@@ -4,7 +4,6 @@
 #include <span>
 
 #include <ATen/ATen.h>
-#include <ATen/OpMathType.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 
@@ -53,8 +52,8 @@ at::Tensor group_norm(const at::Tensor& local, double norm_type, Group group) {
   if (!largest) power = power.pow(norm_type);
   auto powers = at::empty({group.size()}, power.options());
   group.all_gather(powers, power.view({1}), {.tag = "clip_grad_norm"}).wait();
-  if (largest) return powers.max().to(local.scalar_type());
-  return tree(powers.unbind()).pow(1 / norm_type).to(local.scalar_type());
+  // In double on every rank: their types may differ, and the factor must not.
+  return largest ? powers.max() : tree(powers.unbind()).pow(1 / norm_type);
 }
 
 }  // namespace
@@ -72,16 +71,16 @@ at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_
   const auto kinds = by_kind(gradients_of(parameters));
   const auto counted = options.counted ? by_kind(gradients_of(*options.counted)) : kinds;
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
-  const auto type = kinds.empty() ? at::kFloat : at::toOpMathType(kinds[0][0].scalar_type());
-  auto norm = counted.empty() ? at::zeros({}, at::TensorOptions(type).device(device))
+  auto norm = counted.empty() ? at::zeros({}, at::TensorOptions(at::kFloat).device(device))
                               : local_norm(counted, options.norm_type);
+  const auto type = norm.scalar_type();
   if (options.group) norm = group_norm(norm, options.norm_type, *options.group);
   if (options.error_if_nonfinite && !std::isfinite(norm.item<double>()))
     throw Error(fmt::format("the norm of order {} of the gradients is {}: they cannot be clipped by it",
                             options.norm_type, norm.item<double>()));
   const auto factor = at::clamp_max(at::mul((norm + 1e-6).reciprocal(), max_norm), 1.0);
   for (const auto& kind : kinds) at::_foreach_mul_(kind, factor.to(kind[0].device()));
-  return norm;
+  return norm.to(type);
 }
 
 void clip_grad_value(const std::vector<at::Tensor>& parameters, double clip_value) {

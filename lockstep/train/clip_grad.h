@@ -18,8 +18,9 @@ namespace lockstep {
 struct ClipGradNormOptions {
   double norm_type = 2;             // infinity: the largest absolute value
   bool error_if_nonfinite = false;  // an Error instead of gradients that are no numbers
-  // The ranks over which the parameters are spread, each with a part of its own. Not for replicas: their
-  // gradients are the same everywhere, and so is their norm.
+  // The ranks over which the parameters are spread, each with a part of its own (a pipeline, split layers):
+  // without it each would clip by the norm of its part. Not for replicas: their gradients are the same
+  // everywhere, and so is their norm.
   std::optional<Group> group = {};
   // With a group whose ranks have some parameters in common: those that this rank counts, so that each is
   // counted once. The others of its gradients are only multiplied.

@@ -1,4 +1,8 @@
 // Pipelines, replicas and split layers at once: every layout trains as one rank does.
+#include <unistd.h>
+
+#include <filesystem>
+
 #include "parallel/models.h"
 #include "support/ranks.h"
 
@@ -146,6 +150,98 @@ TEST(Mesh, units_that_cannot_be_pieces_are_named) {
               HasSubstr("cannot both be pieces"));
   Wide plain;
   EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*plain, {"first"}); }), HasSubstr("is no Unit"));
+}
+
+// Slices are no replicas of one another, and a part of a model is no model.
+TEST(Mesh, what_is_split_is_not_taken_for_whole) {
+  on_every_rank([](World& world) {
+    if (world.size() == 1 || 16 % world.size() != 0) return;
+    auto group = world.group();
+    Stack model;
+    parallelize_module(*model, group, {{"mixer*.up", Colwise{}}, {"mixer*.down", Rowwise{}}});
+    EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(model, group); }),
+                HasSubstr("'mixer0.up' is split over ranks 0, 1"));
+    EXPECT_THAT(error_of<ConfigError>([&] { save("nowhere.safetensors", {.model = model}); }),
+                HasSubstr("full_state"));
+    const auto file =
+        std::filesystem::temp_directory_path() /
+        ("split-" + std::to_string(::getpid()) + "-" + std::to_string(world.rank()) + ".safetensors");
+    Stack whole;
+    save(file, {.model = whole});
+    EXPECT_THAT(error_of<ConfigError>([&] { load(file, {.model = model}); }), HasSubstr("full_state"));
+    std::filesystem::remove(file);
+    auto state = full_state(*model);
+    state[0].second = state[0].second.to(at::kFloat);
+    EXPECT_THAT(error_of<ConfigError>([&] { load_full_state(*model, state); }),
+                HasSubstr("was given as Float"));
+    // Ranks that began with other values.
+    Stack other;
+    fill_parameters(*other, 300 + static_cast<std::uint64_t>(world.rank()));
+    EXPECT_THROW(parallelize_module(*other, group, {{"mixer*.up", Colwise{}}}), DriftError);
+  });
+}
+
+struct ScaledImpl : torch::nn::LinearImpl {
+  using LinearImpl::LinearImpl;
+  at::Tensor forward(const at::Tensor& x) { return LinearImpl::forward(x) * 100; }
+};
+TORCH_MODULE(Scaled);
+struct RenamedImpl : torch::nn::LinearImpl {
+  using LinearImpl::LinearImpl;
+};
+TORCH_MODULE(Renamed);
+
+TEST(Mesh, a_layer_with_a_forward_of_its_own_is_not_split) {
+  on_every_rank([](World& world) {
+    if (8 % world.size() != 0) return;
+    struct Net : torch::nn::Module {
+      Net() : scaled(8, 8), renamed(8, 8), sequence(Scaled(8, 8)) {
+        register_module("scaled", scaled);
+        register_module("renamed", renamed);
+        register_module("sequence", sequence);
+        fill_parameters(*this, 40);
+      }
+      Unit<Scaled> scaled;
+      Unit<Renamed> renamed;
+      torch::nn::Sequential sequence;
+    } net;
+    auto group = world.group();
+    for (const char* name : {"scaled", "sequence.0"})
+      EXPECT_THAT(error_of<ConfigError>([&] {
+                    parallelize_module(net, group, {{name, Colwise{}}});
+                  }),
+                  HasSubstr("forward would be passed over"));
+    EXPECT_EQ(parallelize_module(net, group, {{"renamed", Colwise{.gather_output = true}}}), 1);
+    const auto y = net.renamed(torch::ones({1, 8}));
+    EXPECT_EQ(y.size(1), 8);
+    y.relu_();  // one rank's could be changed in place, too
+    scatter_to_group(torch::ones({8, 8}).requires_grad_() * 2, group, 0).relu_();
+    EXPECT_FALSE(detail::name_matches("*", ""));
+  });
+}
+
+TEST(Mesh, a_weight_that_two_units_share_may_get_its_gradient_through_one) {
+  on_every_rank([](World& world) {
+    if (8 % world.size() != 0) return;
+    struct Net : torch::nn::Module {
+      Net() : a(8, 8), b(8, 8) {
+        register_module("a", a);
+        register_module("b", b);
+        fill_parameters(*this, 50);
+        b->replace_weight(a->weight);
+      }
+      struct TiedImpl : torch::nn::LinearImpl {
+        using LinearImpl::LinearImpl;
+        void replace_weight(const at::Tensor& other) { weight = parameters_["weight"] = other; }
+      };
+      Unit<torch::nn::Linear> a;
+      Unit<torch::nn::ModuleHolder<TiedImpl>> b;
+    } net;
+    parallelize_module(net, world.group(), {{"a", Colwise{}}, {"b", Colwise{}}});
+    net.a(torch::ones({2, 8})).sum().backward();
+    net.b(torch::ones({2, 8})).sum().backward();
+    EXPECT_THROW(net.a->forward(torch::ones({2, 8})).sum().backward(), ConfigError);
+  });
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include <lockstep/parallel/pipeline_backward.h>
+
 #include "parallel/models.h"
 #include "support/ranks.h"
 
@@ -366,7 +368,7 @@ TORCH_MODULE(Fragile);
 TEST(Pipeline, a_stage_that_throws_is_known_to_every_rank_and_the_next_step_works) {
   on_every_rank([](World& world) {
     for (const auto& name : schedule_names())
-      for (int victim = 0; victim < world.size(); ++victim)
+      for (int victim = 0; victim < stages_per_rank(name) * world.size(); ++victim)
         for (const bool in_backward : {false, true}) {
           SCOPED_TRACE(name + " " + std::to_string(victim) + (in_backward ? " backward" : " forward"));
           const int stages = stages_per_rank(name) * world.size();
@@ -479,6 +481,234 @@ TEST(Pipeline, its_gradients_are_averaged_over_replicas) {
       }
     }
   });
+}
+
+TEST(Pipeline, a_loss_that_throws_is_everybodys_error) {
+  on_every_rank([](World& world) {
+    Pipeline pipeline(blocks(world.size()), world.group(), Schedule1F1B{.num_microbatches = 4});
+    int calls = 0;
+    const auto loss = [&](const at::Tensor& output, const at::Tensor& target) {
+      if (++calls == 3) throw std::logic_error("no loss today");
+      return kLoss(output, target);
+    };
+    if (pipeline.is_last())
+      EXPECT_THROW(pipeline.step(batch_of(1), batch_of(2), loss), std::logic_error);
+    else
+      expect_error<Error>([&] { pipeline.step(batch_of(1), batch_of(2), loss); },
+                          "micro-batch 2: no loss today");
+    pipeline.step(batch_of(1), batch_of(2), loss);
+    // A module is a loss too, and what is called may change itself.
+    pipeline.step(batch_of(1), batch_of(2), torch::nn::MSELoss());
+    pipeline.step(batch_of(1), batch_of(2),
+                  [n = 0](const at::Tensor& y, const at::Tensor& t) mutable { return kLoss(y, t) * ++n; });
+  });
+}
+
+struct SparseImpl : torch::nn::Module {
+  SparseImpl() : linear(kWidth, kWidth) {
+    register_module("linear", linear);
+    to(at::kDouble);
+    fill_parameters(*this, 90);
+  }
+  at::Tensor forward(const at::Tensor& x) { return sparse ? linear(x).to_sparse() : linear(x); }
+  torch::nn::Linear linear;
+  bool sparse = false;
+};
+TORCH_MODULE(Sparse);
+
+TEST(Pipeline, what_cannot_be_handed_on_is_everybodys_error) {
+  on_every_rank([](World& world) {
+    if (world.size() != 2) return;
+    Sparse first;
+    auto pieces = blocks(2);
+    pieces[0] = {first, "first"};
+    Pipeline pipeline(pieces, world.group(), Schedule1F1B{.num_microbatches = 4});
+    first->sparse = true;
+    for (int i = 0; i < 2; ++i) {
+      const auto step = [&] { pipeline.step(batch_of(1), batch_of(2), kLoss); };
+      EXPECT_THAT(error_of<Error>(step), HasSubstr("dense ones are allowed"));
+    }
+    first->sparse = false;
+    pipeline.step(batch_of(1), batch_of(2), kLoss);
+    EXPECT_GT(pipeline.loss().item<double>(), 0);
+  });
+}
+
+TEST(Pipeline, gradients_are_added_to_those_that_are_there) {
+  on_every_rank([](World& world) {
+    const auto tokens = torch::arange(40).view({8, 5}).remainder(10);
+    const auto loss_of = [](const at::Tensor& output, const at::Tensor& target) {
+      return torch::nn::functional::cross_entropy(output.flatten(0, 1), target.flatten());
+    };
+    const auto pieces = [&](bool same) {
+      Tokens first;
+      // Ranks that began with other values have the first one's.
+      fill_parameters(*first, 60 + (same ? 0 : static_cast<std::uint64_t>(world.rank())));
+      std::vector<PipelineStage> all = {{first, ""}};
+      for (const auto& each : blocks(world.size())) all.push_back(each);
+      all.emplace_back(Head(first->table->weight), "head");
+      return all;
+    };
+    auto alone = world.group().subgroup({world.rank()});
+    Pipeline whole(pieces(true), alone, ScheduleGPipe{.num_microbatches = 4}),
+        pipeline(pieces(false), world.group(), Schedule1F1B{.num_microbatches = 4});
+    for (int step = 0; step < 3; ++step) {
+      whole.step(tokens, tokens.flip(1), loss_of);
+      pipeline.step(tokens, tokens.flip(1), loss_of);
+    }
+    const auto names = whole.module()->named_parameters();
+    for (const auto& item : pipeline.module()->named_parameters())
+      EXPECT_TRUE(torch::allclose(item.value().grad(), names[item.key()].grad(), 1e-11, 1e-13)) << item.key();
+    // One that nothing uses has no gradient.
+    auto unused = pieces(true);
+    const auto weight = torch::ones({2}, torch::TensorOptions().requires_grad(true));
+    for (auto* each : {&unused.front(), &unused.back()}) each->module()->register_parameter("unused", weight);
+    unused.front() = {std::dynamic_pointer_cast<TokensImpl>(unused.front().module()), "first"};
+    Pipeline other(unused, world.group(), Schedule1F1B{.num_microbatches = 4});
+    other.step(tokens, tokens.flip(1), loss_of);
+    EXPECT_FALSE(weight.grad().defined());
+  });
+}
+
+// What it is given is changed in place.
+struct HastyImpl : torch::nn::Module {
+  HastyImpl() : linear(kWidth, kWidth) {
+    register_module("linear", linear);
+    to(at::kDouble);
+    fill_parameters(*this, 95);
+  }
+  at::Tensor forward(at::Tensor x) { return linear(x.relu_()); }
+  torch::nn::Linear linear;
+};
+TORCH_MODULE(Hasty);
+
+TEST(Pipeline, a_stage_may_begin_in_place) {
+  on_every_rank([](World& world) {
+    for (const char* name : {"1f1b", "zbv"}) {
+      std::vector<Hasty> modules(static_cast<std::size_t>(2 * world.size()));
+      const std::vector<PipelineStage> pieces(modules.begin(), modules.end());
+      Pipeline pipeline(pieces, world.group(), ScheduleNamed{name, 2 * world.size()});
+      const auto samples = 4 * world.size();
+      pipeline.step(batch_of(1, samples), batch_of(2, samples), kLoss);
+      std::map<std::string, at::Tensor> piped;
+      for (const auto& item : pipeline.module()->named_parameters())
+        piped[item.key()] = item.value().grad().clone();
+      auto x = batch_of(1, samples);
+      for (auto& each : modules) {
+        each->zero_grad();
+        x = each(x);
+      }
+      kLoss(x, batch_of(2, samples)).backward();
+      for (const auto& [key, gradient] : piped) {
+        const auto expect =
+            modules[static_cast<std::size_t>(key[0] - '0')]->named_parameters()[key.substr(2)].grad();
+        EXPECT_TRUE(torch::allclose(gradient, expect, 1e-12, 1e-14)) << name << " " << key;
+      }
+    }
+  });
+}
+
+TEST(Pipeline, inputs_with_a_graph_are_refused) {
+  on_every_rank([](World& world) {
+    Pipeline pipeline(blocks(world.size()), world.group(), Schedule1F1B{.num_microbatches = 4});
+    const auto inputs = batch_of(1).requires_grad_() * 2;
+    EXPECT_THAT(error_of<Error>([&] { pipeline.step(inputs, batch_of(2), kLoss); }),
+                HasSubstr("put what computes them"));
+  });
+}
+
+TEST(Pipeline, evaluation_mode_reaches_every_piece) {
+  on_every_rank([](World& world) {
+    auto pieces = blocks(world.size());
+    Block first(kWidth);
+    first->to(at::kDouble);
+    pieces[0] = {first, ""};
+    Pipeline pipeline(pieces, world.group(), Schedule1F1B{.num_microbatches = 4});
+    pipeline.module()->eval();
+    EXPECT_EQ(first->is_training(), !pipeline.is_first());
+  });
+}
+
+TEST(Pipeline, measuring_leaves_no_trace) {
+  on_every_rank([](World& world) {
+    torch::nn::Sequential model;
+    for (int i = 0; i < world.size() + 1; ++i) model->push_back(torch::nn::BatchNorm1d(kWidth));
+    model->to(at::kDouble);
+    Pipeline pipeline(model, world.group(), Schedule1F1B{.num_microbatches = 2},
+                      {.balance = PipelineBalance::time, .sample = {batch_of(1)}, .agree = world.group()});
+    for (const auto& item : model->named_buffers())
+      EXPECT_TRUE(!item.key().ends_with("tracked") || item.value().item<int>() == 0) << item.key();
+  });
+}
+
+TEST(Pipeline, what_only_one_rank_has_wrong_is_everybodys_error) {
+  on_every_rank([](World& world) {
+    const int n = world.size();
+    if (n == 1) return;
+    auto group = world.group();
+    expect_error<ConfigError>(
+        [&] { Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = world.rank() == 1 ? 0 : 2}); },
+        "differ");
+    auto twins = blocks(n + 1);
+    twins.back() = {Block(kWidth), "blocks.0"};
+    expect_error<ConfigError>([&] { Pipeline(twins, group, ScheduleGPipe{}); }, "two pieces");
+    twins.back() = {Block(kWidth), "blocks"};
+    expect_error<ConfigError>([&] { Pipeline(twins, group, ScheduleGPipe{}); },
+                              "would lie in the piece 'blocks'");
+    // Weights that some share and others do not.
+    Tokens first;
+    first->to(at::kDouble);
+    auto tied = blocks(n);
+    tied.front() = {first, "first"};
+    tied.back() = {Head(world.rank() == 0 ? first->table->weight : first->table->weight.detach().clone()),
+                   "head"};
+    expect_error<ConfigError>([&] { Pipeline(tied, group, ScheduleGPipe{}); }, "differ");
+    // A schedule of nothing.
+    EXPECT_THROW(
+        Pipeline(blocks(n), group,
+                 PipelineSchedule{.name = "none", .microbatches = 0, .rank_of_stage = {}, .ranks = {}}),
+        ConfigError);
+  });
+}
+
+TEST(Pipeline, weights_may_come_before_the_gradient_is_sent) {
+  on_every_rank([](World& world) {
+    if (world.size() != 2) return;
+    const auto schedule =
+        schedule_from_csv("0F0,0SEND_F0,0RECV_B0,0I0,0W0\n1RECV_F0,1F0,1I0,1W0,1SEND_B0\n", "late");
+    Pipeline pipeline(blocks(2), world.group(), schedule);
+    pipeline.step(batch_of(100), batch_of(200), kLoss);
+    expect_gradients(*pipeline.module(), expected(2, 1));
+  });
+}
+
+// Both parts against a whole pass, where ways to weights cross, hooks change gradients, and outputs lead to
+// no input.
+TEST(PipelineBackward, the_parts_give_what_the_whole_gives) {
+  const auto run = [](bool parts) {
+    auto x = numbers(1, {3, 4}).requires_grad_(), w = numbers(2, {4, 4}).requires_grad_(),
+         shared = numbers(3, {4}).requires_grad_(), apart = numbers(4, {4}).requires_grad_();
+    const auto a = (x * shared).mm(w);
+    a.register_hook([](const at::Tensor& gradient) { return gradient * 3; });
+    const auto b = a.tanh() + shared;
+    b.retain_grad();
+    const auto only_weights = apart.exp();
+    only_weights.register_hook([](const at::Tensor& gradient) { return gradient * 0.1; });
+    const std::vector<at::Tensor> outputs = {b * 2, only_weights, x.detach()},
+                                  gradients = {at::ones_like(b), at::ones_like(apart), {}};
+    detail::PipelineBackward pass(outputs, gradients, {x});
+    if (parts) {
+      pass.input_part();
+      EXPECT_TRUE(x.grad().defined());
+      EXPECT_FALSE(w.grad().defined());
+      pass.weight_part();
+    } else {
+      pass.whole();
+    }
+    return std::vector<at::Tensor>{x.grad(), w.grad(), shared.grad(), apart.grad(), b.grad()};
+  };
+  const auto whole = run(false), parts = run(true);
+  for (std::size_t i = 0; i < whole.size(); ++i) EXPECT_TRUE(torch::equal(whole[i], parts[i])) << i;
 }
 
 }  // namespace
