@@ -608,5 +608,96 @@ TEST(DdpSeldom, a_unit_may_be_in_a_sequential_too) {
   });
 }
 
+// ---- gradients that are averaged when the program says so -------------------------------------------------
+
+TEST(DdpSeldom, reduce_averages_what_several_passes_left) {
+  on_every_rank([](World& world) {
+    const auto input = [&](int step, int pass) {
+      return numbers(static_cast<std::uint64_t>(700 + 100 * world.rank() + 10 * step + pass), {4, 20});
+    };
+    for (const bool zero_copy : {true, false}) {
+      Wide told, usual;
+      DistributedDataParallel ddp(told, world.group(), {.zero_copy = zero_copy, .reduce_in_backward = false}),
+          expected(usual, world.group(), {.zero_copy = zero_copy});
+      AdamW optimizer(told->parameters()), expected_optimizer(usual->parameters());
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        expected_optimizer.zero_grad();
+        for (int pass = 0; pass < 3; ++pass) told(input(step, pass)).square().mean().backward();  // round DDP
+        ddp.reduce();
+        {
+          auto guard = expected.no_sync();
+          for (int pass = 0; pass < 2; ++pass) expected(input(step, pass)).square().mean().backward();
+        }
+        expected(input(step, 2)).square().mean().backward();
+        optimizer.step();
+        expected_optimizer.step();
+        ASSERT_TRUE(same_bits(gradients_of(*told), gradients_of(*usual))) << step;
+        ASSERT_TRUE(same_bits(values_of(*told), values_of(*usual))) << step;
+      }
+      check_replicas(*told, world.group());
+    }
+  });
+}
+
+TEST(DdpSeldom, reduce_goes_with_unused_parameters_hooks_and_shared_updates) {
+  on_every_rank([](World& world) {
+    const double mean = mean_of(world.size(), [](int rank) { return rank + 1.0; });
+    Branches model;
+    DistributedDataParallel ddp(model, world.group(),
+                                {.find_unused_parameters = true, .reduce_in_backward = false});
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      model(row(world.rank() + 1.0), true).sum().backward();
+      ddp.reduce();
+      EXPECT_TRUE(model->left->weight.grad().defined());
+      EXPECT_FALSE(model->right->weight.grad().defined());
+      EXPECT_FALSE(model->never->weight.grad().defined());
+    }
+    One hooked;
+    DistributedDataParallel with_hook(hooked, world.group(), {.reduce_in_backward = false});
+    with_hook.register_comm_hook(bf16_compress_hook());
+    hooked(row(world.rank() + 1.0, 1)).sum().backward();
+    with_hook.reduce();
+    EXPECT_NEAR(first_of(hooked->weight.grad()), mean, 0.02);
+
+    Wide plain, shared;
+    DistributedDataParallel ddp_plain(plain, world.group(), {.reduce_in_backward = false}),
+        ddp_shared(shared, world.group(), {.reduce_in_backward = false});
+    AdamW optimizer(plain->parameters());
+    DistributedOptimizer<AdamW> together(ddp_shared, AdamWOptions{});
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad();
+      together.zero_grad();
+      const auto x = numbers(static_cast<std::uint64_t>(800 + 10 * world.rank() + step), {4, 20});
+      for (auto* each : {&plain, &shared}) (*each)(x).square().mean().backward();
+      ddp_plain.reduce();
+      ddp_shared.reduce();
+      optimizer.step();
+      together.step();
+      ASSERT_TRUE(same_bits(values_of(*plain), values_of(*shared))) << step;
+    }
+  });
+}
+
+TEST(DdpSeldom, reduce_where_it_does_not_belong_is_refused) {
+  on_every_rank([](World& world) {
+    Mlp model;
+    auto group = world.group();
+    DistributedDataParallel usual(model, group);
+    EXPECT_THAT(error_of<ConfigError>([&] { usual.reduce(); }), HasSubstr("reduce_in_backward = false"));
+    for (const DdpOptions& options : {DdpOptions{.static_graph = true, .reduce_in_backward = false},
+                                      DdpOptions{.micro_batches = 2, .reduce_in_backward = false}})
+      EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(model, group, options); }),
+                  HasSubstr("not allowed with reduce_in_backward = false"));
+    // Nothing came.
+    Mlp other;
+    DistributedDataParallel told(other, group, {.reduce_in_backward = false});
+    EXPECT_THAT(error_of<ConfigError>([&] { told.reduce(); }), HasSubstr("got no gradient"));
+    other(at::ones({2, 6})).sum().backward();
+    told.reduce();
+  });
+}
+
 }  // namespace
 }  // namespace lockstep::testing

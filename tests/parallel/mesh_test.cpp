@@ -152,6 +152,51 @@ TEST(Mesh, units_that_cannot_be_pieces_are_named) {
   EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*plain, {"first"}); }), HasSubstr("is no Unit"));
 }
 
+// Statistics are those of all replicas of a stage.
+TEST(Mesh, batch_norm_in_a_pipeline_is_synchronised_over_replicas) {
+  on_every_rank([](World& world) {
+    if (world.size() != 4) return;
+    struct NormedImpl : torch::nn::Module {
+      NormedImpl() : linear(kWidth, kWidth), norm(kWidth) {
+        register_module("linear", linear);
+        register_module("norm", norm);
+        to(at::kDouble);
+        fill_parameters(*this, 70);
+      }
+      at::Tensor forward(const at::Tensor& x) { return norm(linear(x)).tanh(); }
+      torch::nn::Linear linear;
+      Unit<torch::nn::BatchNorm1d> norm;
+    };
+    using Normed = torch::nn::ModuleHolder<NormedImpl>;
+    const auto train = [](Group pp, Group dp) {
+      Normed first, second;
+      convert_sync_batchnorm(*first, dp);
+      convert_sync_batchnorm(*second, dp);
+      Pipeline pipeline({first, second}, pp, ScheduleGPipe{});
+      DistributedDataParallel ddp(pipeline.module(), dp,
+                                  {.broadcast_buffers = false, .reduce_in_backward = false});
+      SGD optimizer(pipeline.parameters(), {.lr = 0.1});
+      double loss = 0;
+      for (int step = 0; step < 3; ++step) {
+        const auto x = numbers(static_cast<std::uint64_t>(6000 + step), {16, kWidth}).to(at::kDouble);
+        optimizer.zero_grad();
+        const auto part = 16 / dp.size();
+        pipeline.step(x.narrow(0, dp.rank() * part, part), x.narrow(0, dp.rank() * part, part),
+                      torch::nn::MSELoss());
+        ddp.reduce();
+        optimizer.step();
+        auto mean = pipeline.loss();
+        dp.all_reduce(mean, {.op = ReduceOp::AVG}).wait();
+        loss = mean.item<double>();
+      }
+      return loss;
+    };
+    auto self = world.group().subgroup({world.rank()});
+    const DeviceMesh mesh(world, {{"dp", 2}, {"pp", 2}});
+    EXPECT_NEAR(train(mesh["pp"], mesh["dp"]), train(self, self), 1e-12);
+  });
+}
+
 // Slices are no replicas of one another, and a part of a model is no model.
 TEST(Mesh, what_is_split_is_not_taken_for_whole) {
   on_every_rank([](World& world) {
