@@ -346,7 +346,12 @@ Tensors DataParallelState::forward(const Tensors& inputs, bool has_arguments, co
   {
     std::lock_guard lock(mutex_);
     call->set = replicas_->follow(count);
-    workers_->run(count, "forward", [&](std::size_t i) { found[i] = run(*call, i, pieces[i], forward); });
+    const auto steps = dropout_steps(pieces, options_.dim);
+    workers_->run(count, "forward", [&](std::size_t i) {
+      std::optional<nn::DropoutScope> scope;
+      if (steps[i]) scope.emplace(*steps[i]);
+      found[i] = run(*call, i, pieces[i], forward);
+    });
   }
   for (std::size_t r = 1; r < count; ++r)
     if (found[r].shape != found[0].shape)

@@ -72,6 +72,22 @@ std::uint64_t scrambled(std::uint64_t seed) {
 
 }  // namespace
 
+std::vector<std::optional<nn::DropoutStep>> dropout_steps(const std::vector<std::vector<at::Tensor>>& pieces,
+                                                          std::int64_t dim) {
+  std::vector<std::optional<nn::DropoutStep>> steps(pieces.size(), nn::dropout_step());
+  if (pieces.empty() || !steps[0]) return steps;
+  std::int64_t first = 0;
+  for (std::size_t r = 0; r < pieces.size(); ++r) {
+    steps[r]->first_sample += first;
+    for (const auto& piece : pieces[r]) {
+      if (!piece.defined() || piece.dim() == 0) continue;
+      if (dim == 0 || dim + piece.dim() == 0) first += piece.size(0);
+      break;
+    }
+  }
+  return steps;
+}
+
 ReplicaRandom::ReplicaRandom(std::size_t replicas)
     : outer_(current ? current->shared_from_this() : nullptr),
       outer_replica_(current_replica),

@@ -7,12 +7,20 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <lockstep/nn/dropout.h>
 
 namespace lockstep::detail {
+
+// What nn::Dropout goes by in each replica: the caller's scope, with the number of the replica's first
+// sample. Nothing outside any scope. pieces: each replica's inputs, split along dim.
+std::vector<std::optional<nn::DropoutStep>> dropout_steps(const std::vector<std::vector<at::Tensor>>& pieces,
+                                                          std::int64_t dim);
 
 class ReplicaRandom : public std::enable_shared_from_this<ReplicaRandom> {
  public:

@@ -559,5 +559,15 @@ TEST(DataParallel, devices_that_do_not_go_together_are_refused) {
               HasSubstr("module is empty"));
 }
 
+// Its masks follow from samples, not from who has them.
+TEST(DataParallel, dropout_of_lockstep_drops_what_one_device_drops) {
+  nn::Sequential model(nn::Linear(6, 32), lockstep::nn::Dropout(0.3), nn::Linear(32, 2));
+  lockstep::nn::name_layers(*model);
+  DataParallel parallel(model, cpus(3));
+  const auto x = torch::randn({7, 6});
+  const lockstep::nn::DropoutScope scope({.seed = 4, .step = 2, .first_sample = 10});
+  EXPECT_TRUE(torch::allclose(parallel(x), model->forward(x), 1e-5, 1e-6));
+}
+
 }  // namespace
 }  // namespace lockstep::testing
