@@ -1,10 +1,11 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
-#include <iterator>
 #include <memory>
+#include <sstream>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -29,10 +30,11 @@ struct SchedulePlan {
 
 PipelineSchedule schedule_of(const SchedulePlan& plan) {
   if (plan.file.empty()) return make_schedule(plan.name, plan.options);
-  std::ifstream in(plan.file, std::ios::binary);
-  const std::string text((std::istreambuf_iterator<char>(in)), {});
-  if (!in) throw ConfigError(fmt::format("'{}' cannot be read", plan.file));
-  return schedule_from_csv(text, plan.file);
+  std::ostringstream text;
+  if (std::ifstream in(plan.file, std::ios::binary);
+      std::filesystem::is_directory(plan.file) || !in || !(text << in.rdbuf()))
+    throw ConfigError(fmt::format("'{}' cannot be read, or is empty", plan.file));
+  return schedule_from_csv(text.str(), plan.file);
 }
 
 Json json_of(const PipelineSchedule& schedule, const SimulatedSchedule& run) {
@@ -61,6 +63,7 @@ int show(const SchedulePlan& plan) {
   double* const given[] = {&times.forward, &times.input_backward, &times.weight_backward, &times.transfer};
   for (std::size_t i = 0; i < plan.times.size(); ++i) *given[i] = plan.times[i];
   const auto run = simulate_schedule(schedule, times);
+  if (run.makespan == 0) throw ConfigError("--times of 0 for everything give nothing to draw");
   const auto title = fmt::format("{}: {} ranks, {} stages, {} micro-batches; bubble {:.4f}, inside {:.4f}",
                                  schedule.name, schedule.num_ranks(), schedule.num_stages(),
                                  schedule.microbatches, run.bubble, run.bubble_inside);
@@ -122,7 +125,7 @@ void add_schedule(CLI::App& app, Action& action) {
   shown
       ->add_option("--times", plan->times,
                    "Of forward, the two parts of backward, a transfer; 1,1,1,0 by default")
-      ->option_text("F,I,W,T")
+      ->option_text("F[,I[,W[,T]]]")
       ->delimiter(',')
       ->expected(1, 4)
       ->check(CLI::NonNegativeNumber);

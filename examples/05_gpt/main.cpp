@@ -41,8 +41,9 @@ Options parse(int argc, char** argv) {
   CLI::App app("trains a small GPT on bytes of text");
   app.option_defaults()->always_capture_default();
   app.add_option("--data", options.data, "a text file; without it the text is made up");
-  app.add_option("--steps", options.steps)->check(CLI::PositiveNumber);
-  app.add_option("--batch", options.batch, "samples of a step, over all ranks")->check(CLI::PositiveNumber);
+  app.add_option("--steps", options.steps)->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--batch", options.batch, "samples of a step, over all ranks")
+      ->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--context", options.model.context, "bytes of a sample");
   app.add_option("--layers", options.model.layers);
   app.add_option("--heads", options.model.heads);
@@ -50,22 +51,23 @@ Options parse(int argc, char** argv) {
   app.add_option("--dropout", options.model.dropout);
   app.add_flag("!--untied", options.model.tied, "the head has a weight of its own");
   app.add_option("--lr", options.lr);
-  app.add_option("--clip", options.clip, "the largest norm of the gradients; 0: any");
+  app.add_option("--clip", options.clip, "the largest norm of the gradients; 0: any")
+      ->check(CLI::Range(0.0, 1e30));
   app.add_option("--seed", options.seed, "of the text, the batches and the first weights");
   app.add_option("--dtype", options.dtype)->check(CLI::IsMember({"float", "double"}));
   app.add_option("--dp", options.dp, "ranks that share a batch; 0: as many as there are");
   app.add_option("--tp", options.tp, "ranks that share a layer; heads and 256 bytes must divide by it")
-      ->check(CLI::PositiveNumber);
-  app.add_option("--pp", options.pp, "ranks that share the layers")->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--pp", options.pp, "ranks that share the layers")->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--schedule", options.schedule,
                  "of the pipeline: gpipe, 1f1b, interleaved1f1b, loopedbfs, zbh1, zbv, dualpipev");
   app.add_option("--microbatches", options.microbatches, "into which a rank's part of a batch is cut")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--dump", options.dump, "a folder for the first weights and all batches");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    std::exit(app.exit(error));
+    std::exit(app.exit(error) == 0 ? 0 : 2);
   }
   return options;
 }
@@ -81,6 +83,11 @@ void check_layout(Options& options, int ranks) {
     throw ls::ConfigError(
         fmt::format("--batch {} cannot be divided among {} ranks with {} micro-batches each", options.batch,
                     options.dp, options.microbatches));
+  if (!(options.clip >= 0))
+    throw ls::ConfigError(fmt::format("--clip {} is not allowed: 0 or more is", options.clip));
+  if (!options.dump.empty() && options.model.dropout > 0)
+    throw ls::ConfigError(fmt::format(
+        "--dump with --dropout {}: the twin in PyTorch has other random numbers", options.model.dropout));
   if (options.model.heads % options.tp != 0)
     throw ls::ConfigError(
         fmt::format("{} heads cannot be divided among --tp {} ranks", options.model.heads, options.tp));
@@ -172,6 +179,9 @@ int main(int argc, char** argv) {
   try {
     train(options);
   } catch (const ls::ConfigError& error) {
+    std::fprintf(stderr, "05_gpt: %s\n", error.what());
+    return 2;
+  } catch (const std::filesystem::filesystem_error& error) {
     std::fprintf(stderr, "05_gpt: %s\n", error.what());
     return 2;
   }

@@ -327,7 +327,9 @@ void DdpReducer::require_all_gradients() const {
       "{{.find_unused_parameters "
       "= true}} allows it; a parameter that is never trained needs requires_grad_(false) before "
       "DistributedDataParallel "
-      "is made, or its name in {{.ignore}}",
+      "is made, or its name in {{.ignore}}. Where a step has backward passes in parts, as a Pipeline's has, "
+      "{{.reduce_in_backward = "
+      "false}} and reduce() are meant",
       names_of(missing),
       options_.static_graph ? "the same parameters are not used in every step, static_graph is wrong, and"
                             : "the model does not use all of its parameters in every step"));

@@ -1,8 +1,6 @@
 #include <lockstep/parallel/pipeline_schedule.h>
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <map>
 #include <optional>
 #include <set>
@@ -15,10 +13,6 @@ namespace {
 
 using enum PipelineOp;
 
-constexpr std::array<std::string_view, 8> kNames = {"F",      "B",      "I",      "W",
-                                                    "SEND_F", "RECV_F", "SEND_B", "RECV_B"};
-
-std::string_view name_of(PipelineOp op) { return kNames[static_cast<std::size_t>(op)]; }
 bool is_transfer(PipelineOp op) { return op >= send_forward; }
 
 struct Place {
@@ -91,6 +85,8 @@ class Plan {
       for (int m = 0; m < schedule_.microbatches; ++m) {
         require({forward, s, m});
         const PipelineAction whole{backward, s, m};
+        if (!places_.contains(whole) && !find({input_backward, s, m}) && !find({weight_backward, s, m}))
+          require(whole);
         for (const auto part :
              {PipelineAction{input_backward, s, m}, PipelineAction{weight_backward, s, m}}) {
           if (!places_.contains(whole))
@@ -274,10 +270,6 @@ SimulatedSchedule simulate(const PipelineSchedule& schedule, const Plan& plan, d
 
 }  // namespace
 
-std::string to_string(PipelineAction action) {
-  return fmt::format("{}{}{}", action.stage, name_of(action.op), action.microbatch);
-}
-
 void check_schedule(const PipelineSchedule& schedule) {
   if (schedule.num_stages() < 1 || schedule.microbatches < 1)
     throw ConfigError(
@@ -338,66 +330,6 @@ PipelineSchedule with_transfers(const PipelineSchedule& schedule) {
     actions = std::move(with);
   }
   return result;
-}
-
-std::string to_csv(const PipelineSchedule& schedule) {
-  std::string text;
-  for (const auto& actions : schedule.ranks) {
-    for (const auto& action : actions) {
-      if (&action != actions.data()) text += ',';
-      text += to_string(action);
-    }
-    text += '\n';
-  }
-  return text;
-}
-
-PipelineSchedule schedule_from_csv(std::string_view text, std::string name) {
-  PipelineSchedule schedule{.name = std::move(name), .microbatches = 0, .rank_of_stage = {}, .ranks = {}};
-  std::map<int, int> rank_of;
-  while (!text.empty()) {
-    const auto end = std::min(text.find('\n'), text.size());
-    auto line = text.substr(0, end);
-    text.remove_prefix(std::min(end + 1, text.size()));
-    const int rank = schedule.num_ranks();
-    auto& actions = schedule.ranks.emplace_back();
-    for (int cell = 1; !line.empty(); ++cell) {
-      const auto comma = std::min(line.find(','), line.size());
-      auto word = line.substr(0, comma);
-      line.remove_prefix(std::min(comma + 1, line.size()));
-      constexpr std::string_view kSpace = " \t\r";
-      word.remove_prefix(std::min(word.find_first_not_of(kSpace), word.size()));
-      word = word.substr(0, word.find_last_not_of(kSpace) + 1);
-      if (word.empty()) continue;
-      PipelineAction action;
-      const char* stop = word.data() + word.size();
-      const auto stage = std::from_chars(word.data(), stop, action.stage);
-      const std::string_view rest(stage.ptr, static_cast<std::size_t>(stop - stage.ptr));
-      const auto letters = std::min(rest.find_first_of("0123456789-"), rest.size());
-      const auto op = std::find(kNames.begin(), kNames.end(), rest.substr(0, letters));
-      const auto number = std::from_chars(rest.data() + letters, stop, action.microbatch);
-      if (stage.ec != std::errc() || op == kNames.end() || number.ec != std::errc() || number.ptr != stop ||
-          action.stage < 0 || action.microbatch < 0)
-        throw ConfigError(
-            fmt::format("a schedule's line {}, cell {} is '{}': a stage, one of F, B, I, W, SEND_F, RECV_F, "
-                        "SEND_B, RECV_B and a "
-                        "micro-batch are allowed, such as 0F3",
-                        rank + 1, cell, word));
-      action.op = static_cast<PipelineOp>(op - kNames.begin());
-      actions.push_back(action);
-      if (const auto [found, is_new] = rank_of.emplace(action.stage, rank); !is_new && found->second != rank)
-        throw ConfigError(fmt::format("a schedule's line {}, cell {} is '{}': stage {} is on line {} too",
-                                      rank + 1, cell, word, action.stage, found->second + 1));
-      schedule.microbatches = std::max(schedule.microbatches, action.microbatch + 1);
-    }
-  }
-  for (const auto& [stage, rank] : rank_of) {
-    if (stage != schedule.num_stages())
-      throw ConfigError(fmt::format("a schedule has stage {} and no stage {}", stage, schedule.num_stages()));
-    schedule.rank_of_stage.push_back(rank);
-  }
-  if (schedule.rank_of_stage.empty()) throw ConfigError("a schedule has no actions");
-  return schedule;
 }
 
 }  // namespace lockstep

@@ -100,9 +100,10 @@ PipelineSchedule interleaved(const ScheduleOptions& options, int v) {
   const int p = options.ranks, m = options.microbatches;
   const int rounds = std::max(1, m / p);
   if (m % rounds != 0)
-    throw ConfigError(fmt::format(
-        "interleaved1f1b with {} micro-batches on {} ranks: {} rounds are made, and must divide them", m, p,
-        rounds));
+    throw ConfigError(
+        fmt::format("interleaved1f1b cannot do {0} micro-batches on {1} ranks, which would be {2} rounds: "
+                    "fewer than {3}, or a multiple of {2}, such as {4}, are allowed",
+                    m, p, rounds, 2 * p, m / rounds * rounds));
   const int round = m / rounds;
   return write("interleaved1f1b", options, v, false, [&](Rank& rank, int r) {
     const int all = m * v;

@@ -54,14 +54,14 @@ at::Tensor batch_of(int seed, std::int64_t samples = 24) {
 
 // The model's gradients by name, of a batch in micro-batches, on one rank.
 struct Expected {
-  at::Tensor loss;
+  at::Tensor loss, inputs;
   std::map<std::string, at::Tensor> gradients;
 };
 Expected expected(int pieces, int microbatches, int step = 0) {
   auto model = blocks(pieces);
   double sum = 0;
-  const auto inputs = batch_of(100 + step).chunk(microbatches),
-             targets = batch_of(200 + step).chunk(microbatches);
+  const auto whole = batch_of(100 + step).requires_grad_();
+  const auto inputs = whole.chunk(microbatches), targets = batch_of(200 + step).chunk(microbatches);
   for (int m = 0; m < microbatches; ++m) {
     StageValues values = {inputs[static_cast<std::size_t>(m)]};
     for (const auto& piece : model) values = piece(values);
@@ -69,7 +69,7 @@ Expected expected(int pieces, int microbatches, int step = 0) {
     sum += loss.item<double>();
     loss.backward();
   }
-  Expected result{torch::scalar_tensor(sum, at::kDouble), {}};
+  Expected result{torch::scalar_tensor(sum, at::kDouble), whole.grad(), {}};
   for (const auto& piece : model)
     for (const auto& item : piece.module()->named_parameters())
       result.gradients[*piece.name() + "." + item.key()] = item.value().grad();
@@ -103,7 +103,12 @@ TEST(Pipeline, every_schedule_gives_the_gradients_of_one_rank) {
       for (int step = 0; step < 2; ++step) {
         const auto expect = expected(pieces, microbatches, step);
         for (auto& parameter : pipeline.parameters()) parameter.mutable_grad().reset();
-        const auto loss = pipeline.step(batch_of(100 + step), batch_of(200 + step), kLoss);
+        const auto inputs = batch_of(100 + step).requires_grad_();  // a leaf may be
+        const auto loss = pipeline.step(inputs, batch_of(200 + step), kLoss);
+        EXPECT_EQ(inputs.grad().defined(), pipeline.is_first());
+        if (pipeline.is_first()) {
+          EXPECT_TRUE(torch::allclose(inputs.grad(), expect.inputs, 1e-12, 1e-14));
+        }
         EXPECT_EQ(loss.defined(), pipeline.is_last());
         EXPECT_NEAR(pipeline.loss().item<double>(), expect.loss.item<double>(), 1e-13);
         expect_gradients(*pipeline.module(), expect);
@@ -470,14 +475,19 @@ TEST(Pipeline, its_gradients_are_averaged_over_replicas) {
     for (const char* name : {"1f1b", "zbv"}) {
       const int pieces = 2 * stages_per_rank(name);
       Pipeline pipeline(blocks(pieces), mesh["pp"], ScheduleNamed{name, 4});
-      DistributedDataParallel ddp(pipeline.module(), mesh["dp"], {.reduce_in_backward = false});
-      for (int step = 0; step < 3; ++step) {
-        for (auto& parameter : pipeline.parameters()) parameter.mutable_grad().reset();
-        const auto half = 12 * mesh.coordinate("dp");
-        pipeline.step(batch_of(100 + step).narrow(0, half, 12), batch_of(200 + step).narrow(0, half, 12),
-                      kLoss);
-        ddp.reduce();
-        expect_gradients(*pipeline.module(), expected(pieces, 8, step));
+      // Once for all passes; or by hooks in each of them, which bring parts of the parameters where the
+      // schedule does.
+      for (const bool once : {true, false}) {
+        DistributedDataParallel ddp(pipeline.module(), mesh["dp"],
+                                    {.find_unused_parameters = !once, .reduce_in_backward = !once});
+        for (int step = 0; step < 3; ++step) {
+          for (auto& parameter : pipeline.parameters()) parameter.mutable_grad().reset();
+          const auto half = 12 * mesh.coordinate("dp");
+          pipeline.step(batch_of(100 + step).narrow(0, half, 12), batch_of(200 + step).narrow(0, half, 12),
+                        kLoss);
+          if (once) ddp.reduce();
+          expect_gradients(*pipeline.module(), expected(pieces, 8, step));
+        }
       }
     }
   });

@@ -5,10 +5,13 @@ usage: model_parallel_test.py --lockstep PROGRAM --probe PROGRAM
 """
 
 import argparse
+import json
 import os
+import pathlib
 import socket
 import subprocess
 import sys
+import tempfile
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved1f1b": "ScheduleInterleaved1F1B", "loopedbfs": "ScheduleLoopedBFS",
              "zbv": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}
@@ -43,6 +46,10 @@ def pipeline(lines, name):
         mine = (rank, rank + 2) if multi else (rank,)
     stages = [pipelining.PipelineStage(models[i], i, len(models), torch.device("cpu")) for i in mine]
     schedule = kind(stages if multi else stages[0], 4, loss_fn=nn.functional.mse_loss)
+    folder = os.environ["SCHEDULES"]
+    if multi and rank == 0:
+        for form in ("compute_only", "compute_comms"):
+            schedule._dump_csv(f"{folder}/{name}.{form}.csv", **({"format": form} if hasattr(schedule, "pipeline_order_with_comms") else {}))
     losses = []
     last = len(models) - 1 in mine
     schedule.step(*([inputs] if 0 in mine else []), **({"target": targets, "losses": losses} if last else {}))
@@ -143,7 +150,18 @@ def main():
     options = parser.parse_args()
     if options.rank:
         return rank_main(options.rank)
-    expected = torch_run([*SCHEDULES, *TENSOR])
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SCHEDULES"] = folder
+        expected = torch_run([*SCHEDULES, *TENSOR])
+        # What PyTorch writes is read, and passes the check.
+        files = sorted(pathlib.Path(folder).iterdir())
+        for path in files:
+            shown = json.loads(subprocess.run([options.lockstep, "schedule", "show", "--file", path, "--json"], check=True, stdout=subprocess.PIPE,
+                                              timeout=60).stdout)
+            if (shown["ranks"], len(shown["rank_of_stage"]), shown["microbatches"]) != (2, 4, 4):
+                sys.exit(f"{path}: {shown}")
+        if len(files) != 8:
+            sys.exit(f"PyTorch wrote {files}")
     for name in (*SCHEDULES, *TENSOR):
         kind = "tensor" if name in TENSOR else "pipeline"
         output = subprocess.run([options.lockstep, "run", "-n", "2", "--prefix", "never", options.probe, kind, name], check=True,
