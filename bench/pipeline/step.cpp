@@ -2,7 +2,10 @@
 // a step of that schedule. "bubble:1f1b 10": of as many steps, the part of the ranks' time that they idle,
 // less what the simulator says with each step's own durations, in points; rank 0's answer counts, the others
 // say 0.
+// "split:linear 10" and "split:blocks 10": how many times as long the two parts of a backward pass take as
+// the whole, of as many passes in turns, through nothing but nn::Linear, and through transformer blocks.
 #include <lockstep/lockstep.h>
+#include <lockstep/parallel/pipeline_backward.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -75,6 +78,50 @@ double bubble_beyond_the_simulators(Group group, Contestant& contestant, const P
   return 100 * (measured - replay_schedule(bare, durations).bubble);
 }
 
+double ratio_of_parts(const PipelineStage::Forward& forward, int passes) {
+  std::vector<double> ratios;
+  for (int i = 0; i < passes + 2; ++i) {
+    double times[2] = {};
+    for (const bool parts : {i % 2 == 0, i % 2 != 0}) {
+      const auto x = torch::randn({1, kTokens, kWidth}).requires_grad_();
+      const auto y = forward({x});
+      lockstep::detail::PipelineBackward pass(y, {torch::ones_like(y[0])}, {x});
+      const auto begin = std::chrono::steady_clock::now();
+      if (parts) {
+        pass.input_part();
+        pass.weight_part();
+      } else {
+        pass.whole();
+      }
+      times[parts] = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    }
+    if (i > 1) ratios.push_back(times[1] / times[0]);
+  }
+  std::sort(ratios.begin(), ratios.end());
+  return ratios[ratios.size() / 2];
+}
+
+double ratio_of_parts(const std::string& what, int passes) {
+  torch::manual_seed(3);
+  std::vector<Block> blocks;
+  std::vector<lockstep::nn::Linear> linears;
+  for (int i = 0; i < 4; ++i) {
+    blocks.emplace_back();
+    linears.emplace_back(kWidth, 4 * kWidth);
+    linears.emplace_back(4 * kWidth, kWidth);
+  }
+  return ratio_of_parts(
+      [&](const StageValues& values) {
+        auto x = values[0];
+        if (what == "blocks")
+          for (auto& each : blocks) x = each(x);
+        else
+          for (auto& each : linears) x = each(x);
+        return StageValues{x};
+      },
+      passes);
+}
+
 }  // namespace
 }  // namespace lockstep::bench
 
@@ -96,6 +143,10 @@ int main(int argc, char** argv) {
     words >> kind >> steps;
     group.barrier().wait();
     const auto colon = kind.find(':');
+    if (kind.starts_with("split:")) {
+      std::cout << ratio_of_parts(kind.substr(colon + 1), steps) << std::endl;
+      continue;
+    }
     auto& contestant = contestants.at(kind.substr(colon == std::string::npos ? 0 : colon + 1));
     if (colon != std::string::npos) {
       const auto bare =
