@@ -59,9 +59,15 @@ Arguments parse(int argc, char** argv) {
   return result;
 }
 
+constexpr const char* kUsage = "usage: 02_model_parallel [--seed N] [--devices A,B]";
+
+int refuse(const char* why) {
+  std::fprintf(stderr, "%s\n%s\n", why, kUsage);
+  return 2;
+}
+
 int main(int argc, char** argv) try {
-  if (argc > 1 && std::string(argv[1]) == "--help")
-    return std::puts("usage: 02_model_parallel [--seed N] [--devices A,B]"), 0;
+  if (argc > 1 && std::string(argv[1]) == "--help") return std::puts(kUsage), 0;
   const auto [seed, devices] = parse(argc, argv);
   torch::manual_seed(seed);
 
@@ -72,9 +78,7 @@ int main(int argc, char** argv) try {
   auto output = model_part2(model_part1(inputs)).cpu();  // moved to the first device, then to the second
   for (int i = 0; i < 100; ++i) std::printf("%.4f\n", output[i].item<double>());
 } catch (const c10::Error& error) {
-  std::fprintf(stderr, "%s\n", error.what_without_backtrace());
-  return 2;
+  return refuse(error.what_without_backtrace());
 } catch (const std::exception& error) {
-  std::fprintf(stderr, "%s\nusage: 02_model_parallel [--seed N] [--devices A,B]\n", error.what());
-  return 2;
+  return refuse(error.what());
 }

@@ -26,7 +26,7 @@ file(GLOB_RECURSE headers RELATIVE ${WORK}/prefix/include ${WORK}/prefix/include
 foreach(header ${headers})
   file(READ ${WORK}/prefix/include/${header} text)
   # Where LibTorch's modules and optimizers are what it is about, their headers are needed.
-  if(header MATCHES "gloo|transport" OR (text MATCHES "#include <(torch|ATen/ATen)" AND NOT header MATCHES "/(data|parallel|train|checkpoint)/"))
+  if(header MATCHES "gloo|transport" OR (text MATCHES "#include <(torch|ATen/ATen)" AND NOT header MATCHES "/(data|nn|parallel|train|checkpoint)/"))
     message(FATAL_ERROR "${header} is installed: it is internal, or heavy")
   endif()
 endforeach()
