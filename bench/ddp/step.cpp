@@ -4,15 +4,13 @@
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
-#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
-#include <iostream>
 #include <map>
-#include <sstream>
 
 #include "bench/ddp/models.h"
+#include "bench/serve.h"
 
 namespace lockstep::bench {
 namespace {
@@ -35,8 +33,8 @@ std::unique_ptr<torch::optim::Optimizer> optimizer_of(DistributedDataParallel<M>
 }
 
 template <typename M>
-void serve(World& world, M model, const std::string& name, const std::string& optimizer_name,
-           const std::string& variant) {
+void run(World& world, M model, const std::string& name, const std::string& optimizer_name,
+         const std::string& variant) {
   auto group = world.group();
   // The bare model is another: hooks stay with the one that has them. Which one lies where in memory can
   // make a difference, so they change places from one process to the next.
@@ -67,25 +65,14 @@ void serve(World& world, M model, const std::string& name, const std::string& op
          step(ddp, *optimizer);
        }},
   };
-  std::cout << "ready" << std::endl;
-  for (std::string line; std::getline(std::cin, line);) {
-    std::istringstream words(line);
-    std::string kind;
-    int steps = 0;
-    words >> kind >> steps;
-    if (kind == "memory" || kind == "pss") {
-      if (kind == "pss") empty_cpu_cache();  // what the model has, not what is kept for its next step
-      std::cout << (kind == "pss" ? mib_in("/proc/self/smaps_rollup", "Pss:")
-                                  : mib_in("/proc/self/status", "VmHWM:"))
-                << std::endl;
-      continue;
+  bench::serve(group, [&](const std::string& kind, int steps) {
+    if (kind == "memory") return mib_in("/proc/self/status", "VmHWM:");
+    if (kind == "pss") {
+      empty_cpu_cache();  // what the model has, not what is kept for its next step
+      return mib_in("/proc/self/smaps_rollup", "Pss:");
     }
-    group.barrier().wait();
-    const auto begin = std::chrono::steady_clock::now();
-    for (int i = 0; i < steps; ++i) kinds.at(kind)();
-    const std::chrono::duration<double, std::milli> elapsed = std::chrono::steady_clock::now() - begin;
-    std::cout << elapsed.count() / steps << std::endl;
-  }
+    return milliseconds_of_a_step(steps, kinds.at(kind));
+  });
 }
 
 }  // namespace
@@ -100,8 +87,8 @@ int main(int argc, char** argv) {
   torch::manual_seed(1);
   auto world = lockstep::World::from_environment();
   torch::manual_seed(2 + world.rank());
-  if (name == "mlp") serve(world, Mlp(), name, optimizer, variant);
-  if (name == "gpt") serve(world, Gpt(), name, optimizer, variant);
-  if (name == "conv") serve(world, Conv(), name, optimizer, variant);
-  if (name == "seed") serve(world, Seed(), name, optimizer, variant);
+  if (name == "mlp") run(world, Mlp(), name, optimizer, variant);
+  if (name == "gpt") run(world, Gpt(), name, optimizer, variant);
+  if (name == "conv") run(world, Conv(), name, optimizer, variant);
+  if (name == "seed") run(world, Seed(), name, optimizer, variant);
 }

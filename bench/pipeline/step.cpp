@@ -10,11 +10,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iostream>
 #include <map>
-#include <sstream>
 
 #include "bench/ddp/models.h"
+#include "bench/serve.h"
 
 namespace lockstep::bench {
 namespace {
@@ -135,31 +134,16 @@ int main(int argc, char** argv) {
   std::map<std::string, Contestant> contestants;
   for (int i = 1; i < argc; ++i) contestants.try_emplace(argv[i], world, argv[i]);
   torch::manual_seed(2 + world.rank());
-  std::cout << "ready" << std::endl;
-  for (std::string line; std::getline(std::cin, line);) {
-    std::istringstream words(line);
-    std::string kind;
-    int steps = 0;
-    words >> kind >> steps;
-    group.barrier().wait();
+  serve(group, [&](const std::string& kind, int steps) {
     const auto colon = kind.find(':');
-    if (kind.starts_with("split:")) {
-      std::cout << ratio_of_parts(kind.substr(colon + 1), steps) << std::endl;
-      continue;
-    }
+    if (kind.starts_with("split:")) return ratio_of_parts(kind.substr(colon + 1), steps);
     auto& contestant = contestants.at(kind.substr(colon == std::string::npos ? 0 : colon + 1));
-    if (colon != std::string::npos) {
-      const auto bare =
-          make_schedule(kind.substr(colon + 1), {.ranks = world.size(), .microbatches = kMicrobatches});
-      std::vector<double> points;
-      for (int i = 0; i < steps; ++i) points.push_back(bubble_beyond_the_simulators(group, contestant, bare));
-      std::sort(points.begin(), points.end());
-      std::cout << (world.is_main() ? points[points.size() / 2] : 0) << std::endl;
-      continue;
-    }
-    const auto begin = std::chrono::steady_clock::now();
-    for (int i = 0; i < steps; ++i) contestant.step();
-    const std::chrono::duration<double, std::milli> elapsed = std::chrono::steady_clock::now() - begin;
-    std::cout << elapsed.count() / steps << std::endl;
-  }
+    if (colon == std::string::npos) return milliseconds_of_a_step(steps, [&] { contestant.step(); });
+    const auto bare =
+        make_schedule(kind.substr(colon + 1), {.ranks = world.size(), .microbatches = kMicrobatches});
+    std::vector<double> points;
+    for (int i = 0; i < steps; ++i) points.push_back(bubble_beyond_the_simulators(group, contestant, bare));
+    std::sort(points.begin(), points.end());
+    return world.is_main() ? points[points.size() / 2] : 0.0;
+  });
 }

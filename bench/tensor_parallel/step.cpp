@@ -4,11 +4,9 @@
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
-#include <chrono>
-#include <functional>
-#include <iostream>
 #include <map>
-#include <sstream>
+
+#include "bench/serve.h"
 
 namespace lockstep::bench {
 namespace {
@@ -88,17 +86,10 @@ int main() {
   for (auto& [name, net] :
        {std::pair("plain", plain), std::pair("sequence", sequence), std::pair("floor", floor)})
     nets.emplace(name, std::pair(net, std::make_unique<SGD>(net->parameters(), SGDOptions{.lr = 1e-3})));
-  std::cout << "ready" << std::endl;
-  for (std::string line; std::getline(std::cin, line);) {
-    std::istringstream words(line);
-    std::string kind;
-    int steps = 0;
-    words >> kind >> steps;
+  serve(group, [&](const std::string& kind, int steps) {
     auto& [net, optimizer] = nets.at(kind);
-    group.barrier().wait();
     torch::manual_seed(2);  // every rank has the same data
-    const auto begin = std::chrono::steady_clock::now();
-    for (int i = 0; i < steps; ++i) {
+    return milliseconds_of_a_step(steps, [&, &net = net, &optimizer = optimizer] {
       auto inputs = torch::randn({kBatch, kTokens, kWidth}),
            targets = torch::randn({kBatch, kTokens, kWidth});
       if (kind == "sequence") {
@@ -108,8 +99,6 @@ int main() {
       optimizer->zero_grad();
       torch::mse_loss(net(inputs), targets).backward();
       optimizer->step();
-    }
-    const std::chrono::duration<double, std::milli> elapsed = std::chrono::steady_clock::now() - begin;
-    std::cout << elapsed.count() / steps << std::endl;
-  }
+    });
+  });
 }

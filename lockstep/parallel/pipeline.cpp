@@ -148,6 +148,7 @@ PipelineRun Pipeline::State::run(detail::PipelineJob job) {
         "an earlier step of this pipeline ended in the middle, and its ranks are no longer in step: make a "
         "new Pipeline "
         "on every rank, or end the job");
+  if (job.backward) set_ties_aside();
   PipelineRun pass(group, schedule, stages, device, std::move(job));
   loss.reset();
   has_loss = false;
@@ -171,7 +172,7 @@ Pipeline::Pipeline(std::vector<PipelineStage> pieces, Group group, const AnySche
     : state_(std::make_unique<State>(std::move(group))) {
   auto planned = detail::planned_schedule(pieces, schedule, options, state_->group);
   state_->cut = detail::find_cut(pieces, planned.num_stages(), options, state_->group);
-  state_->schedule = detail::has_transfers(planned) ? std::move(planned) : with_transfers(planned);
+  state_->schedule = has_transfers(planned) ? std::move(planned) : with_transfers(planned);
   state_->options = std::move(options);
   state_->keep(std::move(pieces));
 }
@@ -187,7 +188,6 @@ Pipeline::~Pipeline() = default;
 at::Tensor Pipeline::run(StageValues inputs, StageValues targets, LossOf loss, bool backward, Site site) {
   auto& state = *state_;
   const double scale = state.options.scale_gradients ? 1.0 / state.schedule.microbatches : 1.0;
-  if (backward) state.set_ties_aside();
   const auto pass = state.run({.inputs = std::move(inputs),
                                .targets = std::move(targets),
                                .loss = std::move(loss),

@@ -163,13 +163,6 @@ std::string name_of(const std::vector<PipelineStage>& pieces, std::size_t number
   return pieces[number].name().value_or(std::to_string(number));
 }
 
-bool has_transfers(const PipelineSchedule& schedule) {
-  return std::any_of(schedule.ranks.begin(), schedule.ranks.end(), [](const auto& actions) {
-    return std::any_of(actions.begin(), actions.end(),
-                       [](const auto& action) { return action.op >= PipelineOp::send_forward; });
-  });
-}
-
 PipelineSchedule planned_schedule(const std::vector<PipelineStage>& pieces, const AnySchedule& schedule,
                                   const PipelineOptions& options, Group& group) {
   std::vector<std::string> lines = {fmt::format("options: cut {{{}}}, balance {}, scale_gradients {}",

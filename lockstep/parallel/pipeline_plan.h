@@ -20,7 +20,6 @@ std::string name_of(const std::vector<PipelineStage>& pieces, std::size_t number
 // is told.
 PipelineSchedule planned_schedule(const std::vector<PipelineStage>& pieces, const AnySchedule& schedule,
                                   const PipelineOptions& options, Group& group);
-bool has_transfers(const PipelineSchedule& schedule);
 std::vector<int> find_cut(const std::vector<PipelineStage>& pieces, int stages,
                           const PipelineOptions& options, Group& group);
 

@@ -307,6 +307,13 @@ SimulatedSchedule replay_schedule(const PipelineSchedule& schedule,
   });
 }
 
+bool has_transfers(const PipelineSchedule& schedule) {
+  return std::any_of(schedule.ranks.begin(), schedule.ranks.end(), [](const auto& actions) {
+    return std::any_of(actions.begin(), actions.end(),
+                       [](const auto& action) { return is_transfer(action.op); });
+  });
+}
+
 PipelineSchedule with_transfers(const PipelineSchedule& schedule) {
   if (Plan(schedule).has_transfers())
     throw ConfigError(fmt::format("schedule '{}' has sends and receives already", schedule.name));

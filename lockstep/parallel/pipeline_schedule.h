@@ -59,6 +59,7 @@ const std::vector<std::string>& schedule_names();
 // have.
 PipelineSchedule make_schedule(std::string_view name, ScheduleOptions options);
 
+bool has_transfers(const PipelineSchedule& schedule);  // sends or receives
 // Sends and receives between stages of different ranks: each right after what it sends, right before what
 // needs it.
 PipelineSchedule with_transfers(const PipelineSchedule& schedule);

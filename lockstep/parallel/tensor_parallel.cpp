@@ -65,9 +65,7 @@ class ParallelCall final : public Attachment, public MeetsInForward, public Hold
     const auto& colwise = std::get<Colwise>(style_);
     const auto output = at::embedding(module_.weight, indices, options.padding_idx().value_or(-1),
                                       options.scale_grad_by_freq(), options.sparse());
-    if (!colwise.gather_output) return output;
-    return gather_from_group(output.unflatten(-1, {colwise.parts, output.size(-1) / colwise.parts}), group_)
-        .flatten(-2);
+    return colwise.gather_output ? gather_parts(output, colwise.parts, group_) : output;
   }
 
   Impl& module_;  // which holds us

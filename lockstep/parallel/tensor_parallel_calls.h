@@ -8,6 +8,8 @@ namespace lockstep::detail {
 
 at::Tensor column_parallel_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                                   const Group& group, const ColumnParallelOptions& options);
+// Whole tensors of slices: of parts side by side, each is joined of its own.
+at::Tensor gather_parts(const at::Tensor& slices, int parts, const Group& group);
 at::Tensor row_parallel_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                                const Group& group, const RowParallelOptions& options);
 at::Tensor vocab_parallel_embedding(const at::Tensor& indices, const at::Tensor& weight, const Group& group,

@@ -44,11 +44,13 @@ at::Tensor column_parallel_linear(const at::Tensor& input, const at::Tensor& wei
   const auto whole = options.sequence_dim ? gather_sequence(input, group, *options.sequence_dim)
                                           : copy_to_group(input, group);
   const auto output = at::linear(whole, weight, bias);
-  if (!options.gather_output || group.size() == 1) return output;
-  if (options.parts == 1) return gather_from_group(output, group);
-  // Each part is joined of its slices.
-  return gather_from_group(output.unflatten(-1, {options.parts, output.size(-1) / options.parts}), group)
-      .flatten(-2);
+  return options.gather_output ? gather_parts(output, options.parts, group) : output;
+}
+
+at::Tensor gather_parts(const at::Tensor& slices, int parts, const Group& group) {
+  if (group.size() == 1) return slices;
+  if (parts == 1) return gather_from_group(slices, group);
+  return gather_from_group(slices.unflatten(-1, {parts, slices.size(-1) / parts}), group).flatten(-2);
 }
 
 at::Tensor row_parallel_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,

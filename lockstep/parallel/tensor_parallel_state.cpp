@@ -97,13 +97,11 @@ void load_full_state(torch::nn::Module& module, const FullState& state) {
     if (found->second.sizes() != sizes)
       problems.push_back(fmt::format("'{}' is [{}], and was given as [{}]", name, fmt::join(sizes, ", "),
                                      fmt::join(found->second.sizes(), ", ")));
-  }
-  for (const auto& [name, tensor] : tensors)
-    if (const auto found = given.find(name); found != given.end() && found->second.defined() &&
-                                             found->second.scalar_type() != tensor.scalar_type())
+    if (found->second.scalar_type() != tensor.scalar_type())
       problems.push_back(fmt::format("'{}' is {}, and was given as {}", name,
                                      at::toString(tensor.scalar_type()),
                                      at::toString(found->second.scalar_type())));
+  }
   for (const auto& [name, tensor] : given)
     if (!known.contains(name)) problems.push_back(fmt::format("the module has no '{}'", name));
   if (!problems.empty())

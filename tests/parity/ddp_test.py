@@ -6,11 +6,12 @@ usage: ddp_test.py --lockstep PROGRAM --probe PROGRAM
 
 import argparse
 import os
-import socket
 import struct
 import subprocess
 import sys
 import tempfile
+
+from ranks import start_ranks
 
 
 def rank_main(kind, seed, steps, path):
@@ -40,14 +41,7 @@ def rank_main(kind, seed, steps, path):
 
 
 def torch_run(ranks, *arguments):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = [subprocess.Popen([sys.executable, __file__, "--rank", *map(str, arguments)],
-                                  env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                                                    "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
-                 for rank in range(ranks)]
-    if any(process.wait(120) for process in processes):
+    if any(process.wait(120) for process in start_ranks(__file__, ranks, *arguments)):
         sys.exit("PyTorch's ranks failed")
 
 

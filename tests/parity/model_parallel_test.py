@@ -8,10 +8,11 @@ import argparse
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
+
+from ranks import start_ranks
 
 SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved1f1b": "ScheduleInterleaved1F1B", "loopedbfs": "ScheduleLoopedBFS",
              "zbv": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}
@@ -122,12 +123,7 @@ def rank_main(names):
 
 
 def torch_run(names):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = [subprocess.Popen([sys.executable, __file__, "--rank", *names], stdout=subprocess.PIPE, text=True,
-                                  env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                                                    "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}) for rank in range(2)]
+    processes = start_ranks(__file__, 2, *names, stdout=subprocess.PIPE, text=True)
     outputs = [process.communicate(timeout=200)[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit("PyTorch's ranks failed")
