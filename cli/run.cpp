@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <charconv>
 #include <filesystem>
+#include <iostream>
 #include <memory>
 #include <optional>
 
@@ -25,6 +26,7 @@ struct Request {
   detail::LaunchPlan plan;
   std::string master, master_address, master_port, key_file;
   std::optional<int> node;
+  std::string profile, profile_directory = "profile";  // which steps; none where it is empty
 };
 
 ConfigError not_allowed(const std::string& option, const std::string& value, const std::string& allowed) {
@@ -255,6 +257,27 @@ void add_output_options(Adder& add, Request& request) {
   add.flag("-q,--quiet", "No line at the start", plan.quiet);
 }
 
+std::string profiled_steps(const std::string& text) {
+  const auto colon = text.find(':');
+  const auto first = whole(text.substr(0, colon), 1, 1000000000);
+  const auto last = colon == std::string::npos ? std::nullopt
+                                               : whole(text.substr(colon + 1), first.value_or(1), 1000000000);
+  if (!first || !last) throw not_allowed("--profile", text, "FIRST:LAST, steps from 1, such as 10:20,");
+  return text;
+}
+
+void add_profile_options(Adder& add, Request& request) {
+  add.group("Profile");
+  add.value(
+      "--profile", "FIRST:LAST",
+      "Record these steps of every rank (--profile=5:15; --profile alone: 10:20),\nthen say where the time "
+      "went; the program must call world.step(n)",
+      [&](const auto& text) { request.profile = profiled_steps(text); });
+  add.value("--profile-dir", "DIR",
+            "Where trace.json.gz, summary.json, report.html and each rank's file go;\nprofile by default",
+            [&](const auto& text) { request.profile_directory = text; });
+}
+
 void add_failure_options(Adder& add, Request& request) {
   auto& plan = request.plan;
   add.group("Failures (times: 250ms, 30s, 5m, 2h; a plain number is seconds)");
@@ -290,6 +313,42 @@ void add_host_options(Adder& add, Request& request) {
             [&](const auto& text) { plan.interface = text; });
 }
 
+// Files of an earlier run would be taken for this one's.
+void clear_profile(const std::filesystem::path& directory) {
+  std::error_code error;
+  std::filesystem::create_directories(directory, error);
+  if (!std::filesystem::is_directory(directory))
+    throw ConfigError(fmt::format("--profile-dir='{}' is not allowed: {}", directory.string(),
+                                  error ? error.message() : "it is not a folder"));
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    const auto name = entry.path().filename().string();
+    if (name.starts_with("rank-") && name.ends_with(".json")) std::filesystem::remove(entry.path(), error);
+  }
+}
+
+int run_and_tell(Request& request) {
+  auto& plan = request.plan;
+  if (request.profile.empty()) return detail::supervise(plan);
+  const auto directory = std::filesystem::absolute(request.profile_directory);
+  clear_profile(directory);
+  plan.set_environment.emplace_back("LOCKSTEP_PROFILE", request.profile);
+  plan.set_environment.emplace_back("LOCKSTEP_PROFILE_DIR", directory.string());
+  const int status = detail::supervise(plan);
+  if (plan.node > 0) {  // where hosts share the folder, only one of them may write there
+    std::cerr << fmt::format(
+        "lockstep: this host's profiles are in {}; host 0 puts together what it finds there\n",
+        request.profile_directory);
+    return status;
+  }
+  try {
+    show_profile(request.profile_directory);
+  } catch (const ConfigError& error) {
+    std::cerr << fmt::format("lockstep: there is no profile: {}\n", error.what());
+    return status == 0 ? 1 : status;
+  }
+  return status;
+}
+
 }  // namespace
 
 void tidy_run(const CLI::App& app, std::vector<std::string>& arguments) {
@@ -308,6 +367,7 @@ void tidy_run(const CLI::App& app, std::vector<std::string>& arguments) {
     if (!is_short) std::replace(name.begin(), name.end(), '_', '-');
     if (name == "--nproc-per-node") name = "--nproc";
     argument.replace(0, name_end, name);
+    if (argument == "--profile") argument += "=10:20";  // CLI11 would take the program for its value
     const CLI::Option* option = run->get_option_no_throw(name);
     if (option == nullptr) return;  // CLI11 says so
     if (is_short && argument.size() > 3 && argument[2] == '=') argument.erase(2, 1);
@@ -333,6 +393,7 @@ void add_run(CLI::App& app, Action& action) {
   Adder add(run);
   add_rank_options(add, *request);
   add_output_options(add, *request);
+  add_profile_options(add, *request);
   add_failure_options(add, *request);
   add_host_options(add, *request);
   run->set_help_flag("-h,--help", "This text")->group("Output");  // again: after the others
@@ -347,7 +408,7 @@ void add_run(CLI::App& app, Action& action) {
       throw ConfigError(
           fmt::format("'{}' is not an option of run; lockstep run --help lists them", plan.command[0]));
     check(*request);
-    action = [request] { return detail::supervise(request->plan); };
+    action = [request] { return run_and_tell(*request); };
   });
 }
 

@@ -15,6 +15,11 @@ void add_run(CLI::App& app, Action& action);
 void add_key(CLI::App& app, Action& action);
 void add_doctor(CLI::App& app, Action& action);
 void add_schedule(CLI::App& app, Action& action);
+void add_trace(CLI::App& app, Action& action);
+void add_trace_profile(CLI::App& trace, Action& action);
+
+// What the ranks have left there, put together and told. Throws ConfigError.
+int show_profile(const std::string& directory);
 
 // What stands before the program in `run`'s arguments, as CLI11 takes it: torchrun's spellings become ours,
 // and the "--" of `run -n 2 -- PROGRAM`, which CLI11 reads in another way, goes.

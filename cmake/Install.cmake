@@ -7,6 +7,7 @@ foreach(header
     lockstep.h
     base/error.h
     base/log.h
+    base/span.h
     checkpoint/checkpoint.h
     checkpoint/parts.h
     checkpoint/value.h
@@ -51,6 +52,7 @@ foreach(header
     parallel/tensor_parallel_regions.h
     parallel/tensors_in.h
     parallel/unit.h
+    profile/profiler.h
     train/adam.h
     train/autocast.h
     train/clip_grad.h

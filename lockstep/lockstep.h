@@ -29,6 +29,7 @@
 #include <lockstep/parallel/sync_batch_norm.h>
 #include <lockstep/parallel/tensor_parallel.h>
 #include <lockstep/parallel/unit.h>
+#include <lockstep/profile/profiler.h>
 #include <lockstep/train/adam.h>
 #include <lockstep/train/autocast.h>
 #include <lockstep/train/clip_grad.h>

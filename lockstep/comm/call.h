@@ -69,6 +69,7 @@ struct Call {
   std::vector<std::int64_t> to, from;
   std::string tag;
   std::string group;
+  std::int64_t group_key = 0;  // the same on every member, and of no other group
   std::source_location site = std::source_location::current();
   std::string far_site;  // instead of site, where another process made the call
 };

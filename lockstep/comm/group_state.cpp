@@ -9,6 +9,7 @@
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/span.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/world_state.h>
 
@@ -101,9 +102,11 @@ at::Device GroupState::control_device() const {
 
 Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start start) {
   const auto limit = timeout ? checked_timeout(*timeout) : timeout_;
+  const Span span(SpanKind::wait, lockstep::name(call.operation), call.bytes);
   std::unique_lock order(point_to_point(call.operation) ? message_mutex_ : issue_mutex_);
   reap();
   call.group = name_;
+  call.group_key = key_;
   call.rank = rank_;
   call.size = size();
   call.sequence = point_to_point(call.operation) ? messages_ : collectives_;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <string_view>
 
 #include <lockstep/comm/call.h>
@@ -24,6 +25,10 @@ class Observer {
   virtual void finished(const Call& /*call*/, std::chrono::nanoseconds /*elapsed*/) noexcept {}
   virtual void failed(const Call& /*call*/, std::chrono::nanoseconds /*elapsed*/,
                       std::string_view /*cause*/) noexcept {}
+  // The program has said where it is in its training (World::step), or made its way through a step.
+  virtual void stepped(std::int64_t /*step*/) noexcept {}
+  // The World is about to be left.
+  virtual void leaving() noexcept {}
 };
 
 }  // namespace lockstep

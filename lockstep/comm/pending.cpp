@@ -8,6 +8,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
+#include <lockstep/base/span.h>
 #include <lockstep/comm/tensors.h>
 #include <lockstep/comm/world_state.h>
 
@@ -127,6 +128,8 @@ std::optional<int> Pending::source() const {
 void Pending::wait(std::optional<milliseconds> limit) {
   auto deadline = limit ? std::min(deadline_, Clock::now() + checked_timeout(*limit)) : deadline_;
   if (!settled()) {
+    const Span span(SpanKind::wait, name(call().operation), call().bytes,
+                    {call().group_key, call().sequence, point_to_point(call().operation)});
     group_->note_wait(call(), true);
     std::unique_lock lock(mutex_, std::defer_lock);
     // Almost always at once; the other one reads two clocks first.

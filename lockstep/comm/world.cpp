@@ -15,6 +15,8 @@ namespace {
 // One World at a time in a process: a second would meet the others under the first one's names.
 std::atomic<bool> process_has_world = false;
 
+void (*joined)(const std::shared_ptr<detail::WorldState>&) = nullptr;
+
 World join_as(detail::Identity identity, WorldOptions options) {
   if (process_has_world.exchange(true))
     throw ConfigError(
@@ -22,6 +24,7 @@ World join_as(detail::Identity identity, WorldOptions options) {
   try {
     auto state = std::make_shared<detail::WorldState>(std::move(identity), std::move(options));
     state->join();
+    if (joined) joined(state);
     return World(std::move(state));
   } catch (...) {
     process_has_world = false;
@@ -30,6 +33,8 @@ World join_as(detail::Identity identity, WorldOptions options) {
 }
 
 }  // namespace
+
+void detail::when_joined(void (*call)(const std::shared_ptr<WorldState>&)) { joined = call; }
 
 World World::from_environment(WorldOptions options) {
   return join_as(detail::identity_from_environment(), std::move(options));
@@ -55,6 +60,7 @@ int World::rank() const { return state_->identity().rank; }
 int World::size() const { return state_->identity().size; }
 int World::local_rank() const { return state_->identity().local_rank.value_or(0); }
 int World::local_size() const { return state_->identity().local_size.value_or(1); }
+bool World::in_threads() const { return state_->in_threads(); }
 at::Device World::device() const { return state_->device(); }
 Group World::group() const { return Group(state_->default_group()); }
 Group World::group(std::vector<int> ranks, GroupOptions options) {

@@ -56,6 +56,7 @@ class World {
   int local_rank() const;  // among the ranks of this host
   int local_size() const;
   bool is_main() const { return rank() == 0; }
+  bool in_threads() const;    // run_threads: ranks are threads of one process
   at::Device device() const;  // cuda:<local rank> where the job uses CUDA, else cpu
 
   Group group() const;  // of all ranks

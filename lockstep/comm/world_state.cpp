@@ -250,6 +250,7 @@ std::optional<std::uint64_t> WorldState::left_after(std::int64_t group, int rank
 void WorldState::step(std::int64_t step) {
   if (step < 0) throw ConfigError(fmt::format("step({}) is not allowed: from 0 is", step));
   if (auto pen = client_ ? client_->pen() : nullptr) pen->step(step);
+  observe([&](Observer& observer) { observer.stepped(step); });
 }
 
 bool WorldState::stop_requested() {
@@ -266,6 +267,7 @@ std::string WorldState::verdict_text() const {
 void WorldState::close(bool in_order) noexcept {
   if (closed_.exchange(true)) return;
   const bool unwinding = !in_order;
+  observe([](Observer& observer) { observer.leaving(); });
   try {
     auto groups = live_groups();
     in_order = in_order && !failed_ && std::none_of(groups.begin(), groups.end(), [](const auto& group) {

@@ -86,4 +86,8 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   std::atomic<bool> observed_ = false;
 };
 
+// Has it called with every World of this process that has been joined, on the thread that joined it. Set
+// before main(): parts of the library that build on this one come in by it.
+void when_joined(void (*call)(const std::shared_ptr<WorldState>&));
+
 }  // namespace lockstep::detail

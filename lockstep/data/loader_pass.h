@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/span.h>
 #include <lockstep/data/feed.h>
 #include <lockstep/data/fetch.h>
 #include <lockstep/data/sampler.h>
@@ -96,6 +97,7 @@ class LoaderPass {
   }
 
   void advance() {
+    const detail::Span span(detail::SpanKind::data, "data");
     if (!workers_) {
       Task task;
       if (!feed_.next(task)) return end();

@@ -7,7 +7,9 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/span.h>
 #include <lockstep/parallel/pipeline_plan.h>
 #include <lockstep/parallel/pipeline_run.h>
 #include <lockstep/parallel/replicas.h>
@@ -54,6 +56,7 @@ struct Pipeline::State {
   int last_rank() const { return schedule.rank_of_stage.back(); }
   void keep(std::vector<PipelineStage> pieces);
   void tie(const std::vector<std::pair<at::Tensor, std::set<int>>>& holders);
+  void tell_profiler() const;
   void set_ties_aside();
   void add_up_ties();
   PipelineRun run(detail::PipelineJob job);
@@ -142,12 +145,22 @@ void Pipeline::State::add_up_ties() {
   }
 }
 
+// What was planned, to be held against what happens.
+void Pipeline::State::tell_profiler() const {
+  const auto sink = detail::span_sink();
+  if (!sink) return;
+  sink->note("pipeline", to_csv(schedule));
+  sink->note("pipeline.name", schedule.name);
+  sink->note("pipeline.ranks", fmt::format("{}", fmt::join(group.ranks(), " ")));
+}
+
 PipelineRun Pipeline::State::run(detail::PipelineJob job) {
   if (out_of_step)
     throw Error(
         "an earlier step of this pipeline ended in the middle, and its ranks are no longer in step: make a "
         "new Pipeline "
         "on every rank, or end the job");
+  tell_profiler();
   if (job.backward) set_ties_aside();
   PipelineRun pass(group, schedule, stages, device, std::move(job));
   loss.reset();
@@ -176,10 +189,6 @@ Pipeline::Pipeline(std::vector<PipelineStage> pieces, Group group, const AnySche
   state_->options = std::move(options);
   state_->keep(std::move(pieces));
 }
-
-Pipeline::Pipeline(torch::nn::Sequential model, Group group, const AnySchedule& schedule,
-                   PipelineOptions options)
-    : Pipeline(detail::pieces_of(model), std::move(group), schedule, std::move(options)) {}
 
 Pipeline::Pipeline(Pipeline&&) noexcept = default;
 Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;

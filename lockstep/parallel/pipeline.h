@@ -22,6 +22,7 @@
 // are its own.
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -109,6 +110,10 @@ struct PipelineMoment {
   double begin = 0, end = 0;
 };
 
+namespace detail {
+std::vector<PipelineStage> pieces_of(const torch::nn::Sequential& model);
+}
+
 class Pipeline {
  public:
   // Throws ConfigError, on every rank: what differs between ranks, a schedule that cannot be, pieces that do
@@ -116,8 +121,10 @@ class Pipeline {
   Pipeline(std::vector<PipelineStage> pieces, Group group, const AnySchedule& schedule,
            PipelineOptions options = {});
   // A piece for each child.
-  Pipeline(torch::nn::Sequential model, Group group, const AnySchedule& schedule,
-           PipelineOptions options = {});
+  // A template, so that pieces in braces are never taken for what makes a Sequential.
+  template <std::convertible_to<torch::nn::Sequential> Model>
+  Pipeline(const Model& model, Group group, const AnySchedule& schedule, PipelineOptions options = {})
+      : Pipeline(detail::pieces_of(model), std::move(group), schedule, std::move(options)) {}
   Pipeline(Pipeline&&) noexcept;
   Pipeline& operator=(Pipeline&&) noexcept;
   ~Pipeline();

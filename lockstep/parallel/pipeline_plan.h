@@ -33,6 +33,4 @@ class PlacedPieces : public torch::nn::Module {
   std::vector<std::shared_ptr<torch::nn::Module>> unnamed_;
 };
 
-std::vector<PipelineStage> pieces_of(const torch::nn::Sequential& model);
-
 }  // namespace lockstep::detail

@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/span.h>
 #include <lockstep/nn/dropout.h>
 
 namespace lockstep::detail {
@@ -146,6 +147,7 @@ void PipelineRun::run() {
         action.op != receive_forward)
       continue;
     const double begin = now();
+    const Span span(SpanKind::pipeline, spans_wanted() ? to_string(action) : std::string());
     act(action);
     moments_.push_back({action, begin, now()});
   }

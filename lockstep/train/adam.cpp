@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/train/group_options.h>
+#include <lockstep/train/step_memory.h>
 #include <lockstep/train/sweep.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -265,7 +266,13 @@ template <typename Kind>
 at::Tensor run_step(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure) {
   at::NoGradGuard no_grad;
   auto loss = loss_of(closure);
+  const Span span(SpanKind::optimizer, "optimizer");
   Step<Kind>(optimizer).run();
+  tell_memory(optimizer, [](torch::optim::OptimizerParamState& each) {
+    auto& state = static_cast<typename Kind::State&>(each);
+    return bytes_if_defined(state.exp_avg()) + bytes_if_defined(state.exp_avg_sq()) +
+           bytes_if_defined(state.max_exp_avg_sq());
+  });
   return loss;
 }
 

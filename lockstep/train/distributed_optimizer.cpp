@@ -218,6 +218,11 @@ void ShardedOptimizer::begin_step(const Optimizer& self) {
 }
 
 void ShardedOptimizer::end_step() {
+  if (const auto sink = span_sink()) {  // Inner told of this rank's slices
+    std::size_t parameters = 0;
+    for (std::size_t i = 0; i < shards_->size(); ++i) parameters += shards_->param(i).nbytes();
+    sink->note("memory.parameters", std::to_string(parameters));
+  }
   shards_->drop_gradients();
   shards_->after_update();
 }

@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include <lockstep/base/span.h>
 #include <lockstep/parallel/ddp.h>
 #include <lockstep/train/adam.h>
 #include <lockstep/train/clip_grad.h>
@@ -110,6 +111,7 @@ class DistributedOptimizer final : public detail::ShardedOptimizer, public Inner
       at::AutoGradMode enable_grad(true);
       loss = closure();
     }
+    const detail::Span span(detail::SpanKind::optimizer, "optimizer");
     begin_step(*this);
     Inner::step();
     end_step();

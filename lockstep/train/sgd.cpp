@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/train/group_options.h>
+#include <lockstep/train/step_memory.h>
 #include <lockstep/train/sweep.h>
 #include <torch/optim/sgd.h>
 
@@ -207,7 +208,11 @@ SGDOptions SGD::options(std::size_t group) const {
 at::Tensor SGD::step(LossClosure closure) {
   at::NoGradGuard no_grad;
   auto loss = detail::loss_of(closure);
+  const detail::Span span(detail::SpanKind::optimizer, "optimizer");
   detail::Step(*this).run();
+  detail::tell_memory(*this, [](torch::optim::OptimizerParamState& each) {
+    return detail::bytes_if_defined(static_cast<detail::State&>(each).momentum_buffer());
+  });
   return loss;
 }
 

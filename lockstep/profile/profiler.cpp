@@ -1,0 +1,279 @@
+#include <lockstep/profile/profiler.h>
+
+#include <unistd.h>
+
+#include <charconv>
+#include <fstream>
+#include <mutex>
+#include <optional>
+
+#include <ATen/record_function.h>
+#include <fmt/format.h>
+#include <lockstep/base/environment.h>
+#include <lockstep/base/error.h>
+#include <lockstep/base/log.h>
+#include <lockstep/comm/cpu_memory.h>
+#include <lockstep/comm/world_state.h>
+#include <lockstep/profile/flops.h>
+#include <lockstep/profile/merge.h>
+#include <lockstep/profile/recorder.h>
+
+namespace lockstep {
+namespace profile {
+
+namespace {
+
+struct OperatorContext final : at::ObserverContext {
+  std::shared_ptr<detail::SpanSink> sink;
+  Flops flops;
+};
+
+std::unique_ptr<at::ObserverContext> operator_began(const at::RecordFunction& function) {
+  auto context = std::make_unique<OperatorContext>();
+  context->sink = detail::span_sink();
+  if (!context->sink) return context;
+  if (function.needsInputs()) context->flops = flops_of(function);
+  context->sink->begin(SpanKind::operation, function.name(), 0, {});
+  return context;
+}
+
+void sample_memory(Recorder& recorder) {
+  if (recorder.wants_memory()) recorder.memory(cpu_memory_stats().allocated);
+}
+
+void operator_ended(const at::RecordFunction& function, at::ObserverContext* context) {
+  const auto& began = *static_cast<OperatorContext*>(context);
+  const auto& sink = began.sink;
+  const auto& flops = began.flops;
+  if (!sink) return;
+  if (flops.per_output > 0)
+    sink->flops(flops.per_output * elements_of_output(function));
+  else if (flops.whole > 0)
+    sink->flops(flops.whole);
+  sink->end();
+  if (auto* recorder = dynamic_cast<Recorder*>(sink.get())) sample_memory(*recorder);
+}
+
+std::string first_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+std::string host_name() {
+  char name[256] = {};
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+std::string program_name() {
+  char path[4096] = {};
+  const auto length = ::readlink("/proc/self/exe", path, sizeof path - 1);
+  return length > 0 ? std::filesystem::path(path).filename().string() : "";
+}
+
+void check(const ProfilerOptions& options) {
+  if (options.first < 1 || options.last < options.first)
+    throw ConfigError(fmt::format("steps {} to {} cannot be profiled: from 1, and not back, is allowed",
+                                  options.first, options.last));
+  if (options.directory.empty()) throw ConfigError("a profile needs a directory");
+  if (options.samples_per_step < 0 || options.tokens_per_step < 0 || options.peak_flops < 0)
+    throw ConfigError("samples, tokens and FLOP/s of a profile must not be negative");
+}
+
+}  // namespace
+
+// One rank's profile, from the World's making or the Profiler's to the end of the window.
+class Session final : public Observer {
+ public:
+  Session(int rank, int size, const std::string& backend, bool in_threads, ProfilerOptions options)
+      : rank_(rank),
+        size_(size),
+        scope_(in_threads ? detail::SpanScope::thread : detail::SpanScope::process),
+        options_(std::move(options)),
+        recorder_(std::make_shared<Recorder>(options_.memory)) {
+    recorder_->note("backend", backend);
+  }
+  ~Session() override { stop(); }
+
+  void started(const Call& call) noexcept override { recorder_->started(call); }
+  void finished(const Call& call, std::chrono::nanoseconds) noexcept override {
+    recorder_->ended(call, false);
+  }
+  void failed(const Call& call, std::chrono::nanoseconds, std::string_view) noexcept override {
+    recorder_->ended(call, true);
+  }
+  void stepped(std::int64_t step) noexcept override {
+    if (!own_steps_) advance(step);
+  }
+  void leaving() noexcept override { finish(); }
+
+  void step() {
+    own_steps_ = true;
+    advance(last_seen_ + 1);
+  }
+
+  // The window is over, or the run: writes this rank's file.
+  void finish() noexcept {
+    if (over_) return;
+    if (!listening_) {
+      over_ = true;
+      if (last_seen_ < 0)
+        detail::log(LogLevel::warn,
+                    "nothing was profiled: the program called neither World::step nor Profiler::step");
+      else
+        detail::log(LogLevel::warn, "nothing was profiled: steps {} to {} were to be, and the last was {}",
+                    options_.first, options_.last, last_seen_);
+      return;
+    }
+    auto profile = stop();
+    profile.rank = rank_;
+    profile.size = size_;
+    profile.host = host_name();
+    profile.boot = first_line("/proc/sys/kernel/random/boot_id");
+    profile.program = program_name();
+    const auto note = [&](const char* what, auto value) {
+      if (value > 0) profile.notes[what] = fmt::format("{}", value);
+    };
+    note("samples_per_step", options_.samples_per_step);
+    note("tokens_per_step", options_.tokens_per_step);
+    note("peak_flops", options_.peak_flops);
+    try {
+      write(profile, options_.directory);
+      written_ = true;
+    } catch (const std::exception& error) {
+      detail::log(LogLevel::error, "the profile is lost: {}", error.what());
+    }
+  }
+  // Somebody else profiles.
+  void give_up() noexcept {
+    stop();
+    over_ = true;
+  }
+  bool written() const { return written_; }
+  const ProfilerOptions& options() const { return options_; }
+
+ private:
+  void advance(std::int64_t step) noexcept {
+    last_seen_ = step;
+    if (over_) return;
+    if (listening_) {
+      recorder_->memory(cpu_memory_stats().allocated);
+      recorder_->step(step);
+      if (step >= options_.last) finish();
+    } else if (step + 1 >= options_.first && step < options_.last) {
+      listen();
+    }
+  }
+
+  void listen() {
+    listening_.emplace(recorder_, scope_);
+    if (options_.operators) {
+      auto callback = at::RecordFunctionCallback(operator_began, operator_ended)
+                          .needsInputs(options_.flops)
+                          .needsOutputs(options_.flops)
+                          .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION});
+      operators_ = scope_ == detail::SpanScope::thread ? at::addThreadLocalCallback(callback)
+                                                       : at::addGlobalCallback(callback);
+    }
+    recorder_->start();
+  }
+
+  RankProfile stop() noexcept {
+    if (operators_) at::removeCallback(*operators_);
+    operators_.reset();
+    listening_.reset();
+    over_ = true;
+    return recorder_->stop();
+  }
+
+  const int rank_, size_;
+  const detail::SpanScope scope_;
+  const ProfilerOptions options_;
+  const std::shared_ptr<Recorder> recorder_;
+  std::optional<detail::SpanListening> listening_;
+  std::optional<at::CallbackHandle> operators_;
+  std::int64_t last_seen_ = -1;
+  bool own_steps_ = false, over_ = false, written_ = false;
+};
+
+namespace {
+
+// What `lockstep run --profile` asked for: LOCKSTEP_PROFILE=10:20, LOCKSTEP_PROFILE_DIR.
+std::optional<ProfilerOptions> asked_for(ProfilerOptions options) {
+  const auto window = env::text("LOCKSTEP_PROFILE");
+  if (!window || window->empty()) return std::nullopt;
+  const auto colon = window->find(':');
+  const auto number = [](std::string_view text, std::int64_t& value) {
+    const auto end = std::from_chars(text.data(), text.data() + text.size(), value);
+    return end.ec == std::errc() && end.ptr == text.data() + text.size();
+  };
+  if (colon == std::string::npos || !number(std::string_view(*window).substr(0, colon), options.first) ||
+      !number(std::string_view(*window).substr(colon + 1), options.last))
+    throw ConfigError(fmt::format("LOCKSTEP_PROFILE={} is not allowed: FIRST:LAST is, as 10:20", *window));
+  options.directory = env::text("LOCKSTEP_PROFILE_DIR").value_or(options.directory);
+  check(options);
+  return options;
+}
+
+// The session that the launcher asked for, until the program makes a Profiler of its own.
+std::mutex mutex;
+std::weak_ptr<Session> automatic;
+
+// When a World has been joined.
+void profile_if_asked(const std::shared_ptr<detail::WorldState>& world) {
+  auto options = asked_for({});
+  if (!options) return;
+  auto session =
+      std::make_shared<Session>(world->identity().rank, world->identity().size,
+                                Group(world->default_group()).backend(), false, std::move(*options));
+  world->add_observer(session);
+  std::lock_guard lock(mutex);
+  automatic = session;
+}
+
+[[maybe_unused]] const bool registered = (detail::when_joined(profile_if_asked), true);
+
+}  // namespace
+}  // namespace profile
+
+Profiler::Profiler(World& world, ProfilerOptions options) : world_(world) {
+  profile::check(options);
+  if (!world.in_threads()) {
+    // The launcher's word about window and folder counts; what else the program says, counts too.
+    if (auto asked = profile::asked_for(options)) options = std::move(*asked);
+    std::lock_guard lock(profile::mutex);
+    if (auto other = profile::automatic.lock()) other->give_up();
+    profile::automatic.reset();
+  }
+  session_ = std::make_shared<profile::Session>(world.rank(), world.size(), world.group().backend(),
+                                                world.in_threads(), std::move(options));
+  world.add_observer(session_);
+}
+
+Profiler::~Profiler() {
+  session_->finish();
+  world_.remove_observer(session_);
+}
+
+void Profiler::step() { session_->step(); }
+
+void Profiler::finish() {
+  session_->finish();
+  auto group = world_.group();
+  const auto written = group.all_gather_values(static_cast<int>(session_->written()));
+  if (!world_.is_main()) return;
+  std::size_t count = 0;
+  for (const int each : written) count += each != 0;
+  if (count == 0) throw ConfigError("there is no profile: no rank has recorded a step");
+  profile::put_together(session_->options().directory);
+}
+
+ProfileRange::ProfileRange(std::string_view name)
+    : span_(name == "optimizer" ? detail::SpanKind::optimizer
+            : name == "data"    ? detail::SpanKind::data
+                                : detail::SpanKind::range,
+            name) {}
+
+}  // namespace lockstep

@@ -1,0 +1,67 @@
+// Where a parallel step goes: what each rank computes, sends and waits for, over a window of steps.
+//
+//   lockstep::Profiler profiler(world, {.first = 10, .last = 20});
+//   for (...) { ...; profiler.step(); }
+//   profiler.finish();                      // every rank: rank 0 has profile/trace.json.gz, summary and
+//   report
+//
+// `lockstep run --profile ./train` does the same without a line in the program, if that calls world.step(n).
+// Not one window at a time but one after another: make another Profiler. One at a time in a process.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include <lockstep/base/span.h>
+#include <lockstep/comm/world.h>
+
+namespace lockstep {
+
+struct ProfilerOptions {
+  // Recorded are the steps that end with the call step(first) to step(last), counted from 1.
+  std::int64_t first = 10, last = 20;
+  std::string directory = "profile";
+  bool operators = true;  // LibTorch's, one by one; without them what they took counts as the program's code
+  bool flops = true;      // of those
+  bool memory = true;     // of CPU tensors, where Lockstep's allocator gives it
+  // Of one rank in one step; for samples and tokens per second. 0: not known.
+  std::int64_t samples_per_step = 0, tokens_per_step = 0;
+  double peak_flops = 0;  // of what one rank computes on, per second; for MFU. 0: not known
+};
+
+namespace profile {
+class Session;
+}
+
+class Profiler {
+ public:
+  // Local. Throws ConfigError where options are not allowed.
+  explicit Profiler(World& world, ProfilerOptions options = {});
+  ~Profiler();  // writes what there is of this rank
+  Profiler(const Profiler&) = delete;
+  Profiler& operator=(const Profiler&) = delete;
+
+  // A step has ended. Where it is never called, World::step(n) says so.
+  void step();
+  // Every rank: writes each one's file, and rank 0 puts them together. Files of hosts that share no folder
+  // are put together by `lockstep trace merge`.
+  void finish();
+
+ private:
+  std::shared_ptr<profile::Session> session_;
+  World& world_;
+};
+
+// A part of the program by its name, on this thread, until the end of the scope; "optimizer" and "data" count
+// as that.
+class ProfileRange {
+ public:
+  explicit ProfileRange(std::string_view name);
+
+ private:
+  detail::Span span_;
+};
+
+}  // namespace lockstep

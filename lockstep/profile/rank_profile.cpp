@@ -1,0 +1,173 @@
+#include <lockstep/profile/rank_profile.h>
+
+#include <algorithm>
+#include <fstream>
+#include <span>
+
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/checkpoint/file.h>
+#include <nlohmann/json.hpp>
+
+namespace lockstep::profile {
+
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kFormat = "lockstep.profile/1";
+constexpr int kMostOperations = static_cast<int>(Operation::recv) + 1;
+
+json rows(const std::vector<Event>& events) {
+  auto list = json::array();
+  for (const Event& e : events)
+    list.push_back({static_cast<int>(e.kind), e.name, e.thread, e.depth, e.begin, e.end, e.cpu_begin,
+                    e.cpu_end, e.bytes, e.flops, e.transfer});
+  return list;
+}
+
+json rows(const std::vector<Transfer>& transfers) {
+  auto list = json::array();
+  for (const Transfer& t : transfers)
+    list.push_back({static_cast<int>(t.operation), t.group, t.sequence, t.bytes, t.tag, t.peer, t.nth,
+                    t.begin, t.end, t.failed});
+  return list;
+}
+
+// A number of a row, which must lie within limits: what it is an index of was counted before.
+template <typename T>
+T number(const json& row, std::size_t place, std::int64_t least, std::int64_t most) {
+  const auto value = row.at(place).get<std::int64_t>();
+  if (value < least || value > most)
+    throw ConfigError(fmt::format("{} is not allowed: {} to {} are", value, least, most));
+  return static_cast<T>(value);
+}
+
+constexpr std::int64_t kAny = std::int64_t{1} << 60;
+
+Event event_of(const json& row, const RankProfile& profile) {
+  const auto names = static_cast<std::int64_t>(profile.names.size()),
+             threads = static_cast<std::int64_t>(profile.threads.size());
+  Event e;
+  e.kind = static_cast<SpanKind>(number<int>(row, 0, 0, detail::kSpanKinds - 1));
+  e.name = number<std::int32_t>(row, 1, 0, names - 1);
+  e.thread = number<std::int32_t>(row, 2, 0, threads - 1);
+  e.depth = number<std::int32_t>(row, 3, 0, 1 << 20);
+  e.begin = number<std::int64_t>(row, 4, -kAny, kAny);
+  e.end = number<std::int64_t>(row, 5, e.begin, kAny);
+  e.cpu_begin = number<std::int64_t>(row, 6, -1, kAny);
+  e.cpu_end = number<std::int64_t>(row, 7, -1, kAny);
+  e.bytes = number<std::int64_t>(row, 8, 0, kAny);
+  e.flops = number<std::int64_t>(row, 9, 0, kAny);
+  e.transfer = number<std::int64_t>(row, 10, -1, static_cast<std::int64_t>(profile.transfers.size()) - 1);
+  return e;
+}
+
+Transfer transfer_of(const json& row, const RankProfile& profile) {
+  Transfer t;
+  t.operation = static_cast<Operation>(number<int>(row, 0, 0, kMostOperations - 1));
+  t.group = number<std::int32_t>(row, 1, 0, static_cast<std::int64_t>(profile.groups.size()) - 1);
+  t.sequence = number<std::uint64_t>(row, 2, 0, kAny);
+  t.bytes = number<std::int64_t>(row, 3, 0, kAny);
+  t.tag = number<std::int32_t>(row, 4, 0, static_cast<std::int64_t>(profile.names.size()) - 1);
+  t.peer = number<int>(row, 5, -1, 1 << 20);
+  t.nth = number<std::int64_t>(row, 6, 0, kAny);
+  t.begin = number<std::int64_t>(row, 7, -kAny, kAny);
+  t.end = number<std::int64_t>(row, 8, t.begin, kAny);
+  t.failed = row.at(9).get<bool>();
+  return t;
+}
+
+RankProfile from(const json& text) {
+  if (text.at("format") != kFormat)
+    throw ConfigError(fmt::format("its format is {}, and '{}' is read", text.at("format").dump(), kFormat));
+  RankProfile p;
+  p.size = text.at("size").get<int>();
+  p.rank = text.at("rank").get<int>();
+  if (p.size < 1 || p.rank < 0 || p.rank >= p.size)
+    throw ConfigError(fmt::format("it is of rank {} of {}", p.rank, p.size));
+  p.host = text.at("host");
+  p.boot = text.at("boot");
+  p.program = text.at("program");
+  p.origin = text.at("origin");
+  p.names = text.at("names").get<std::vector<std::string>>();
+  p.threads = text.at("threads").get<std::vector<std::string>>();
+  p.main_thread = text.at("main_thread");
+  for (const auto& row : text.at("groups"))
+    p.groups.push_back({row.at(0), row.at(1), row.at(2), number<int>(row, 3, 1, 1 << 20)});
+  for (const auto& row : text.at("steps")) {
+    const auto begin = number<std::int64_t>(row, 1, -kAny, kAny);
+    p.steps.push_back({row.at(0), begin, number<std::int64_t>(row, 2, begin, kAny)});
+  }
+  for (const auto& row : text.at("transfers")) p.transfers.push_back(transfer_of(row, p));
+  for (const auto& row : text.at("events")) p.events.push_back(event_of(row, p));
+  for (const auto& row : text.at("memory")) p.memory.push_back({row.at(0), row.at(1)});
+  p.notes = text.at("notes").get<std::map<std::string, std::string>>();
+  return p;
+}
+
+}  // namespace
+
+std::filesystem::path write(const RankProfile& profile, const std::filesystem::path& directory) {
+  std::error_code trouble;
+  std::filesystem::create_directories(directory, trouble);  // what is wrong with it, the file will tell
+  auto groups = json::array(), steps = json::array(), memory = json::array();
+  for (const auto& g : profile.groups) groups.push_back({g.key, g.name, g.place, g.size});
+  for (const auto& s : profile.steps) steps.push_back({s.step, s.begin, s.end});
+  for (const auto& m : profile.memory) memory.push_back({m.time, m.bytes});
+  const json text{{"format", kFormat},
+                  {"rank", profile.rank},
+                  {"size", profile.size},
+                  {"host", profile.host},
+                  {"boot", profile.boot},
+                  {"program", profile.program},
+                  {"origin", profile.origin},
+                  {"main_thread", profile.main_thread},
+                  {"names", profile.names},
+                  {"threads", profile.threads},
+                  {"groups", groups},
+                  {"steps", steps},
+                  {"events", rows(profile.events)},
+                  {"transfers", rows(profile.transfers)},
+                  {"memory", memory},
+                  {"notes", profile.notes}};
+  const auto path = directory / fmt::format("rank-{}.json", profile.rank);
+  detail::PartialFile file(path.string());
+  // Names may be any bytes: what is not UTF-8 is replaced.
+  const auto bytes = text.dump(-1, ' ', false, json::error_handler_t::replace);
+  file.write(std::as_bytes(std::span(bytes)));
+  file.commit();
+  return path;
+}
+
+RankProfile read(const std::filesystem::path& file) {
+  std::ifstream stream(file, std::ios::binary);
+  if (!stream) throw ConfigError(fmt::format("{} cannot be read", file.string()));
+  try {
+    return from(json::parse(stream));
+  } catch (const json::exception& error) {
+    throw ConfigError(fmt::format("{} is not a rank's profile: {}", file.string(), error.what()));
+  } catch (const ConfigError& error) {
+    throw ConfigError(fmt::format("{} is not a rank's profile: {}", file.string(), error.what()));
+  }
+}
+
+std::vector<RankProfile> read_all(const std::filesystem::path& directory) {
+  std::vector<RankProfile> profiles;
+  std::error_code trouble;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, trouble)) {
+    const auto name = entry.path().filename().string();
+    if (name.starts_with("rank-") && name.ends_with(".json")) profiles.push_back(read(entry.path()));
+  }
+  if (trouble) throw ConfigError(fmt::format("{} cannot be read: {}", directory.string(), trouble.message()));
+  if (profiles.empty())
+    throw ConfigError(fmt::format("{} holds no rank's profile (rank-0.json, ...)", directory.string()));
+  std::sort(profiles.begin(), profiles.end(), [](const auto& a, const auto& b) { return a.rank < b.rank; });
+  for (const auto& profile : profiles)
+    if (profile.size != profiles.front().size)
+      throw ConfigError(fmt::format("{} holds profiles of several runs: of {} ranks and of {}",
+                                    directory.string(), profiles.front().size, profile.size));
+  return profiles;
+}
+
+}  // namespace lockstep::profile

@@ -1,0 +1,161 @@
+"""Profiles of real runs, held against what the program is known to do."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+lockstep, probe, gpt = sys.argv[1:4]
+failures = []
+
+
+def check(what, condition, told=""):
+    if not condition:
+        failures.append(what)
+        print(f"FAILED: {what} {told}")
+
+
+def profile(ranks, command, window="4:13", more=()):
+    directory = tempfile.mkdtemp(prefix="lockstep-profile-")
+    run = subprocess.run([lockstep, "run", "-n", str(ranks), "--quiet", f"--profile={window}", "--profile-dir", directory, *more, *command],
+                         capture_output=True, text=True, timeout=300)
+    check(f"{command} ends well", run.returncode == 0, run.stdout + run.stderr)
+    with open(os.path.join(directory, "summary.json")) as file:
+        return json.load(file), run.stdout, directory
+
+
+def close(value, wanted, share=0.05, slack=0.3):
+    return abs(value - wanted) <= share * wanted + slack
+
+
+def check_trace(directory, ranks):
+    """The form that chrome://tracing and Perfetto document: every event has what its phase needs, times do not run backwards,
+    spans of a thread are nested, arrows have both ends inside spans."""
+    with gzip.open(os.path.join(directory, "trace.json.gz"), "rt") as file:
+        trace = json.load(file)
+    events = trace["traceEvents"]
+    spans, arrows = {}, {}
+    for event in events:
+        check("a phase is one of M, X, C, s, f", event["ph"] in "MXCsf", event)
+        check("an event is of a rank", 0 <= event["pid"] < ranks, event)
+        if event["ph"] == "X":
+            check("a span has a length", event["dur"] >= 0 and event["ts"] >= 0, event)
+            spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"], event["name"]))
+        if event["ph"] in "sf":
+            arrows.setdefault(event["id"], {})[event["ph"]] = event
+    check("every rank has a name", {e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"} == set(range(ranks)))
+    for where, list_of_spans in spans.items():
+        open_spans = []
+        for begin, end, name in sorted(list_of_spans, key=lambda s: (s[0], -s[1])):
+            while open_spans and open_spans[-1] <= begin + 0.002:
+                open_spans.pop()
+            check("spans are nested", not open_spans or end <= open_spans[-1] + 0.002, (where, begin, end, name))
+            open_spans.append(end)
+    for number, ends in arrows.items():
+        check("an arrow has both ends", set(ends) == {"s", "f"}, ends)
+        for end in ends.values():
+            inside = any(b - 0.002 <= end["ts"] <= e + 0.002 for b, e, _ in spans[end["pid"], end["tid"]])
+            check("an arrow's end is inside a span", inside, end)
+    return events, arrows
+
+
+def check_page(directory, words):
+    """In a real browser; without one it says so."""
+    page = subprocess.run([sys.executable, "-B", os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_test.py"),
+                           os.path.join(directory, "report.html"), *words], capture_output=True, text=True, timeout=300)
+    if page.returncode == 77:
+        print(page.stdout.strip())
+        return
+    check(f"the page of {words} in a browser", page.returncode == 0, page.stdout + page.stderr)
+
+
+def of_64_ranks(directory):
+    """The files of 4 ranks as if each stood for 16."""
+    larger = tempfile.mkdtemp(prefix="lockstep-profile-")
+    for rank in range(64):
+        with open(os.path.join(directory, f"rank-{rank % 4}.json")) as file:
+            profile = json.load(file)
+        profile |= {"rank": rank, "size": 64, "notes": {}}
+        with open(os.path.join(larger, f"rank-{rank}.json"), "w") as file:
+            json.dump(profile, file)
+    merge = subprocess.run([lockstep, "trace", "merge", larger], capture_output=True, text=True)
+    check("64 ranks are put together", merge.returncode == 0, merge.stderr)
+    return larger
+
+
+def main():
+    # A collective of known bytes, an optimizer, operators; two ranks.
+    summary, text, directory = profile(2, [probe, "14", "bytes", str(8 << 20)])
+    known = [c for c in summary["collectives"] if c["tag"] == "known"]
+    check("the collective is there", len(known) == 1 and known[0]["operation"] == "all_reduce", known)
+    check("its bytes", known[0]["bytes"] == 8 << 20, known)
+    check("its count", known[0]["count"] == 10, known)
+    check("steps", [s["step"] for s in summary["steps"]] == list(range(4, 14)), summary["steps"])
+    parts = summary["overall"]["parts_ms"]
+    for part in ("compute", "communication", "optimizer"):
+        check(f"{part} was measured", parts[part] > 0.05, parts)
+    check("other is at most 2 percent", parts["other"] <= 0.02 * summary["overall"]["step_ms"]["mean"], parts)
+    for step in summary["steps"]:
+        for rank in step["ranks"]:
+            check("the parts make the step", abs(sum(rank["parts_ms"].values()) - rank["ms"]) < 0.02 * rank["ms"] + 0.01, rank)
+    check("the terminal has it", "all_reduce" in text and "known" in text and "report.html" in text, text)
+    # 8 products of 256 x 256 x 256.
+    check("FLOPs", close(summary["overall"]["flops_per_step"], 2 * 8 * 2 * 256**3, 0.001, 0), summary["overall"])
+    events, arrows = check_trace(directory, 2)
+    check("operators are there", any(e["name"] == "aten::matmul" for e in events))
+    check("an arrow for each collective", len(arrows) == 10, len(arrows))
+    check("memory is there", any(e["ph"] == "C" for e in events))
+
+    # A sleep in one rank is idle there, and waiting for a late rank on the other.
+    summary, text, _ = profile(2, [probe, "14", "sleep", "1", "20"])
+    idle = [r["parts_ms"]["idle"] for r in summary["ranks"]]
+    waiting = [r["communication"]["waiting_ms"] for r in summary["ranks"]]
+    check("a sleep is idle time", close(idle[1], 20, 0.05, 0.5) and idle[0] < 3, idle)
+    check("the other waits for it", close(waiting[0], 20, 0.15, 1) and waiting[1] < 3, waiting)
+    check("the sleeper is named", summary["overall"].get("slowest", {}).get("rank") == 1, summary["overall"])
+    check("a hint says so", any("rank 1" in hint and "sleeping" in hint for hint in summary["hints"]), summary["hints"])
+
+    # Late by its own code.
+    summary, text, _ = profile(2, [probe, "14", "late", "0", "30"])
+    check("code is code", close(summary["ranks"][0]["parts_ms"]["code"], 30, 0.05, 1), summary["ranks"][0])
+    check("the other waits", close(summary["ranks"][1]["communication"]["waiting_ms"], 30, 0.15, 1), summary["ranks"][1])
+
+    # A loader that waits.
+    summary, text, _ = profile(2, [probe, "14", "data", "50"])
+    for rank in summary["ranks"]:
+        check("waiting for data", close(rank["parts_ms"]["data"], 50, 0.05, 0.5), rank)
+    check("a hint says so", any("wait for data" in hint for hint in summary["hints"]), summary["hints"])
+
+    # A pipeline on 2 and a mesh on 4 ranks: messages have arrows.
+    for ranks, layout in ((2, ["--pp", "2"]), (4, ["--pp", "2", "--dp", "2"])):
+        summary, text, directory = profile(ranks, [gpt, "--steps", "8", *layout], "3:6")
+        events, arrows = check_trace(directory, ranks)
+        check("messages have arrows", any(e["ph"] == "s" for e in events))
+        check("the pipeline's actions", any(e.get("cat") == "pipeline" for e in events))
+        with open(os.path.join(directory, "report.html")) as file:
+            check("planned and measured", '"planned"' in file.read())
+
+        report = directory
+    check_page(report, ["05_gpt", "4 ranks"])
+    check_page(of_64_ranks(report), ["64 ranks"])
+
+    # What cannot be.
+    for arguments, words in ((["--profile=20:10"], "FIRST:LAST"), (["--profile=x"], "FIRST:LAST"), (["--profile=0:3"], "FIRST:LAST")):
+        run = subprocess.run([lockstep, "run", "-n", "1", *arguments, "true"], capture_output=True, text=True)
+        check(f"{arguments} is refused", run.returncode == 2 and words in run.stderr, run.stderr)
+    directory = tempfile.mkdtemp()
+    run = subprocess.run([lockstep, "run", "-n", "2", "--profile=100:110", "--profile-dir", directory, probe, "5"], capture_output=True, text=True)
+    check("a window that never came is told", run.returncode == 1 and "steps 100 to 110 were to be, and the last was 5" in run.stdout + run.stderr,
+          run.stdout + run.stderr)
+    with open(os.path.join(directory, "rank-0.json"), "w") as file:
+        file.write('{"format": "lockstep.profile/1", "rank": 3, "size": 2}')
+    run = subprocess.run([lockstep, "trace", "summary", directory], capture_output=True, text=True)
+    check("a bad file is named", run.returncode == 2 and "rank-0.json" in run.stderr and "rank 3 of 2" in run.stderr, run.stderr)
+
+    print(f"{len(failures)} failures")
+    sys.exit(1 if failures else 0)
+
+
+main()
