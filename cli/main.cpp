@@ -41,6 +41,7 @@ int main(int argc, char** argv) {
   lockstep::cli::add_key(app, action);
   lockstep::cli::add_doctor(app, action);
   lockstep::cli::add_schedule(app, action);
+  lockstep::cli::add_trace(app, action);
   try {
     std::vector<std::string> arguments(argv + 1, argv + argc);
     check_verb(app, arguments);

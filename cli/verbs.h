@@ -15,6 +15,7 @@ void add_run(CLI::App& app, Action& action);
 void add_key(CLI::App& app, Action& action);
 void add_doctor(CLI::App& app, Action& action);
 void add_schedule(CLI::App& app, Action& action);
+void add_trace(CLI::App& app, Action& action);
 
 // What stands before the program in `run`'s arguments, as CLI11 takes it: torchrun's spellings become ours,
 // and the "--" of `run -n 2 -- PROGRAM`, which CLI11 reads in another way, goes.
