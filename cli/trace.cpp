@@ -54,9 +54,7 @@ std::string time_of_day(std::int64_t ns) {
 
 std::string took(const FlightEntry& entry) {
   if (entry.ended_ns == 0) return "not ended";
-  const auto microseconds = static_cast<double>(entry.ended_ns - entry.began_ns) / 1000;
-  const auto time = microseconds < 1e6 ? fmt::format("{:.1f} us", microseconds)
-                                       : fmt::format("{:.3f} s", microseconds / 1e6);
+  const auto time = detail::duration_text(entry.ended_ns - entry.began_ns);
   return entry.failed ? "failed, " + time : time;
 }
 

@@ -30,8 +30,6 @@ std::string listed(const std::vector<int>& ranks) {
 
 bool is_open(const FlightEntry& entry) { return entry.ended_ns == 0 || entry.failed; }
 
-std::string seconds(std::int64_t ns) { return fmt::format("{:.3f} s", static_cast<double>(ns) / 1e9); }
-
 // What all ranks' calls to one collective share.
 using Signature = std::tuple<std::string, std::string, std::string, int, std::int64_t>;
 
@@ -185,7 +183,23 @@ class Judge {
       idle = {failure->rank};  // the others only had not come yet
     blame(Kind::did_not_come, idle.empty() ? missing : idle, !idle.empty(), *first,
           fmt::format("did not come to {}, where {} waited", describe(record_, *first), listed(waiters)));
+    findings_.back().verdict.text +=
+        other_step(courses.at(waiters[0]), courses.at(findings_.back().verdict.ranks[0]), waiters[0]);
     return true;
+  }
+
+  // A step that was left out among calls that look the same shows here alone, where World::step is used.
+  static std::string other_step(const Course& ours, const Course& theirs, int us) {
+    for (const auto& [sequence, call] : theirs.calls) {
+      const auto found = ours.calls.find(sequence);
+      if (found == ours.calls.end() || call->step < 0 || found->second->step < 0) continue;
+      if (call->step == found->second->step) continue;
+      const bool from_the_first = call == theirs.calls.begin()->second || found == ours.calls.begin();
+      return fmt::format("; since {} #{}{} it was at another step: {} there, where rank {} was at {}",
+                         call->operation, sequence, from_the_first ? " or before" : "", call->step, us,
+                         found->second->step);
+    }
+    return {};
   }
 
   // Numbers of messages are each rank's own, so they are counted between two ranks, where all are there.
@@ -260,7 +274,7 @@ class Judge {
         text += ", which did not end";
       else
         text += fmt::format(", {} {} {}", last.failed ? "which failed" : "ended",
-                            seconds(std::abs(awaited_since - last.ended_ns)),
+                            duration_text(std::abs(awaited_since - last.ended_ns)),
                             last.ended_ns <= awaited_since ? "before" : "later");
     }
     const auto end = end_of(rank, flight);
@@ -308,6 +322,12 @@ const char* name(Kind kind) {
 }
 
 FlightVerdict judge(const FlightRecord& record) { return Judge(record).verdict(); }
+
+std::string duration_text(std::int64_t ns) {
+  const auto value = static_cast<double>(ns);
+  if (value < 1e6) return fmt::format("{:.1f} us", value / 1e3);
+  return value < 1e9 ? fmt::format("{:.1f} ms", value / 1e6) : fmt::format("{:.3f} s", value / 1e9);
+}
 
 std::string group_name(const FlightRecord& record, std::int64_t key) {
   auto group = record.groups.find(key);

@@ -34,6 +34,7 @@ FlightVerdict judge(const control::FlightRecord& record);
 std::string describe(const control::FlightRecord& record, const control::FlightEntry& entry);
 // In brackets there: "float32, 1000 elements, sum"; "float32, 10 elements, to rank 3".
 std::string details(const control::FlightRecord& record, const control::FlightEntry& entry);
+std::string duration_text(std::int64_t ns);  // "12.3 us", "4.1 ms", "3.200 s"
 std::string group_name(const control::FlightRecord& record, std::int64_t key);
 
 }  // namespace lockstep::detail

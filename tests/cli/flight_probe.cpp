@@ -32,7 +32,7 @@ int run(const std::string& what, int target, int at, const std::string& backend)
     group.broadcast(values, {.root = 0}).wait();
     pair.all_reduce(values, {.op = lockstep::ReduceOp::MAX}).wait();
     if (what == "kill-inside" && step == at && world.rank() == target) {
-      auto work = group.all_reduce(values);
+      auto work = group.all_reduce(values, {.op = lockstep::ReduceOp::AVG});
       ::raise(SIGKILL);
     }
     group.all_reduce(values, {.op = lockstep::ReduceOp::AVG}).wait();

@@ -13,7 +13,8 @@ import sys
 import tempfile
 
 LOCKSTEP, PROBE = sys.argv[1:3]
-FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="flight-test-"))
+TEMPORARY = tempfile.TemporaryDirectory(prefix="flight-test-")
+FOLDER = pathlib.Path(TEMPORARY.name)
 SOURCE = (pathlib.Path(__file__).parent / "flight_probe.cpp").read_text().splitlines()
 
 
@@ -65,11 +66,12 @@ def a_killed_rank():
         verdict, killed = record["verdict"], record["ranks"][1]
         assert verdict["ranks"] == [1] and verdict["kind"] in ("did_not_come", "ended"), verdict
         assert killed["ended"]["signal"] == 9 and record["failure"]["rank"] == 1, killed
-        # 700 whole steps, each with a broadcast and an all_reduce of the world and one of the pair.
-        assert killed["operations_begun"] == 2100 and killed["operations"][-1]["step"] == 699, killed["operations"][-1]
-        assert killed["operations"][-1]["sequence"] == (1399 if ranks == 4 else 2099), killed["operations"][-1]
+        # 700 whole steps, each with a broadcast and an all_reduce of the world and one of the pair, after one for the split.
+        last = killed["operations"][-1]
+        assert killed["operations_begun"] == (2101 if ranks == 4 else 2100) and last["step"] == 699, last
+        assert last["sequence"] == (1400 if ranks == 4 else 2099), last
         assert all(operation["ended_ns"] for operation in killed["operations"]), killed
-        assert "signal 9 (SIGKILL)" in verdict["text"] and verdict["site"] == site("AVG"), verdict
+        assert "signal 9 (SIGKILL)" in verdict["text"] and verdict["site"] == site("AVG", 1), verdict
 
 
 def a_rank_killed_inside_an_operation():
@@ -85,10 +87,10 @@ def a_rank_that_makes_another_call():
         record = fail(4, "other", 2, 20, options=["--timeout", "3s"], backend=backend)
         verdict = record["verdict"]
         assert verdict["kind"] == "differs" and verdict["ranks"] == [2], verdict
-        assert verdict["operation"] == "all_reduce" and verdict["sequence"] == 40, verdict
+        assert verdict["operation"] == "all_reduce" and verdict["sequence"] == 41, verdict
         assert verdict["site"] == site("op = lockstep::ReduceOp::MAX", 0), verdict
         assert re.fullmatch(
-            r"rank 2 diverged first: all_reduce #40 of group 'world' \(float32, 100 elements, max\) at "
+            r"rank 2 diverged first: all_reduce #41 of group 'world' \(float32, 100 elements, max\) at "
             rf"{verdict['site']}, where the others called broadcast \(float32, 100 elements, root 0\) at "
             + site("group.broadcast"),
             verdict["text"],
@@ -104,6 +106,7 @@ def a_rank_that_leaves_a_step_out():
     assert verdict["kind"] == "did_not_come" and verdict["ranks"] == [3], verdict
     assert record["ranks"][3]["ended"] == {"text": "exited with status 0", "status": 0}, record["ranks"][3]["ended"]
     assert "it exited with status 0" in verdict["text"], verdict
+    assert re.search(r"or before it was at another step: (\d+) there, where rank \d was at (\d+)$", verdict["text"]), verdict
 
 
 def a_rank_that_leaves_early():
@@ -158,7 +161,7 @@ def several_hosts():
     assert not files[1].exists()
     record = json.loads(files[0].read_text())
     assert record["verdict"]["ranks"] == [3] and len(record["ranks"]) == 4, record["verdict"]
-    assert record["ranks"][3]["ended"]["signal"] == 9 and record["ranks"][3]["operations_begun"] == 60
+    assert record["ranks"][3]["ended"]["signal"] == 9 and record["ranks"][3]["operations_begun"] == 61
 
 
 def where_it_goes():
@@ -193,9 +196,11 @@ def what_is_printed():
     assert lines[4].split() == ["began", "took", "step", "operation", "group", "what", "where"], lines
     assert len(lines) == 8 and not any(line.startswith("rank 0") for line in lines[1:]), lines
     assert re.fullmatch(
-        r"  \d\d:\d\d:\d\d\.\d{6} +[\d.]+ u?s 4 +all_reduce #14 world +float32, 100 elements, avg +" + site("AVG"), lines[7]
+        r"  \d\d:\d\d:\d\d\.\d{6} +[\d.]+ (?:us|ms|s) 4 +all_reduce #14 world +float32, 100 elements, avg +" + site("AVG", 1), lines[7]
     ), lines
-    assert len(lockstep("trace", "flight", file).splitlines()) == 2 + 2 * 8
+    lines = lockstep("trace", "flight", file).splitlines()
+    assert len([line for line in lines if re.match(r"  \d\d:\d\d:", line)]) == 10, lines
+    assert [line for line in lines if line.startswith("  error: broadcast #15 on group 'world' failed on rank 0 of 2")], lines
     (FOLDER / "other.json").write_text('{"a": 1}')
     (FOLDER / "empty").write_text("")
     for arguments, words in (

@@ -150,7 +150,7 @@ TEST(FlightVerdict, a_rank_that_did_not_come) {
       "rank 1 did not come to all_reduce #41 of group 'world' (float32, 1000 elements, sum) at train.cpp:42, "
       "where ranks 0 and 2 waited: its last was all_reduce #40 of group 'world' (float32, 1000 elements, "
       "sum) "
-      "at x.cpp:12, ended 0.900 s before; it was killed by signal 9 (SIGKILL)");
+      "at x.cpp:12, ended 900.0 ms before; it was killed by signal 9 (SIGKILL)");
 }
 
 TEST(FlightVerdict, one_that_had_not_come_yet_when_another_died_is_not_blamed) {
@@ -165,6 +165,22 @@ TEST(FlightVerdict, one_that_had_not_come_yet_when_another_died_is_not_blamed) {
   const auto both = judge(job.record);
   EXPECT_THAT(both.ranks, ElementsAre(1, 2));
   EXPECT_THAT(both.text, Not(HasSubstr("SIGTERM"))) << "that was the launcher";
+}
+
+TEST(FlightVerdict, a_step_that_was_left_out_among_equal_calls_shows) {
+  Job job(2);
+  job.together(0, 9);
+  for (auto& [rank, flight] : job.record.ranks)
+    for (auto& entry : flight.log.entries)
+      entry.step = entry.sequence + (rank == 1 && entry.sequence >= 4 ? 1 : 0);
+  job.call(0, 9, "all_reduce", "train.cpp:42");
+  job.open(0);
+  EXPECT_THAT(judge(job.record).text,
+              HasSubstr("; since all_reduce #4 it was at another step: 5 there, where rank 0 was at 4"));
+  job.record.ranks[1].log.entries.erase(job.record.ranks[1].log.entries.begin(),
+                                        job.record.ranks[1].log.entries.begin() + 6);
+  EXPECT_THAT(judge(job.record).text,
+              HasSubstr("; since all_reduce #6 or before it was at another step: 7 there"));
 }
 
 TEST(FlightVerdict, a_rank_that_never_began_anything) {
