@@ -145,6 +145,11 @@ void check(Request& request) {
     if (const auto& unset = plan.unset_environment;
         std::find(unset.begin(), unset.end(), name) != unset.end())
       throw ConfigError(fmt::format("--env and --unset-env both name {}: give one of them", name));
+  if (plan.flight_record.empty()) plan.flight_record = env::text("LOCKSTEP_FLIGHT_RECORD").value_or("");
+  // After the failure it would be too late to say so.
+  if (const auto folder = std::filesystem::path(plan.flight_record).parent_path();
+      !folder.empty() && !std::filesystem::is_directory(folder, error))
+    throw not_allowed("--flight-record", plan.flight_record, "a file in a folder that is there");
   if (!plan.interface.empty()) {
     const auto names = detail::network_interfaces();
     if (std::find(names.begin(), names.end(), plan.interface) == names.end())
@@ -290,6 +295,15 @@ void add_failure_options(Adder& add, Request& request) {
             [&](const auto& text) { plan.grace = env::parse_duration("--grace", text); });
   add.value("--stop-grace", "TIME", "How long a rank may be stopped (SIGSTOP); 5s by default",
             [&](const auto& text) { plan.stop_grace = env::parse_duration("--stop-grace", text); });
+  add.value(
+      "--flight-record", "FILE|none",
+      "Where the last 1,000 operations of each rank are saved after a failure,\nfor `lockstep trace flight`; "
+      "by default what LOCKSTEP_FLIGHT_RECORD says,\nelse DIR/flight.json with --log-dir DIR, else a new "
+      "file in TMPDIR or /tmp",
+      [&](const auto& text) {
+        if (text.empty()) throw not_allowed("--flight-record", text, "the name of a file, or none,");
+        plan.flight_record = text;
+      });
   add.value(
       "--max-restarts", "K", "Start all ranks again after a failure, at most K times; 0 by default",
       [&](const auto& text) { plan.max_restarts = whole_or_throw("--max-restarts", text, 0, 1000000); });

@@ -3,6 +3,7 @@
 // Input: how many bytes come at a time, then what comes.
 #include <string>
 
+#include <lockstep/control/flight.h>
 #include <lockstep/control/messages.h>
 #include <lockstep/control/store.h>
 
@@ -44,6 +45,7 @@ void (*const kDecoders[])(std::string_view) = {
     message<Fault>,
     message<Rows>,
     message<NodeHello>,
+    message<RankFlight>,
     message<StoreRequest>,
     message<StoreReply>,
     [](std::string_view payload) { same(encode(decode_ended(payload)), payload); },

@@ -32,8 +32,7 @@ class Heart {
     return *heart;
   }
 
-  std::int64_t awake() const {
-    const auto now = steady();
+  std::int64_t awake(std::int64_t now) const {
     // In this order: between the two a stop may be counted twice for a moment, but never not at all.
     const auto beat = last_.load(std::memory_order_acquire);
     const auto stopped = stopped_.load(std::memory_order_acquire);
@@ -71,6 +70,12 @@ class Heart {
 
 }  // namespace
 
-AwakeClock::time_point AwakeClock::now() noexcept { return time_point(nanoseconds(Heart::get().awake())); }
+AwakeClock::time_point AwakeClock::now() noexcept { return moment().awake; }
+
+AwakeClock::Moment AwakeClock::moment() noexcept {
+  const Heart& heart = Heart::get();  // before the look: it begins to beat at the first
+  const auto now = std::chrono::steady_clock::now();
+  return {time_point(nanoseconds(heart.awake(nanoseconds(now.time_since_epoch()).count()))), now};
+}
 
 }  // namespace lockstep::detail

@@ -14,6 +14,13 @@ struct AwakeClock {
   static constexpr bool is_steady = false;  // may go back by as much as is found to have been missed
 
   static time_point now() noexcept;
+
+  // One look at the time, for whoever needs it on both.
+  struct Moment {
+    time_point awake;
+    std::chrono::steady_clock::time_point steady;
+  };
+  static Moment moment() noexcept;
 };
 
 }  // namespace lockstep::detail

@@ -43,28 +43,49 @@ int GroupState::line_of(const Call& call) {
   return point_to_point(call.operation) ? message_line_ : collective_line_;
 }
 
-const std::string& GroupState::Place::text(const Call& call) {
+const control::CallTexts& GroupState::Place::texts(const Call& call) {
+  using Texts = control::CallTexts;
   if (!call.far_site.empty() || call.site.file_name() != file_ || call.site.line() != line_) {
     file_ = call.far_site.empty() ? call.site.file_name() : nullptr;
     line_ = call.site.line();
-    text_ = site_text(call);
+    Texts::set(texts_.site, site_text(call));
   }
-  return text_;
+  if (static_cast<int>(call.operation) != operation_) {
+    operation_ = static_cast<int>(call.operation);
+    dtype_ = reduction_ = -1;
+    Texts::set(texts_.operation, lockstep::name(call.operation));
+  }
+  if (static_cast<int>(call.dtype) != dtype_) {
+    dtype_ = static_cast<int>(call.dtype);
+    Texts::set(texts_.dtype, call.operation == Operation::barrier ? "" : lockstep::name(call.dtype));
+  }
+  if (static_cast<int>(call.reduction) != reduction_) {
+    reduction_ = static_cast<int>(call.reduction);
+    Texts::set(texts_.reduction, reduces(call.operation) ? lockstep::name(call.reduction) : "");
+  }
+  return texts_;
 }
 
-void GroupState::note_begin(const Call& call) {
-  if (!pen_) return;
+control::FlightRing::Ticket GroupState::note_begin(const Pending& pending) {
+  if (!pen_) return control::FlightRing::kNone;
+  const Call& call = pending.call();
   const bool message = point_to_point(call.operation);
   if (message && !has_message_line_) {
     has_message_line_ = true;  // under the messages' mutex
     message_line_ = pen_->add_line(key_, name_, true);
   }
-  pen_->began(line_of(call), static_cast<std::int64_t>(call.sequence), lockstep::name(call.operation),
-              (message ? messages_place_ : collectives_place_).text(call), message ? call.root : -1);
+  const control::Begun begun{.key = key_,
+                             .sequence = static_cast<std::int64_t>(call.sequence),
+                             .count = call.count,
+                             .bytes = call.bytes,
+                             .peer = message || rooted(call.operation) ? call.root : -1,
+                             .message = message,
+                             .at = pending.begun()};
+  return pen_->began(line_of(call), begun, (message ? messages_place_ : collectives_place_).texts(call));
 }
 
-void GroupState::note_end(const Call& call) noexcept {
-  if (pen_) pen_->ended(line_of(call), static_cast<std::int64_t>(call.sequence));
+void GroupState::note_end(const Call& call, control::FlightRing::Ticket record, bool failed) noexcept {
+  if (pen_) pen_->ended(line_of(call), static_cast<std::int64_t>(call.sequence), record, failed);
 }
 
 void GroupState::note_wait(const Call& call, bool waits) noexcept {
@@ -117,7 +138,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   if (!engine) throw gone();  // closed since
   auto pending = std::make_shared<Pending>(shared_from_this(), engine, std::move(call), limit);
   pending->by_messages = point_to_point(pending->call().operation);
-  note_begin(pending->call());
+  pending->record = note_begin(*pending);
   world_->observe([&](Observer& observer) { observer.started(pending->call()); });
   try {
     at::AutoDispatchBelowAutograd below_autograd;

@@ -83,7 +83,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   // For the control plane: where this rank is, and what it waits for.
   void note_wait(const Call& call, bool waits) noexcept;
-  void note_end(const Call& call) noexcept;
+  void note_end(const Call& call, control::FlightRing::Ticket record, bool failed) noexcept;
   // How many collectives that rank had begun when it let go of the group in order; nothing: it did not.
   std::optional<std::uint64_t> left_after(int rank);
 
@@ -98,7 +98,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
  private:
   int line_of(const Call& call);
-  void note_begin(const Call& call);
+  control::FlightRing::Ticket note_begin(const Pending& pending);
   void check_usable(const Call& call);
   void reap();
   void compare(const Call& call, std::chrono::milliseconds timeout);
@@ -119,14 +119,16 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::shared_ptr<control::Pen> pen_;  // null where there is no control plane
   std::atomic<int> collective_line_ = -1, message_line_ = -1;
   bool has_message_line_ = false;
-  // A loop calls from the same line again and again: its text is made once.
-  struct Place {
-    const std::string& text(const Call& call);
+  // A loop makes the same call from the same line again and again: its texts are made once.
+  class Place {
+   public:
+    const control::CallTexts& texts(const Call& call);
 
    private:
     const char* file_ = nullptr;
     std::uint_least32_t line_ = 0;
-    std::string text_;
+    int operation_ = -1, dtype_ = -1, reduction_ = -1;
+    control::CallTexts texts_{};
   };
   Place collectives_place_, messages_place_;  // under the mutexes above
 

@@ -305,7 +305,7 @@ void Pending::settle_complete() {
     const auto elapsed = Clock::now() - start_;
     group_->world().observe([&](Observer& observer) { observer.finished(call(), elapsed); });
   }
-  group_->note_end(call());
+  group_->note_end(call(), record, false);
   state_.store(State::complete, std::memory_order_release);
 }
 
@@ -323,7 +323,7 @@ void Pending::settle_failed(std::string cause) {
     if (auto place = group_->place_of(verdict->rank)) error_.peer = place;
   }
   error_.cause = cause;
-  group_->note_end(call());  // the program may catch the error and go on
+  group_->note_end(call(), record, true);  // the program may catch the error and go on
   group_->fail({fmt::format("{} #{} at {} failed: {}", name(call().operation), call().sequence,
                             site_text(call()), cause),
                 std::nullopt});

@@ -28,10 +28,12 @@ class Pending : public std::enable_shared_from_this<Pending> {
   std::vector<at::Tensor> keep;
   std::vector<std::function<void()>> finish;  // in order: what is left when the engine is done
   bool by_messages = false;                   // it is made of the engine's sends and receives
+  control::FlightRing::Ticket record = control::FlightRing::kNone;
   // In place of works, for an engine that takes parts. Tensors are dense and kept; one tensor where the call
   // has a table of sizes stands for its pieces.
   void post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs);
 
+  std::chrono::steady_clock::time_point begun() const { return moment_.steady; }
   const Call& call() const { return item_.part.call; }
   GroupState& group() const { return *group_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
@@ -74,7 +76,8 @@ class Pending : public std::enable_shared_from_this<Pending> {
   const std::shared_ptr<Transport> transport_;
   Item item_;  // has the call, whichever engine it goes to
   PartEngine* parts_ = nullptr;
-  const Clock::time_point start_ = Clock::now();
+  const Clock::Moment moment_ = Clock::moment();
+  const Clock::time_point start_ = moment_.awake;
   const std::chrono::milliseconds timeout_;
   const Clock::time_point deadline_;
   // Held by whoever waits inside the engine; a verdict interrupts the engine and so frees it.

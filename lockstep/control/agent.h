@@ -25,6 +25,8 @@ struct Link {
   std::string job = {};  // the same text on every host of this job, and of no other: it is part of the proof
 };
 
+struct FlightRecord;
+
 struct AgentOptions {
   std::string name = {};  // of the socket on which ranks find it: an abstract unix socket
   int node = 0, num_nodes = 1;
@@ -39,6 +41,9 @@ struct AgentOptions {
   std::function<void(const std::string&)> say;     // a line to the person; any thread
   std::function<std::string(const Ended&)> explain =
       {};  // why a rank was killed (out of memory), where one can tell
+  // On the head, when an attempt has failed or was stopped, before the next begins or the job finishes: the
+  // last operations of all ranks. On the agent's thread.
+  std::function<void(FlightRecord)> flight = {};
 };
 
 // What the agent asks of whoever starts the ranks (`lockstep run`), in this order:

@@ -76,6 +76,7 @@ Agent::Loop::Loop(AgentOptions options)
     for (Node& each : nodes_)
       if (each.number == node) send(each, {.kind = Kind::order, .payload = encode(order)});
   };
+  ports.flight = options_.flight;
   head_ = std::make_unique<Head>(head, std::move(ports));
   head_->add_node({.node = 0,
                    .num_nodes = options_.num_nodes,
@@ -131,6 +132,7 @@ void Agent::Loop::post(std::function<void()> command) {
 void Agent::Loop::push(Order order) {
   std::lock_guard lock(mutex_);
   if (std::holds_alternative<Start>(order)) started_ = true;
+  if (std::holds_alternative<Failed>(order)) troubled_ = true;
   if (std::holds_alternative<Finish>(order)) finished_ = true;
   orders_.push_back(std::move(order));
   ring(orders_event_);
@@ -255,6 +257,7 @@ void Agent::Loop::tick() {
 }
 
 void Agent::Loop::node_done() {
+  if (troubled_.exchange(false)) send_flights();
   // What the ranks of an attempt left open belongs to it.
   for (auto& connection : connections_) connection.here = false, connection.closed = true;
   ranks_.clear();

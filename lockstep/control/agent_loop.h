@@ -16,6 +16,7 @@
 #include <lockstep/control/agent.h>
 #include <lockstep/control/board.h>
 #include <lockstep/control/door.h>
+#include <lockstep/control/flight.h>
 #include <lockstep/control/head.h>
 #include <lockstep/control/process.h>
 #include <lockstep/control/secure_link.h>
@@ -80,6 +81,8 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
     bool ended = false;
     std::optional<Clock::time_point> stopped;
     bool told = false;
+    std::optional<Ended> how = {};
+    std::string error = {};  // that it has told of
   };
 
   void run();
@@ -99,6 +102,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void look_at_dying();
   void report_end(int rank, Ended how);
   void send_rows(int rank);
+  void send_flights();
   void look_at_stops();
   void look_at(int rank, int pid, const std::optional<ProcessState>& process, LocalRank& state);
 
@@ -139,6 +143,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   int board_size_ = 0;
   std::map<int, LocalRank> ranks_;
   std::vector<Dying> dying_;
+  std::atomic<bool> troubled_ = false;  // something has gone wrong in this attempt
   bool paused_ = false, any_came_ = false, too_many_files_ = false;
   bool started_ = false, finished_ = false,
        failed_ = false;  // of the orders, and without a head to give them

@@ -19,7 +19,8 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr milliseconds kDying(300);    // for a process whose lock is gone to count as ended
+constexpr milliseconds kDying(300);  // for a process whose lock is gone to count as ended
+constexpr std::size_t kMostFlights = 250'000;
 constexpr milliseconds kNoFiles(100);  // until the next look for somebody who connects
 
 }  // namespace
@@ -83,7 +84,11 @@ void Agent::Loop::receive(Connection& connection, Frame frame) {
       connection.here = false;
       send_rows(connection.rank);
       break;
-    case Kind::fault: send_rows(connection.rank); break;
+    case Kind::fault:
+      troubled_ = true;
+      ranks_[connection.rank].error = Fault::decode(frame.payload).text;
+      send_rows(connection.rank);
+      break;
     case Kind::group:
     case Kind::stop:
     case Kind::stop_count:
@@ -175,6 +180,9 @@ void Agent::Loop::look_at_dying() {
 
 void Agent::Loop::report_end(int rank, Ended how) {
   if (how.signal && how.note.empty() && options_.explain) how.note = options_.explain(how);
+  if (!how.clean()) troubled_ = true;
+  // Whoever waits for it knows more than a look at /proc.
+  if (auto& known = ranks_[rank].how; !known || how.status || how.signal) known = how;
   send_rows(rank);
   up({.kind = Kind::rank_ended, .rank = rank, .payload = encode(how)});
 }
@@ -182,6 +190,27 @@ void Agent::Loop::report_end(int rank, Ended how) {
 void Agent::Loop::send_rows(int rank) {
   if (!board_ || rank < 0 || rank >= board_size_) return;
   up({.kind = Kind::rows, .rank = rank, .payload = board_->rows(rank).encode()});
+}
+
+// Killed ranks' too: their memory is the board's.
+void Agent::Loop::send_flights() {
+  if (!board_ || options_.local_ranks == 0) return;
+  using std::chrono::nanoseconds;
+  const auto offset = nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count() -
+                      nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+  // Of very many ranks fewer each: one process gathers them all.
+  const auto most = std::clamp(kMostFlights / static_cast<std::size_t>(board_size_), std::size_t{100},
+                               std::size_t{FlightRing::kKept});
+  for (const auto& [rank, state] : ranks_) {
+    if (rank >= board_size_) continue;
+    RankFlight flight{
+        .pid = state.pid, .ended = state.how, .error = state.error, .log = board_->flight(rank)};
+    for (auto& entry : flight.log.entries) {
+      entry.began_ns += offset;
+      if (entry.ended_ns != 0) entry.ended_ns += offset;
+    }
+    up({.kind = Kind::flight, .rank = rank, .payload = flight.encode(most)});
+  }
 }
 
 void Agent::Loop::rank_started(int rank, int pid) {

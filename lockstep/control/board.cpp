@@ -34,13 +34,6 @@ T number_or_none(T value) {
 }
 
 template <std::size_t N>
-void copy(char (&to)[N], std::string_view from) {
-  const auto length = std::min(from.size(), N - 1);
-  std::memcpy(to, from.data(), length);
-  to[length] = 0;
-}
-
-template <std::size_t N>
 std::string text(const char (&from)[N]) {
   return {from, ::strnlen(from, N)};
 }
@@ -56,7 +49,7 @@ struct State {
 struct Line {
   State state;
   std::int64_t key;
-  char group[40], operation[16], site[48];
+  char group[40], operation[sizeof CallTexts::operation], site[sizeof CallTexts::site];
 };
 
 // The rank writes, the agent reads: a version that is odd while something is being written. Every word is
@@ -108,13 +101,15 @@ struct Board::Page {
   VersionedLine lines[kLines];
 };
 
-static_assert(sizeof(Board::Page) <= 8192);
+// Of each rank: its page, then its ring.
 constexpr std::size_t kPage = 8192;
+constexpr std::size_t kShare = kPage + (sizeof(FlightRing) + 4095) / 4096 * 4096;
+static_assert(sizeof(Board::Page) <= kPage);
 
 Board::Board(int num_ranks) : fd_(::memfd_create("lockstep board", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
   if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
   // Sparse: only pages that a rank of this host uses are ever there.
-  if (::ftruncate(fd_, static_cast<off_t>(kPage) * num_ranks) != 0 ||
+  if (::ftruncate(fd_, static_cast<off_t>(kShare) * num_ranks) != 0 ||
       ::fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const int error = errno;
     ::close(fd_);
@@ -126,7 +121,7 @@ Board::Board(int num_ranks) : fd_(::memfd_create("lockstep board", MFD_CLOEXEC |
 Board::Board(int fd, int num_ranks) : fd_(fd) { map(num_ranks); }
 
 void Board::map(int num_ranks) {
-  length_ = kPage * static_cast<std::size_t>(num_ranks);
+  length_ = kShare * static_cast<std::size_t>(num_ranks);
   void* memory = ::mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   if (memory == MAP_FAILED) {
     const int error = errno;
@@ -142,13 +137,18 @@ Board::~Board() {
 }
 
 Board::Page& Board::page(int rank) const {
-  return *reinterpret_cast<Page*>(memory_ + kPage * static_cast<std::size_t>(rank));
+  return *reinterpret_cast<Page*>(memory_ + kShare * static_cast<std::size_t>(rank));
+}
+
+FlightRing& Board::ring(int rank) const {
+  return *reinterpret_cast<FlightRing*>(memory_ + kShare * static_cast<std::size_t>(rank) + kPage);
 }
 
 void Board::prepare(int rank) {
   Page& page = this->page(rank);
   std::memset(static_cast<void*>(&page), 0, sizeof page);
   page.step.store(-1, std::memory_order_relaxed);
+  ring(rank).clear();
   pthread_mutexattr_t shared;
   ::pthread_mutexattr_init(&shared);
   ::pthread_mutexattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
@@ -206,7 +206,8 @@ Rows Board::rows(int rank) const {
   return rows;
 }
 
-Pen::Pen(std::shared_ptr<Board> board, int rank) : board_(std::move(board)), page_(board_->page(rank)) {}
+Pen::Pen(std::shared_ptr<Board> board, int rank)
+    : board_(std::move(board)), page_(board_->page(rank)), ring_(board_->ring(rank)) {}
 
 void Pen::step(std::int64_t step) { page_.step.store(step, std::memory_order_relaxed); }
 std::int64_t Pen::step() const { return page_.step.load(std::memory_order_relaxed); }
@@ -214,7 +215,6 @@ std::int64_t Pen::step() const { return page_.step.load(std::memory_order_relaxe
 template <typename What, typename F>
 void Pen::write(int line, F change) {
   if (line < 0) return;
-  std::lock_guard lock(mutex_);
   auto& place = page_.lines[line];
   auto changed = place.template get<What>();
   change(changed);
@@ -241,40 +241,45 @@ int Pen::add_line(std::int64_t key, std::string_view group, bool messages) {
   line.state.sequence = line.state.waits_for = -1;
   line.state.peer = -1;
   line.state.changed_ms = now_ms();
-  copy(line.group, group);
+  CallTexts::set(line.group, group);
   page_.lines[free].set(line);
   return free;
 }
 
 void Pen::drop_line(int line) {
+  std::lock_guard lock(mutex_);
   write<State>(line, [](State& each) { each.retired = 1; });
 }
 
-void Pen::began(int line, std::int64_t sequence, std::string_view operation, std::string_view site,
-                int peer) {
-  const auto now = now_ms();
+FlightRing::Ticket Pen::began(int line, const Begun& begun, const CallTexts& texts) {
+  const auto now = in_ns(begun.at);
+  std::lock_guard lock(mutex_);
   write<Line>(line, [&](Line& each) {
-    each.state.sequence = sequence;
-    each.state.peer = peer;
+    each.state.sequence = begun.sequence;
+    each.state.peer = begun.message ? begun.peer : -1;
     each.state.running = 1;
-    each.state.changed_ms = now;
-    copy(each.operation, operation);
-    copy(each.site, site);
+    each.state.changed_ms = now / 1'000'000;
+    std::memcpy(each.operation, texts.operation, sizeof each.operation);
+    std::memcpy(each.site, texts.site, sizeof each.site);
   });
+  return ring_.begin(begun, texts, step());
 }
 
-void Pen::ended(int line, std::int64_t sequence) {
-  const auto now = now_ms();
+void Pen::ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool failed) {
+  const auto now = in_ns(std::chrono::steady_clock::now());  // the same clock, finer
+  std::lock_guard lock(mutex_);
   write<State>(line, [&](State& each) {
     if (each.waits_for == sequence) each.waits_for = -1;
     if (each.sequence != sequence) return;
     each.running = 0;
-    each.changed_ms = now;
+    each.changed_ms = now / 1'000'000;
   });
+  ring_.end(ticket, now, failed);
 }
 
 void Pen::waits(int line, std::int64_t sequence) {
   const auto now = now_ms();
+  std::lock_guard lock(mutex_);
   write<State>(line, [&](State& each) {
     each.waits_for = sequence;
     each.waits_since_ms = now;
@@ -282,6 +287,7 @@ void Pen::waits(int line, std::int64_t sequence) {
 }
 
 void Pen::waited(int line, std::int64_t sequence) {
+  std::lock_guard lock(mutex_);
   write<State>(line, [&](State& each) {
     if (each.waits_for == sequence) each.waits_for = -1;
   });

@@ -1,8 +1,8 @@
-// One page of shared memory per rank, from the agent of its host: where the rank is (step, operation, what it
-// waits for), written without a system call and read by the agent; and a lock that the rank holds as long as
-// it lives. The kernel gives that lock up before it frees the memory of a process that ends, so a death is
-// known at once at any size: a rank of 4 GiB was noticed after 0.2 ms; by the end of its connection, or by
-// waiting for it, after 280.
+// Some shared memory for each rank, from the agent of its host: a page that says where the rank is (step,
+// operation, what it waits for) and a ring of its last operations, written without a system call and read by
+// the agent; and a lock that the rank holds as long as it lives. The kernel gives that lock up before it
+// frees the memory of a process that ends, so a death is known at once at any size: a rank of 4 GiB was
+// noticed after 0.2 ms; by the end of its connection, or by waiting for it, after 280.
 #pragma once
 
 #include <pthread.h>
@@ -16,6 +16,7 @@
 #include <string>
 #include <string_view>
 
+#include <lockstep/control/flight_ring.h>
 #include <lockstep/control/messages.h>
 
 namespace lockstep::control {
@@ -41,9 +42,11 @@ class Board {
   std::optional<bool> holder_died(int rank, std::chrono::milliseconds limit);
 
   Rows rows(int rank) const;
+  FlightLog flight(int rank) const { return ring(rank).read(); }
 
   struct Page;
   Page& page(int rank) const;
+  FlightRing& ring(int rank) const;
 
  private:
   void map(int num_ranks);
@@ -63,17 +66,19 @@ class Pen {
   // A line for each group (collectives and messages apart); -1 when there is no more room.
   int add_line(std::int64_t key, std::string_view group, bool messages);
   void drop_line(int line);
-  void began(int line, std::int64_t sequence, std::string_view operation, std::string_view site, int peer);
-  void ended(int line, std::int64_t sequence);  // and so has a wait for it
+  FlightRing::Ticket began(int line, const Begun& begun, const CallTexts& texts);
+  // And so has a wait for it.
+  void ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool failed);
   void waits(int line, std::int64_t sequence);
   void waited(int line, std::int64_t sequence);
 
  private:
   template <typename What, typename F>
-  void write(int line, F change);
+  void write(int line, F change);  // under the mutex
 
   const std::shared_ptr<Board> board_;
   Board::Page& page_;
+  FlightRing& ring_;
   std::mutex mutex_;
 };
 

@@ -46,7 +46,8 @@ enum class Kind : std::uint16_t {
   rows,
   order,
   ping,
-  last = ping,
+  flight,
+  last = flight,
 };
 
 struct Frame {

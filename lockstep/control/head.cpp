@@ -45,6 +45,7 @@ void Head::start() {
   groups_.clear();
   group_seen_.clear();
   told_.clear();
+  flights_.clear();
   store_ = {};
   failure_.reset();
   suspicion_.reset();
@@ -142,6 +143,9 @@ void Head::receive(int node, const Frame& frame) {
       return decide_stop();
     }
     case Kind::node_done: return node_done(node);
+    case Kind::flight:
+      if (options_.launches && ranks_.contains(rank())) flights_[rank()] = RankFlight::decode(frame.payload);
+      return;
     default:
       throw FrameError(fmt::format("the head was sent a message of kind {}", static_cast<int>(frame.kind)));
   }

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/control/flight.h>
 #include <lockstep/control/messages.h>
 #include <lockstep/control/store.h>
 
@@ -22,6 +23,7 @@ class Head {
     std::function<void(int node, Frame)> send;  // frame.rank < 0: to every rank of the node
     std::function<void(int node, Order)> order;
     std::function<void(const std::string&)> say;
+    std::function<void(FlightRecord)> flight = {};  // of an attempt that failed or was stopped
   };
   struct Options {
     int num_nodes = 1;     // 0: they come as they come
@@ -84,6 +86,7 @@ class Head {
   void decide_stop();
   void node_done(int node);
   void all_done();
+  void tell_flight();
   void finish(Finish finish);
   void start();
   bool has_begun() const;
@@ -120,6 +123,7 @@ class Head {
   std::optional<std::int64_t> stop_at_;
   std::optional<Clock::time_point> start_at_;  // of the next attempt
   bool finished_ = false;
+  std::map<int, RankFlight> flights_;
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> told_;  // of a wait: until when, in ms
   bool paused_ = false;
   Clock::time_point quiet_until_{};  // after a pause: who was stopped inside a wait needs a moment to end it

@@ -140,6 +140,7 @@ void Head::all_done() {
   if (start_at_ && whole) return;
   // Nobody else is left who could be to blame. Of ranks that were asked to stop nobody is.
   if (!failure_ && suspicion_ && !stop_signal_) fail(suspicion_->first);
+  tell_flight();
   Finish finish;
   if (stop_signal_) {
     finish.status = 128 + *stop_signal_;
@@ -164,6 +165,16 @@ void Head::all_done() {
     }
   }
   this->finish(std::move(finish));
+}
+
+void Head::tell_flight() {
+  auto flights = std::exchange(flights_, {});
+  if (!ports_.flight || flights.empty() || (!failure_ && !stop_signal_)) return;
+  ports_.flight({.attempt = attempt_,
+                 .world_size = size_,
+                 .failure = failure_,
+                 .groups = groups_,
+                 .ranks = std::move(flights)});
 }
 
 void Head::finish(Finish finish) {

@@ -18,7 +18,9 @@
 
 #include <fmt/format.h>
 #include <lockstep/control/agent.h>
+#include <lockstep/control/flight.h>
 #include <lockstep/launch/descendants.h>
+#include <lockstep/launch/flight_keeper.h>
 #include <lockstep/launch/local_ranks.h>
 #include <lockstep/launch/out_of_memory.h>
 #include <lockstep/launch/output.h>
@@ -58,6 +60,7 @@ class Guardian {
         ranks_(plan, inherited.stdin_fd, inherited.signals),
         signals_(take_signals({SIGCHLD}, kForwarded)),
         output_(plan),
+        flights_(plan),
         agent_(agent_options()) {}
 
   int run() {
@@ -106,7 +109,12 @@ class Guardian {
     options.say = [this](const std::string& line) { say(line); };
     // It may see that a large rank is ending before the kernel has put its memory away and tells us.
     options.explain = [this](const control::Ended& how) { return explain(how); };
+    options.flight = [this](control::FlightRecord record) { flights_.take(std::move(record)); };
     return options;
+  }
+
+  void save_flight() {
+    if (const auto line = flights_.save()) say(*line);
   }
 
   void say(const std::string& line) { output_.say("lockstep: " + line); }
@@ -186,6 +194,7 @@ class Guardian {
   // ---- what the agent wants -------------------------------------------------------------------------------
 
   void handle(const control::Start& start) {
+    save_flight();  // of the attempt before
     output_.begin_attempt(start.attempt, start.world_size);
     if (start.attempt == 0 && !plan_.quiet) say(start_line(start));
     terminate_at_ = kill_at_ = give_up_at_ = std::nullopt;
@@ -219,6 +228,7 @@ class Guardian {
   }
 
   void handle(const control::Finish& finish) {
+    save_flight();
     std::string_view why = finish.why;
     while (!why.empty()) {
       const auto end = std::min(why.find('\n'), why.size());
@@ -293,6 +303,7 @@ class Guardian {
   std::string agent_name_;
   OutOfMemory memory_;
   Output output_;
+  FlightKeeper flights_;
   control::Agent agent_;  // after the output: it says things until it ends
 
   bool started_ = false;  // ranks were started, and their end has not been told

@@ -56,7 +56,8 @@ struct LaunchPlan {
   int threads = 0;  // of each rank; 0: LOCKSTEP_THREADS, OMP_NUM_THREADS, else cores / ranks
   Bind bind = Bind::automatic;
 
-  std::string timeout;  // of each collective, as LOCKSTEP_TIMEOUT takes it; empty: not set by us
+  std::string flight_record;  // the file; "none": not written; empty: in log_directory, else a new one
+  std::string timeout;        // of each collective, as LOCKSTEP_TIMEOUT takes it; empty: not set by us
   std::optional<std::chrono::milliseconds> join_timeout;
   std::chrono::milliseconds grace{5000};       // between the first signal and SIGKILL
   std::chrono::milliseconds stop_grace{5000};  // how long a rank may be stopped

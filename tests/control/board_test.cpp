@@ -16,6 +16,14 @@ using std::chrono::milliseconds;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
+FlightRing::Ticket began(Pen& pen, int line, std::int64_t sequence, std::string_view operation,
+                         std::string_view site, int peer) {
+  CallTexts texts{};
+  CallTexts::set(texts.operation, operation);
+  CallTexts::set(texts.site, site);
+  return pen.began(line, {.key = 77, .sequence = sequence, .peer = peer, .message = peer >= 0}, texts);
+}
+
 TEST(Board, what_a_rank_writes_the_agent_reads) {
   auto board = std::make_shared<Board>(4);
   board->prepare(2);
@@ -24,7 +32,7 @@ TEST(Board, what_a_rank_writes_the_agent_reads) {
   Pen pen(board, 2);
   const int line = pen.add_line(77, "world", false);
   pen.step(12);
-  pen.began(line, 5, "all_reduce", "train.cpp:42", -1);
+  began(pen, line, 5, "all_reduce", "train.cpp:42", -1);
   pen.waits(line, 5);
   auto rows = board->rows(2);
   EXPECT_EQ(rows.step, 12);
@@ -37,7 +45,7 @@ TEST(Board, what_a_rank_writes_the_agent_reads) {
   EXPECT_EQ(rows.rows[0].waits_for, 5);
   EXPECT_TRUE(rows.rows[0].running);
   pen.waited(line, 5);
-  pen.ended(line, 5);
+  pen.ended(line, 5, FlightRing::kNone, false);
   rows = board->rows(2);
   EXPECT_FALSE(rows.rows[0].running);
   EXPECT_EQ(rows.rows[0].waits_for, -1);
@@ -53,7 +61,7 @@ TEST(Board, lines_of_groups_that_are_gone_are_used_again_when_needed) {
     lines.push_back(line);
   ASSERT_GT(lines.size(), 8u);
   EXPECT_EQ(pen.add_line(1, "more", false), -1);
-  pen.began(-1, 0, "all_reduce", "", -1);  // no line, no harm
+  began(pen, -1, 0, "all_reduce", "", -1);  // no line, no harm
   pen.drop_line(lines[3]);
   EXPECT_EQ(pen.add_line(1, "more", false), lines[3]);
   EXPECT_EQ(pen.add_line(1, "more", false), -1);
@@ -63,8 +71,8 @@ TEST(Board, long_names_are_cut) {
   auto board = std::make_shared<Board>(1);
   board->prepare(0);
   Pen pen(board, 0);
-  pen.began(pen.add_line(1, std::string(500, 'g'), false), 0, std::string(500, 'o'), std::string(500, 's'),
-            -1);
+  began(pen, pen.add_line(1, std::string(500, 'g'), false), 0, std::string(500, 'o'), std::string(500, 's'),
+        -1);
   const auto rows = board->rows(0);
   EXPECT_LT(rows.rows[0].group.size(), 64u);
   EXPECT_EQ(Rows::decode(rows.encode()).rows[0].site, rows.rows[0].site);
@@ -78,7 +86,7 @@ TEST(Board, a_page_that_was_written_over_harms_nobody) {
     board->prepare(0);
     Pen pen(board, 0);
     const int line = pen.add_line(1, "g", false);
-    pen.began(line, 5, "all_reduce", "train.cpp:42", -1);
+    began(pen, line, 5, "all_reduce", "train.cpp:42", -1);
     std::memset(bytes + sizeof(pthread_mutex_t), fill, 8192 - sizeof(pthread_mutex_t));
     const auto rows = board->rows(0);
     ASSERT_THAT(rows.rows, ::testing::Not(IsEmpty()));
@@ -100,7 +108,7 @@ TEST(Board, a_reader_never_sees_half_a_line) {
   const int line = pen.add_line(1, "g", false);
   std::atomic<bool> end = false;
   std::thread writer([&] {
-    for (int i = 0; !end; ++i) pen.began(line, i, i % 2 ? "odd" : "even", i % 2 ? "odd.cpp" : "even.cpp", i);
+    for (int i = 0; !end; ++i) began(pen, line, i, i % 2 ? "odd" : "even", i % 2 ? "odd.cpp" : "even.cpp", i);
   });
   for (int i = 0; i < 20000; ++i)
     for (const Row& row : board->rows(0).rows) {

@@ -33,7 +33,8 @@ class HeadTest : public ::testing::Test {
                        sent.push_back({node, std::move(frame)});
                      },
                  .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
-                 .say = [this](const std::string& line) { said.push_back(line); }});
+                 .say = [this](const std::string& line) { said.push_back(line); },
+                 .flight = [this](FlightRecord record) { flights.push_back(std::move(record)); }});
   }
   // A job of `lockstep run` on one host, with all ranks in it.
   Head running(int ranks, int max_restarts = 0) {
@@ -100,6 +101,7 @@ class HeadTest : public ::testing::Test {
   std::vector<Sent> sent;
   std::vector<std::pair<int, Order>> orders;
   std::vector<std::string> said;
+  std::vector<FlightRecord> flights;
 };
 
 TEST_F(HeadTest, all_are_welcomed_when_the_last_has_come) {
@@ -549,6 +551,43 @@ TEST_F(HeadTest, what_makes_no_sense_is_refused) {
   EXPECT_THROW(head.receive(0, {.kind = Kind::store, .rank = 0, .payload = "?"}), FrameError);
   EXPECT_THROW(head.receive(0, {.kind = Kind::welcome, .rank = 0}), FrameError);
   EXPECT_EQ(verdict(), "");
+}
+
+// ---- the flight record ------------------------------------------------------------------------------------
+
+Frame flight(int rank, std::int64_t begun) {
+  RankFlight flight{.pid = 100 + rank, .log = {.begun = begun}};
+  flight.log.entries.push_back({.key = 1, .operation = "all_reduce", .sequence = begun - 1});
+  return {.kind = Kind::flight, .rank = rank, .payload = flight.encode()};
+}
+
+TEST_F(HeadTest, the_flight_record_of_a_failure_is_told_before_the_end) {
+  Head head = running(2, 1);
+  ends(head, 1, {.pid = 101, .signal = SIGKILL});
+  for (int rank : {0, 1}) head.receive(0, flight(rank, 40 + rank));
+  head.receive(0, flight(7, 3));  // of no rank of the job
+  auto broken = flight(0, 50);
+  broken.payload.pop_back();
+  EXPECT_THROW(head.receive(0, broken), FrameError);
+  EXPECT_THAT(flights, IsEmpty());
+  head.receive(0, {.kind = Kind::node_done});
+  ASSERT_THAT(flights, SizeIs(1));
+  EXPECT_EQ(flights[0].failure->rank, 1);
+  EXPECT_EQ(flights[0].attempt, 0);
+  EXPECT_EQ(flights[0].world_size, 2);
+  EXPECT_EQ(flights[0].groups.at(1).name, "world");
+  ASSERT_THAT(flights[0].ranks, SizeIs(2));
+  EXPECT_EQ(flights[0].ranks.at(1).log.begun, 41);
+  EXPECT_EQ(flights[0].ranks.at(0).log.entries.at(0).sequence, 39);
+
+  // The next attempt ends well, whatever an agent sends.
+  head.tick(Clock::now() + seconds(10));
+  all_come(head, 2, 1);
+  head.receive(0, flight(0, 3));
+  for (int rank : {0, 1}) ends(head, rank, {.pid = 100 + rank, .status = 0});
+  head.receive(0, {.kind = Kind::node_done});
+  EXPECT_THAT(flights, SizeIs(1));
+  EXPECT_THAT(orders_of<Finish>(), SizeIs(1));
 }
 
 }  // namespace

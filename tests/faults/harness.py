@@ -101,6 +101,7 @@ class Job:
         self.events_file = events or self.folder / "events"
         self.lines = {"out": [], "err": []}
         environment = {**os.environ, **dict([BIND]), MARK: self.mark, "FAULTS_EVENTS": str(self.events_file)}
+        environment["LOCKSTEP_FLIGHT_RECORD"] = str(self.folder / "flight.json")
         for name, value in (env or {}).items():
             environment.pop(name, None)
             if value is not None:
