@@ -13,6 +13,7 @@
 
 #include <lockstep/base/error.h>
 #include <lockstep/control/failure.h>
+#include <lockstep/control/steps.h>
 
 namespace lockstep::control {
 
@@ -39,6 +40,8 @@ struct AgentOptions {
   std::function<void(const std::string&)> say;     // a line to the person; any thread
   std::function<std::string(const Ended&)> explain =
       {};  // why a rank was killed (out of memory), where one can tell
+  std::function<void(const Status&)> status =
+      {};  // on the head, ten times a second while ranks make steps; any thread
 };
 
 // What the agent asks of whoever starts the ranks (`lockstep run`), in this order:

@@ -17,6 +17,7 @@
 #include <string_view>
 
 #include <lockstep/control/messages.h>
+#include <lockstep/control/progress.h>
 
 namespace lockstep::control {
 
@@ -41,6 +42,8 @@ class Board {
   std::optional<bool> holder_died(int rank, std::chrono::milliseconds limit);
 
   Rows rows(int rank) const;
+  // And how its steps went, but for those that `seen` counts.
+  Rows rows(int rank, std::uint64_t& seen) const;
 
   struct Page;
   Page& page(int rank) const;
@@ -60,6 +63,7 @@ class Pen {
 
   void step(std::int64_t step);
   std::int64_t step() const;
+  void metric(std::string_view name, double value, std::int64_t step);
   // A line for each group (collectives and messages apart); -1 when there is no more room.
   int add_line(std::int64_t key, std::string_view group, bool messages);
   void drop_line(int line);
@@ -75,6 +79,7 @@ class Pen {
   const std::shared_ptr<Board> board_;
   Board::Page& page_;
   std::mutex mutex_;
+  StepWatch watch_;
 };
 
 }  // namespace lockstep::control
