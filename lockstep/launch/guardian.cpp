@@ -24,6 +24,7 @@
 #include <lockstep/launch/output.h>
 #include <lockstep/launch/screen.h>
 #include <lockstep/launch/signals.h>
+#include <lockstep/launch/status_line.h>
 
 namespace lockstep::detail {
 namespace {
@@ -106,6 +107,8 @@ class Guardian {
     options.say = [this](const std::string& line) { say(line); };
     // It may see that a large rank is ending before the kernel has put its memory away and tells us.
     options.explain = [this](const control::Ended& how) { return explain(how); };
+    if (plan_.status != StatusLine::never)
+      options.status = [this](const control::Status& status) { output_.show_status(status_text(status)); };
     return options;
   }
 
@@ -170,6 +173,7 @@ class Guardian {
   void pause() {
     if (!paused_since_) paused_since_ = Clock::now();
     agent_.paused(true);
+    output_.hold_status(true);
     ranks_.send(SIGSTOP);
     tell_launcher(Message::Kind::paused);
   }
@@ -181,6 +185,7 @@ class Guardian {
     paused_since_.reset();
     ranks_.send(SIGCONT);
     agent_.paused(false);
+    output_.hold_status(false);
   }
 
   // ---- what the agent wants -------------------------------------------------------------------------------
