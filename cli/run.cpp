@@ -10,6 +10,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/host.h>
+#include <lockstep/base/metric_log.h>
 #include <lockstep/control/key.h>
 #include <lockstep/launch/network.h>
 #include <lockstep/launch/rank_process.h>
@@ -150,6 +151,12 @@ void check(Request& request) {
   if (const auto folder = std::filesystem::path(plan.flight_record).parent_path();
       !folder.empty() && !std::filesystem::is_directory(folder, error))
     throw not_allowed("--flight-record", plan.flight_record, "a file in a folder that is there");
+  if (!plan.metrics.empty()) {
+    // As it is seen from here, wherever the ranks start. Only rank 0's host must have it, and that is not
+    // known yet.
+    plan.metrics = std::filesystem::absolute(plan.metrics).lexically_normal().string();
+    if (plan.node == 0) detail::check_metric_folder("--metrics", plan.metrics);
+  }
   if (!plan.interface.empty()) {
     const auto names = detail::network_interfaces();
     if (std::find(names.begin(), names.end(), plan.interface) == names.end())
@@ -259,6 +266,25 @@ void add_output_options(Adder& add, Request& request) {
             "Also keep each rank's output as it is, in DIR/rank-K.log, and after the\nR-th restart in "
             "DIR/rank-K.restart-R.log;\nfiles that are there are gone on with",
             [&](const auto& text) { plan.log_directory = text; });
+  add.value(
+      "--status", "auto|always|never",
+      "A line at the bottom with step, speed, loss and the slowest rank; auto: on a\nterminal; always: "
+      "elsewhere "
+      "too, as a line every 10 s",
+      [&](const auto& text) {
+        using detail::StatusLine;
+        plan.status = one_of<StatusLine>(
+            "--status", text,
+            {{"auto", StatusLine::automatic}, {"always", StatusLine::always}, {"never", StatusLine::never}});
+      });
+  add.value("--metrics", "DIR",
+            "Where World::log_metric writes: DIR/metrics.jsonl and TensorBoard's event\nfiles; else what "
+            "LOCKSTEP_METRICS says",
+            [&](const auto& text) { plan.metrics = text; });
+  add.value("--metrics-format", "jsonl|csv", "jsonl by default", [&](const auto& text) {
+    detail::parse_metric_format("--metrics-format", text);
+    plan.metrics_format = text;
+  });
   add.flag("-q,--quiet", "No line at the start", plan.quiet);
 }
 

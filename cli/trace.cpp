@@ -128,7 +128,8 @@ void add_flight(CLI::App& trace, Action& action) {
 }  // namespace
 
 void add_trace(CLI::App& app, Action& action) {
-  auto* trace = app.add_subcommand("trace", "What a job left behind, explained: its profile, its flight record");
+  auto* trace =
+      app.add_subcommand("trace", "What a job left behind, explained: its profile, its flight record");
   trace->require_subcommand(1);
   add_flight(*trace, action);
   add_trace_profile(*trace, action);

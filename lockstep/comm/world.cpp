@@ -69,6 +69,10 @@ Group World::group(std::vector<int> ranks, GroupOptions options) {
 void World::add_observer(std::shared_ptr<Observer> observer) { state_->add_observer(std::move(observer)); }
 void World::remove_observer(const std::shared_ptr<Observer>& observer) { state_->remove_observer(observer); }
 void World::step(std::int64_t step) { state_->step(step); }
+void World::log_metric(std::string_view name, double value) { state_->log_metric(name, value, std::nullopt); }
+void World::log_metric(std::string_view name, double value, std::int64_t step) {
+  state_->log_metric(name, value, step);
+}
 bool World::stop_requested() { return state_->stop_requested(); }
 void World::fail(const std::string& cause, std::optional<int> rank) { state_->fail({cause, rank}); }
 

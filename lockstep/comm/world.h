@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -37,6 +38,10 @@ struct WorldOptions {
   // Whether CPU tensors have their memory from Lockstep (cpu_memory.h). Unset: LOCKSTEP_CPU_ALLOCATOR, else
   // true.
   std::optional<bool> cpu_allocator = {};
+  // The folder for what log_metric is given. Unset: LOCKSTEP_METRICS, else nothing is written.
+  std::string metrics = {};
+  // "jsonl" or "csv", besides TensorBoard's event files. Unset: LOCKSTEP_METRICS_FORMAT, else jsonl.
+  std::string metrics_format = {};
 };
 
 class World {
@@ -67,8 +72,16 @@ class World {
   void add_observer(std::shared_ptr<Observer> observer);
   void remove_observer(const std::shared_ptr<Observer>& observer);
 
-  // Where this rank is in its training: shown in errors, and by who waits for it. Costs nothing to speak of.
+  // Where this rank is in its training, at the beginning of each step: shown in errors, by who waits for it,
+  // and in the status of `lockstep run`; and a rank whose steps take far longer than the others' is named.
+  // Costs some 100 ns.
   void step(std::int64_t step);
+  // A value of this step, or of the one that is given, for the files of WorldOptions::metrics and, from rank
+  // 0, for the status of `lockstep run`. "samples" is how many samples the whole job has in a step. Any
+  // thread. ConfigError for a name that is empty, longer than 256 bytes, has control characters or is not
+  // UTF-8.
+  void log_metric(std::string_view name, double value);
+  void log_metric(std::string_view name, double value, std::int64_t step);
   // Whether somebody wants the job to stop (SIGTERM or SIGINT, to the launcher or to any rank): turns true on
   // every rank at the same call, so that all can save and leave together. Every rank calls it equally often,
   // once per step, say. From the first call on such a signal no longer ends this process, unless it

@@ -30,6 +30,10 @@ milliseconds limit(const Timeout& given, const char* variable, milliseconds fall
   return value ? checked_timeout(*value) : fallback;
 }
 
+std::string given_or(const std::string& given, const char* variable, const char* fallback) {
+  return !given.empty() ? given : env::text(variable).value_or(fallback);
+}
+
 }  // namespace
 
 WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<ThreadsJob> threads)
@@ -42,11 +46,16 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
       compares_calls_(env::flag("LOCKSTEP_CHECK", false)),
       cpu_allocator_(options.cpu_allocator.value_or(env::flag("LOCKSTEP_CPU_ALLOCATOR", true))),
       threads_(std::move(threads)),
+      metrics_folder_(given_or(options.metrics, "LOCKSTEP_METRICS", "")),
+      metrics_format_(given_or(options.metrics_format, "LOCKSTEP_METRICS_FORMAT", "jsonl")),
       nodes_(static_cast<std::size_t>(identity_.size), 0) {}
 
 void WorldState::join() {
   set_log_prefix(fmt::format("rank {}", identity_.rank));
   check_backend_text(backend_, threads_ != nullptr);  // before anybody is met: it needs nobody
+  const auto format = parse_metric_format("metrics_format", metrics_format_);
+  if (!metrics_folder_.empty())
+    metrics_ = std::make_unique<MetricLog>(metrics_folder_, format, identity_.rank);
   if (threads_) {
     channel_ = threads_->store();
   } else if (identity_.size == 1) {
@@ -249,8 +258,18 @@ std::optional<std::uint64_t> WorldState::left_after(std::int64_t group, int rank
 
 void WorldState::step(std::int64_t step) {
   if (step < 0) throw ConfigError(fmt::format("step({}) is not allowed: from 0 is", step));
+  step_.store(step, std::memory_order_relaxed);
   if (auto pen = client_ ? client_->pen() : nullptr) pen->step(step);
   observe([&](Observer& observer) { observer.stepped(step); });
+}
+
+void WorldState::log_metric(std::string_view name, double value, std::optional<std::int64_t> step) {
+  check_metric_name(name);
+  if (step && *step < 0)
+    throw ConfigError(fmt::format("log_metric of step {} is not allowed: from 0 is", *step));
+  if (const auto current = step_.load(std::memory_order_relaxed); !step && current >= 0) step = current;
+  if (metrics_) metrics_->add(name, value, step);
+  if (auto pen = client_ ? client_->pen() : nullptr) pen->metric(name, value, step.value_or(-1));
 }
 
 bool WorldState::stop_requested() {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/base/metric_log.h>
 #include <lockstep/comm/group_state.h>
 #include <lockstep/comm/world.h>
 #include <lockstep/control/client.h>
@@ -44,6 +45,7 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   void note_left(std::int64_t group, int rank, std::uint64_t collectives) noexcept;
   std::optional<std::uint64_t> left_after(std::int64_t group, int rank) noexcept;
   void step(std::int64_t step);
+  void log_metric(std::string_view name, double value, std::optional<std::int64_t> step);
   bool stop_requested();
   void close(bool in_order) noexcept;
 
@@ -67,6 +69,9 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   const bool compares_calls_;
   const bool cpu_allocator_;
   const std::shared_ptr<ThreadsJob> threads_;
+  const std::string metrics_folder_, metrics_format_;
+  std::unique_ptr<MetricLog> metrics_;  // null: nothing is written
+  std::atomic<std::int64_t> step_ = -1;
   std::vector<int> nodes_;  // of each rank: those with the same number share a host
   std::map<at::DeviceType, std::string> backends_;
   at::Device device_ = at::kCPU;

@@ -13,6 +13,7 @@
 
 #include <lockstep/base/error.h>
 #include <lockstep/control/failure.h>
+#include <lockstep/control/steps.h>
 
 namespace lockstep::control {
 
@@ -44,6 +45,8 @@ struct AgentOptions {
   // On the head, when an attempt has failed or was stopped, before the next begins or the job finishes: the
   // last operations of all ranks. On the agent's thread.
   std::function<void(FlightRecord)> flight = {};
+  std::function<void(const Status&)> status =
+      {};  // on the head, ten times a second while ranks make steps; any thread
 };
 
 // What the agent asks of whoever starts the ranks (`lockstep run`), in this order:

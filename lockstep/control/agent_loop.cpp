@@ -66,6 +66,7 @@ Agent::Loop::Loop(AgentOptions options)
   }
   Head::Ports ports;
   ports.say = options_.say;
+  ports.status = options_.status;
   ports.send = [this](int node, Frame frame) {
     if (node == 0) return deliver(frame);
     for (Node& each : nodes_)
@@ -261,6 +262,7 @@ void Agent::Loop::node_done() {
   // What the ranks of an attempt left open belongs to it.
   for (auto& connection : connections_) connection.here = false, connection.closed = true;
   ranks_.clear();
+  times_seen_.clear();
   board_.reset();
   if (failed_ || (!head_ && nodes_.empty())) return push(Finish{.status = 1, .why = {}});
   up({.kind = Kind::node_done});

@@ -141,6 +141,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   std::deque<Frame> unsent_;  // for a head that is not reached yet
   std::shared_ptr<Board> board_;
   int board_size_ = 0;
+  std::map<int, std::uint64_t> times_seen_;  // of each rank's steps: how many the head has been told
   std::map<int, LocalRank> ranks_;
   std::vector<Dying> dying_;
   std::atomic<bool> troubled_ = false;  // something has gone wrong in this attempt

@@ -119,6 +119,7 @@ void Agent::Loop::attach(Connection& connection, const Hello& hello) {
   });
   if (taken) return;
   board_->prepare(hello.rank);
+  times_seen_.erase(hello.rank);
   try {
     connection.attached = send_with_fd(connection.fd.get(), encode(frame), board_->fd());
   } catch (const Error& error) {
@@ -189,7 +190,7 @@ void Agent::Loop::report_end(int rank, Ended how) {
 
 void Agent::Loop::send_rows(int rank) {
   if (!board_ || rank < 0 || rank >= board_size_) return;
-  up({.kind = Kind::rows, .rank = rank, .payload = board_->rows(rank).encode()});
+  up({.kind = Kind::rows, .rank = rank, .payload = board_->rows(rank, times_seen_[rank]).encode()});
 }
 
 // Killed ranks' too: their memory is the board's.

@@ -23,6 +23,13 @@ std::int64_t now_ms() {
   return static_cast<std::int64_t>(now.tv_sec) * 1000 + now.tv_nsec / 1'000'000;
 }
 
+// How long a thread waits inside a step, which may take no longer than that.
+std::int64_t now_ns() {
+  timespec now{};
+  ::clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<std::int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
 std::int64_t time_since(std::int64_t then, std::int64_t now) {
   return then < 0 || then > now ? 0 : std::min(now - then, kDay);
 }
@@ -98,6 +105,7 @@ class VersionedLine {
 struct Board::Page {
   pthread_mutex_t alive;
   std::atomic<std::int64_t> step;
+  Progress progress;
   VersionedLine lines[kLines];
 };
 
@@ -206,10 +214,29 @@ Rows Board::rows(int rank) const {
   return rows;
 }
 
+Rows Board::rows(int rank, std::uint64_t& seen) const {
+  Rows rows = this->rows(rank);
+  rows.times = page(rank).progress.times(seen);
+  rows.metrics = page(rank).progress.metrics();
+  return rows;
+}
+
 Pen::Pen(std::shared_ptr<Board> board, int rank)
     : board_(std::move(board)), page_(board_->page(rank)), ring_(board_->ring(rank)) {}
 
-void Pen::step(std::int64_t step) { page_.step.store(step, std::memory_order_relaxed); }
+void Pen::step(std::int64_t step) {
+  const auto now = now_ns();
+  std::lock_guard lock(mutex_);
+  page_.step.store(step, std::memory_order_relaxed);
+  for (const auto& time : watch_.step(step, now))
+    if (time) page_.progress.add(*time);
+}
+
+void Pen::metric(std::string_view name, double value, std::int64_t step) {
+  std::lock_guard lock(mutex_);
+  page_.progress.metric(name, value, step);
+}
+
 std::int64_t Pen::step() const { return page_.step.load(std::memory_order_relaxed); }
 
 template <typename What, typename F>
@@ -270,6 +297,7 @@ void Pen::ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool
   std::lock_guard lock(mutex_);
   write<State>(line, [&](State& each) {
     if (each.waits_for == sequence) each.waits_for = -1;
+    if (watch_.is_of_this_thread() && watch_.is_waiting()) watch_.waited(now_ns());
     if (each.sequence != sequence) return;
     each.running = 0;
     each.changed_ms = now / 1'000'000;
@@ -283,6 +311,7 @@ void Pen::waits(int line, std::int64_t sequence) {
   write<State>(line, [&](State& each) {
     each.waits_for = sequence;
     each.waits_since_ms = now;
+    if (watch_.is_of_this_thread()) watch_.waits(now_ns());
   });
 }
 
@@ -290,6 +319,7 @@ void Pen::waited(int line, std::int64_t sequence) {
   std::lock_guard lock(mutex_);
   write<State>(line, [&](State& each) {
     if (each.waits_for == sequence) each.waits_for = -1;
+    if (watch_.is_of_this_thread() && watch_.is_waiting()) watch_.waited(now_ns());
   });
 }
 

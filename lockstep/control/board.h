@@ -18,6 +18,7 @@
 
 #include <lockstep/control/flight_ring.h>
 #include <lockstep/control/messages.h>
+#include <lockstep/control/progress.h>
 
 namespace lockstep::control {
 
@@ -43,6 +44,8 @@ class Board {
 
   Rows rows(int rank) const;
   FlightLog flight(int rank) const { return ring(rank).read(); }
+  // And how its steps went, but for those that `seen` counts.
+  Rows rows(int rank, std::uint64_t& seen) const;
 
   struct Page;
   Page& page(int rank) const;
@@ -63,6 +66,7 @@ class Pen {
 
   void step(std::int64_t step);
   std::int64_t step() const;
+  void metric(std::string_view name, double value, std::int64_t step);
   // A line for each group (collectives and messages apart); -1 when there is no more room.
   int add_line(std::int64_t key, std::string_view group, bool messages);
   void drop_line(int line);
@@ -80,6 +84,7 @@ class Pen {
   Board::Page& page_;
   FlightRing& ring_;
   std::mutex mutex_;
+  StepWatch watch_;
 };
 
 }  // namespace lockstep::control

@@ -1,6 +1,7 @@
 #include <lockstep/control/client.h>
 
 #include <poll.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -22,6 +23,15 @@ namespace {
 
 constexpr milliseconds kLookAtAgent(250);
 
+// getpid() is a system call, and World::step() asks in every step.
+std::atomic<int> this_process = 0;
+
+int process_id() {
+  static const int watched = ::pthread_atfork(nullptr, nullptr, [] { this_process = ::getpid(); });
+  if (watched != 0) throw std::system_error(watched, std::generic_category(), "pthread_atfork");
+  return this_process = ::getpid();
+}
+
 }  // namespace
 
 std::shared_ptr<Client> Client::make(Fd agent) {
@@ -32,13 +42,13 @@ std::shared_ptr<Client> Client::make(Fd agent) {
 }
 
 Client::Client(Fd agent)
-    : process_(::getpid()),
+    : process_(process_id()),
       socket_(std::move(agent)),
       stop_event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
 
 Client::~Client() = default;
 
-bool Client::in_child() const { return ::getpid() != process_; }
+bool Client::in_child() const { return this_process.load(std::memory_order_relaxed) != process_; }
 
 bool Client::write(const Frame& frame) {
   if (in_child()) return false;

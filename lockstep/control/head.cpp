@@ -46,6 +46,7 @@ void Head::start() {
   group_seen_.clear();
   told_.clear();
   flights_.clear();
+  pace_ = {};
   store_ = {};
   failure_.reset();
   suspicion_.reset();
@@ -114,6 +115,7 @@ void Head::receive(int node, const Frame& frame) {
         auto& reached = state.reached.try_emplace(row.key, -1).first->second;
         reached = std::max(reached, row.sequence);
       }
+      note_steps(frame.rank, state);
       return;
     }
     case Kind::store: {
@@ -224,6 +226,7 @@ void Head::all_came() {
                                   other->second, number, card.host, card.local_rank));
     }
   }
+  pace_ = {};
   for (const auto& [node, ranks] : ranks_of_node)
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       const Hello& card = *ranks_[ranks[i]].card;
@@ -276,6 +279,7 @@ void Head::tick(Clock::time_point now) {
   if (start_at_ && now >= *start_at_) start();
   look_at_suspicion(now);
   if (!failure_) look_at_waits(now);
+  if (!failure_) look_at_pace();
   if (now >= forgets_at_) forget_groups(now);
 }
 

@@ -13,6 +13,7 @@
 
 #include <lockstep/control/flight.h>
 #include <lockstep/control/messages.h>
+#include <lockstep/control/pace.h>
 #include <lockstep/control/store.h>
 
 namespace lockstep::control {
@@ -23,7 +24,8 @@ class Head {
     std::function<void(int node, Frame)> send;  // frame.rank < 0: to every rank of the node
     std::function<void(int node, Order)> order;
     std::function<void(const std::string&)> say;
-    std::function<void(FlightRecord)> flight = {};  // of an attempt that failed or was stopped
+    std::function<void(FlightRecord)> flight = {};   // of an attempt that failed or was stopped
+    std::function<void(const Status&)> status = {};  // ten times a second, once there are steps; may be empty
   };
   struct Options {
     int num_nodes = 1;     // 0: they come as they come
@@ -98,6 +100,8 @@ class Head {
   std::string missing_text() const;
   std::vector<Wait> waits(Clock::time_point now) const;
   void look_at_waits(Clock::time_point now);
+  void note_steps(int number, Rank& rank);
+  void look_at_pace();
   void forget_groups(Clock::time_point now);
   void broadcast(const Frame& frame);
   void order_all(const Order& order);
@@ -112,6 +116,7 @@ class Head {
   std::map<std::int64_t, Clock::time_point> group_seen_;  // on some rank's page
   Clock::time_point forgets_at_{};
   StoreServer store_;
+  Pace pace_;
 
   int size_ = 0;  // of the job; 0: not known yet
   int attempt_ = 0;

@@ -28,6 +28,7 @@ int status_of(const Ended& ended) {
 void Head::leave(int number) {
   Rank& rank = ranks_[number];
   rank.here = false;
+  pace_.forget(number);
   store_.forget(number);
   decide_stop();
 }
@@ -53,6 +54,7 @@ void Head::rank_ended(int number, const Ended& ended) {
   if (rank.ended && !(rank.ended->clean() && !ended.clean())) return;
   rank.ended = ended;
   const bool was_here = std::exchange(rank.here, false);
+  pace_.forget(number);
   store_.forget(number);
   decide_stop();
   if (failure_) return;

@@ -1,4 +1,5 @@
-// Who waits for whom: who has left is a failure, who is merely slow is a line to the person.
+// Who waits for whom: who has left is a failure, who is merely slow is a line to the person. And whose steps
+// are longer than the others'.
 #include <algorithm>
 #include <set>
 
@@ -134,6 +135,24 @@ void Head::look_at_waits(Clock::time_point now) {
   ports_.say(fmt::format("rank {} has waited {} in {}; not there: {}", longest->rank,
                          seconds(longest->waited_ms), call_text(*longest->row, longest->row->waits_for),
                          fmt::join(absent, "; ")));
+}
+
+void Head::note_steps(int number, Rank& rank) {
+  if (!rank.here) return pace_.forget(number);
+  for (const StepTime& time : rank.rows.times) pace_.note(number, time);
+  if (std::any_of(rank.rows.rows.begin(), rank.rows.rows.end(), [](const Row& row) { return row.message; }))
+    pace_.has_stages();
+}
+
+void Head::look_at_pace() {
+  for (const auto& line : pace_.judge())
+    if (!paused_) ports_.say(line);
+  const auto first = ranks_.find(0);
+  if (!ports_.status || first == ranks_.end() || !first->second.here || first->second.rows.step < 0) return;
+  Status status = pace_.status().value_or(Status{});
+  status.step = first->second.rows.step;
+  status.metrics = first->second.rows.metrics;
+  ports_.status(status);
 }
 
 // Pages have room for few groups that are gone; of one that is on none nobody can wait. Another may be so new

@@ -1,5 +1,6 @@
 #include <lockstep/control/messages.h>
 
+#include <bit>
 #include <limits>
 
 namespace lockstep::control {
@@ -10,6 +11,9 @@ constexpr std::int64_t kLong = std::numeric_limits<std::int64_t>::max();
 constexpr std::size_t kLine = 1024, kText = 65536;
 constexpr std::size_t kMostText = 8192;  // that is sent; a failure holds texts of others inside its own
 constexpr std::int64_t kMostMs = 24 * 3600 * 1000;  // of a wait, as the board has them
+
+constexpr std::int64_t kMostSteps = std::int64_t{1}
+                                    << 50;  // and microseconds of them: sums stay whole numbers
 
 // What people read, and what the parts of a longer message may hold: the beginning says what it is about.
 std::string cut(const std::string& text, std::size_t most) {
@@ -144,6 +148,12 @@ std::string Rows::encode() const {
         .number(row.since_ms)
         .number(row.waited_ms)
         .number(row.waits_for);
+  out.number(static_cast<std::int64_t>(times.size()));
+  for (const StepTime& time : times)
+    out.number(time.step).number(time.steps).number(time.took_us).number(time.waited_us);
+  out.number(static_cast<std::int64_t>(metrics.size()));
+  for (const Metric& metric : metrics)
+    out.text(metric.name).number(std::bit_cast<std::int64_t>(metric.value)).number(metric.step);
   return out.take();
 }
 
@@ -165,6 +175,21 @@ Rows Rows::decode(std::string_view payload) {
     row.waited_ms = in.number(-1, kMostMs);
     row.waits_for = in.number(-1, kLong);
     rows.rows.push_back(std::move(row));
+  }
+  for (auto left = in.number(0, 256); left > 0; --left) {
+    StepTime time;
+    time.step = in.number(-1, kLong);
+    time.steps = in.number(1, kMostSteps);
+    time.took_us = in.number(0, kMostSteps);
+    time.waited_us = in.number(0, time.took_us);
+    rows.times.push_back(time);
+  }
+  for (auto left = in.number(0, 256); left > 0; --left) {
+    Metric metric;
+    metric.name = in.text(kLine);
+    metric.value = std::bit_cast<double>(in.number());
+    metric.step = in.number(-1, kLong);
+    rows.metrics.push_back(std::move(metric));
   }
   in.end();
   return rows;

@@ -9,6 +9,7 @@
 
 #include <lockstep/control/agent.h>
 #include <lockstep/control/frame.h>
+#include <lockstep/control/steps.h>
 
 namespace lockstep::control {
 
@@ -90,6 +91,8 @@ struct Row {
 struct Rows {
   std::int64_t step = -1;
   std::vector<Row> rows = {};
+  std::vector<StepTime> times = {};  // that were not told before
+  std::vector<Metric> metrics = {};
 
   std::string encode() const;
   static Rows decode(std::string_view payload);

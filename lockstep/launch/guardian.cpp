@@ -26,6 +26,7 @@
 #include <lockstep/launch/output.h>
 #include <lockstep/launch/screen.h>
 #include <lockstep/launch/signals.h>
+#include <lockstep/launch/status_line.h>
 
 namespace lockstep::detail {
 namespace {
@@ -110,6 +111,8 @@ class Guardian {
     // It may see that a large rank is ending before the kernel has put its memory away and tells us.
     options.explain = [this](const control::Ended& how) { return explain(how); };
     options.flight = [this](control::FlightRecord record) { flights_.take(std::move(record)); };
+    if (plan_.status != StatusLine::never)
+      options.status = [this](const control::Status& status) { output_.show_status(status_text(status)); };
     return options;
   }
 
@@ -178,6 +181,7 @@ class Guardian {
   void pause() {
     if (!paused_since_) paused_since_ = Clock::now();
     agent_.paused(true);
+    output_.hold_status(true);
     ranks_.send(SIGSTOP);
     tell_launcher(Message::Kind::paused);
   }
@@ -189,6 +193,7 @@ class Guardian {
     paused_since_.reset();
     ranks_.send(SIGCONT);
     agent_.paused(false);
+    output_.hold_status(false);
   }
 
   // ---- what the agent wants -------------------------------------------------------------------------------

@@ -28,6 +28,10 @@ constexpr std::chrono::milliseconds kPromptAfter{200};
 // A line that is written over and over ("\r": a progress bar) is shown this often, each time as a line: the
 // ranks share the screen, and nobody can go back in it.
 constexpr std::chrono::seconds kProgressEvery{1};
+// The status line: often enough on a terminal, seldom where every one stays. Of a job that tells nothing
+// more, the last one is not shown for ever.
+constexpr std::chrono::milliseconds kStatusEvery{200}, kStatusStale{1500};
+constexpr std::chrono::seconds kStatusLineEvery{10};
 // Whoever still holds a pipe when all of ours have ended is a stranger: it is not waited for.
 constexpr std::chrono::seconds kPatienceWithStrangers{1};
 
@@ -109,7 +113,20 @@ void Output::begin_attempt(int attempt, int world_size) {
     const bool alone = world_size == 1 && plan_.prefix != Prefix::always;
     screen_.set_style({.raw = alone, .prefix = !alone && plan_.prefix != Prefix::never});
     ranks_.clear();
+    status_.clear();
   });
+}
+
+void Output::show_status(std::string text) {
+  post([this, text = std::move(text)]() mutable {
+    if (status_.empty()) status_due_ = std::max(status_due_, Clock::now());
+    status_ = std::move(text);
+    status_at_ = Clock::now();
+  });
+}
+
+void Output::hold_status(bool hold) {
+  post([this, hold] { status_held_ = hold; });
 }
 
 void Output::add_rank(int number, Fd out, Fd err) {
@@ -158,6 +175,7 @@ void Output::ranks_are_gone() {
   post([this] {
     for (auto& stream : streams_)
       if (!stream->deadline) stream->deadline = Clock::now() + kPatienceWithStrangers;
+    status_.clear();
   });
 }
 
@@ -178,8 +196,11 @@ void Output::run() {
     show_prompts();
     end_those_left_over();
     std::erase_if(streams_, [](const auto& stream) { return !stream->fd; });
+    draw_status();
     screen_.flush();
   }
+  screen_.erase_status();
+  screen_.flush();
   lost_ = screen_.has_lost();
   signal_event(done_.get());
 }
@@ -202,6 +223,8 @@ int Output::milliseconds_to_wait() const {
     if (stream->deadline) next = std::min(next, *stream->deadline);
     if (const auto due = stream->due()) next = std::min(next, *due);
   }
+  if (!status_.empty() && !status_held_ && !finishing_ && !screen_.raw())
+    next = std::min(next, std::max(status_due_, now + std::chrono::milliseconds(1)));
   const auto wait = std::chrono::ceil<std::chrono::milliseconds>(next - now).count();
   return static_cast<int>(std::max<std::int64_t>(0, wait));
 }
@@ -319,6 +342,22 @@ void Output::show_last_lines(int number) {
                   ? fmt::format("lockstep: the last line of rank {}:", number)
                   : fmt::format("lockstep: the last {} lines of rank {}:", lines.size(), number));
   for (const auto& line : lines) screen_.say("    " + line);
+}
+
+void Output::draw_status() {
+  const auto now = Clock::now();
+  if (now - status_at_ > kStatusStale) status_.clear();
+  if (status_.empty() || status_held_ || finishing_ || screen_.raw()) return screen_.erase_status();
+  if (now < status_due_) return;
+  if (screen_.has_terminal()) {
+    screen_.draw_status(status_);
+    status_due_ = now + kStatusEvery;
+  } else if (plan_.status == StatusLine::always) {
+    screen_.say("lockstep: " + status_);
+    status_due_ = now + kStatusLineEvery;
+  } else {
+    status_due_ = now + kStatusEvery;
+  }
 }
 
 void Output::end_those_left_over() {

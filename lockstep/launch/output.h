@@ -34,6 +34,10 @@ class Output {
   void say(std::string line);  // the launcher's own line: "lockstep: ..."
   // The line, and below it the last lines of a rank, if it is one of this host.
   void tell_failure(std::string line, int rank);
+  // The job in one line, below everything: on a terminal as it is now, elsewhere (if it is wanted there) now
+  // and then.
+  void show_status(std::string text);
+  void hold_status(bool hold);  // the ranks are stopped: the terminal is somebody else's
   // Nobody is left who could write: what is in the pipes is shown, and they are closed.
   void ranks_are_gone();
   // No more of the above; done_fd() is readable when everything has been shown.
@@ -61,6 +65,7 @@ class Output {
   void show_prompts();
   void show_last_lines(int rank);
   void end_those_left_over();
+  void draw_status();
   int milliseconds_to_wait() const;
 
   const LaunchPlan& plan_;
@@ -75,6 +80,10 @@ class Output {
   std::map<int, std::shared_ptr<Rank>> ranks_;
   std::vector<std::unique_ptr<Stream>> streams_;
   bool finishing_ = false;
+  std::string status_;
+  bool status_held_ = false;
+  std::chrono::steady_clock::time_point status_at_{},
+      status_due_{};  // when it was told; when it may be drawn again
 
   std::thread thread_;
 };

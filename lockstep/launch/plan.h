@@ -29,7 +29,8 @@ class RankSet {
 
 constexpr int kMostThreads = 4096;  // of a rank
 
-enum class Prefix { automatic, always, never };  // automatic: where there is more than one rank
+enum class Prefix { automatic, always, never };      // automatic: where there is more than one rank
+enum class StatusLine { automatic, always, never };  // automatic: on a terminal
 enum class Bind { automatic, cores, none };
 
 struct LaunchPlan {
@@ -51,7 +52,11 @@ struct LaunchPlan {
   std::string log_directory;
   RankSet show = RankSet::all();
   Prefix prefix = Prefix::automatic;
+  StatusLine status = StatusLine::automatic;
   bool quiet = false;  // no line at the start
+
+  std::string metrics;         // the folder for what ranks log, as LOCKSTEP_METRICS; empty: not set by us
+  std::string metrics_format;  // likewise
 
   int threads = 0;  // of each rank; 0: LOCKSTEP_THREADS, OMP_NUM_THREADS, else cores / ranks
   Bind bind = Bind::automatic;

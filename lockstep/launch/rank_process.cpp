@@ -70,6 +70,8 @@ std::vector<std::string> rank_environment(const LaunchPlan& plan, const RankPlac
   variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(place.attempt);
   if (!plan.timeout.empty()) variables["LOCKSTEP_TIMEOUT"] = plan.timeout;
   if (plan.join_timeout) variables["LOCKSTEP_JOIN_TIMEOUT"] = fmt::format("{}ms", plan.join_timeout->count());
+  if (!plan.metrics.empty()) variables["LOCKSTEP_METRICS"] = plan.metrics;
+  if (!plan.metrics_format.empty()) variables["LOCKSTEP_METRICS_FORMAT"] = plan.metrics_format;
   if (!plan.interface.empty())
     variables["LOCKSTEP_INTERFACE"] = variables["GLOO_SOCKET_IFNAME"] = plan.interface;
   for (const auto& name : plan.unset_environment) variables.erase(name);

@@ -1,6 +1,7 @@
 #include <lockstep/launch/screen.h>
 
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/launch/status_line.h>
 
 namespace lockstep::detail {
 namespace {
@@ -17,6 +19,18 @@ constexpr int kLauncher = -1;  // as a rank: the launcher's own lines
 
 int fd_of(Channel channel) { return channel == Channel::out ? STDOUT_FILENO : STDERR_FILENO; }
 std::size_t index(Channel channel) { return static_cast<std::size_t>(channel); }
+
+// The launcher is our parent, and what is typed at the terminal goes to it while it is in the foreground; a
+// shell that has it back must not find our line.
+bool is_in_foreground(int fd) {
+  const pid_t group = ::tcgetpgrp(fd);
+  return group < 0 || group == ::getpgid(::getppid()) || group == ::getpgrp();
+}
+
+int columns_of(int fd) {
+  winsize size{};
+  return ::ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
 
 // Of the terminal's own colours those that can be read on light and dark ground.
 constexpr std::array kColours = {36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91};
@@ -39,9 +53,13 @@ bool write_all(int fd, std::string_view bytes) {
 }
 
 Screen::Screen() {
-  for (Channel channel : {Channel::out, Channel::err})
-    colours_[index(channel)] =
-        ::isatty(fd_of(channel)) == 1 && !env::text("NO_COLOR") && env::text("TERM").value_or("") != "dumb";
+  for (Channel channel : {Channel::out, Channel::err}) {
+    const auto at = index(channel);
+    terminals_[at] = ::isatty(fd_of(channel)) == 1;
+    const bool moves = terminals_[at] && env::text("TERM").value_or("") != "dumb";
+    colours_[at] = moves && !env::text("NO_COLOR");
+    if (moves) status_channel_ = channel;
+  }
   struct stat out {
   }, err{};
   same_place_ = ::fstat(STDOUT_FILENO, &out) == 0 && ::fstat(STDERR_FILENO, &err) == 0 &&
@@ -85,6 +103,28 @@ void Screen::open(Channel channel, int rank) {
 }
 
 void Screen::put(Channel channel, std::string_view text) {
+  if (terminals_[index(channel)]) erase_status();
+  append(channel, text);
+}
+
+void Screen::draw_status(const std::string& text) {
+  if (!status_channel_ || open_) return erase_status();
+  const int fd = fd_of(*status_channel_);
+  if (!is_in_foreground(fd)) return;
+  const auto line = cut_to_columns(text, columns_of(fd) - 1);
+  if (line == status_) return;
+  append(*status_channel_, "\r" + line + "\033[K");
+  flush();
+  status_ = line;
+}
+
+void Screen::erase_status() {
+  if (status_.empty()) return;
+  status_.clear();
+  append(*status_channel_, "\r\033[K");
+}
+
+void Screen::append(Channel channel, std::string_view text) {
   if (channel != buffered_) flush();
   buffered_ = channel;
   buffer_ += text;

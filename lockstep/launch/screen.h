@@ -27,6 +27,13 @@ class Screen {
   void bytes(Channel channel, int rank, std::string_view bytes);
   void say(std::string_view line);  // the launcher's own, to standard error
   void flush();
+
+  // A line below everything, where there is a terminal: what is written takes its place, and it is drawn
+  // again by the next call. Not while a line is open, nor while another job has the terminal.
+  bool has_terminal() const { return status_channel_.has_value(); }
+  void draw_status(const std::string& text);
+  void erase_status();
+
   bool has_lost() const {
     return lost_[0] || lost_[1];
   }  // somebody was to read it, and it could not be written
@@ -39,10 +46,14 @@ class Screen {
   };
   void open(Channel channel, int rank);
   void put(Channel channel, std::string_view text);
+  void append(Channel channel, std::string_view text);
   bool share_a_place(Channel one, Channel other) const { return one == other || same_place_; }
 
   Style style_;
+  std::array<bool, 2> terminals_{};
   std::array<bool, 2> colours_{};
+  std::optional<Channel> status_channel_;
+  std::string status_;          // as it is on the terminal; empty: it is not
   std::array<bool, 2> gone_{};  // nobody reads it any longer
   std::array<bool, 2> lost_{};  // it could not be written, at least once
   bool same_place_ = false;     // standard output and error are one terminal, pipe or file
