@@ -111,7 +111,7 @@ class Session final : public Observer {
 
   void step() {
     own_steps_ = true;
-    advance(last_seen_ + 1);
+    advance(++own_count_);
   }
 
   // The window is over, or the run: writes this rank's file.
@@ -194,7 +194,7 @@ class Session final : public Observer {
   const std::shared_ptr<Recorder> recorder_;
   std::optional<detail::SpanListening> listening_;
   std::optional<at::CallbackHandle> operators_;
-  std::int64_t last_seen_ = -1;
+  std::int64_t last_seen_ = -1, own_count_ = 0;
   bool own_steps_ = false, over_ = false, written_ = false;
 };
 

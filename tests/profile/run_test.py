@@ -26,8 +26,17 @@ def profile(ranks, command, window="4:13", more=()):
         return json.load(file), run.stdout, directory
 
 
-def close(value, wanted, share=0.05, slack=0.3):
-    return abs(value - wanted) <= share * wanted + slack
+def close(value, wanted, share=0.05):
+    return abs(value - wanted) <= share * wanted
+
+
+def planted(what, words, holds):
+    """Within 5 percent. Where others use the machine a sleep takes longer and a thread waits for its turn, so it may be tried again."""
+    for _ in range(6):
+        summary, _, _ = profile(2, [probe, "14", *words])
+        if all(holds(summary)):
+            return
+    check(what, False, (holds(summary), summary["ranks"], summary["hints"]))
 
 
 def check_trace(directory, ranks):
@@ -102,31 +111,21 @@ def main():
             check("the parts make the step", abs(sum(rank["parts_ms"].values()) - rank["ms"]) < 0.02 * rank["ms"] + 0.01, rank)
     check("the terminal has it", "all_reduce" in text and "known" in text and "report.html" in text, text)
     # 8 products of 256 x 256 x 256.
-    check("FLOPs", close(summary["overall"]["flops_per_step"], 2 * 8 * 2 * 256**3, 0.001, 0), summary["overall"])
+    check("FLOPs", close(summary["overall"]["flops_per_step"], 2 * 8 * 2 * 256**3, 0.001), summary["overall"])
     events, arrows = check_trace(directory, 2)
     check("operators are there", any(e["name"] == "aten::matmul" for e in events))
     check("an arrow for each collective", len(arrows) == 10, len(arrows))
     check("memory is there", any(e["ph"] == "C" for e in events))
 
-    # A sleep in one rank is idle there, and waiting for a late rank on the other.
-    summary, text, _ = profile(2, [probe, "14", "sleep", "1", "20"])
-    idle = [r["parts_ms"]["idle"] for r in summary["ranks"]]
-    waiting = [r["communication"]["waiting_ms"] for r in summary["ranks"]]
-    check("a sleep is idle time", close(idle[1], 20, 0.05, 0.5) and idle[0] < 3, idle)
-    check("the other waits for it", close(waiting[0], 20, 0.15, 1) and waiting[1] < 3, waiting)
-    check("the sleeper is named", summary["overall"].get("slowest", {}).get("rank") == 1, summary["overall"])
-    check("a hint says so", any("rank 1" in hint and "sleeping" in hint for hint in summary["hints"]), summary["hints"])
-
-    # Late by its own code.
-    summary, text, _ = profile(2, [probe, "14", "late", "0", "30"])
-    check("code is code", close(summary["ranks"][0]["parts_ms"]["code"], 30, 0.05, 1), summary["ranks"][0])
-    check("the other waits", close(summary["ranks"][1]["communication"]["waiting_ms"], 30, 0.15, 1), summary["ranks"][1])
-
-    # A loader that waits.
-    summary, text, _ = profile(2, [probe, "14", "data", "50"])
-    for rank in summary["ranks"]:
-        check("waiting for data", close(rank["parts_ms"]["data"], 50, 0.05, 0.5), rank)
-    check("a hint says so", any("wait for data" in hint for hint in summary["hints"]), summary["hints"])
+    planted("a sleep in one rank is idle there, and waiting for a late rank on the other", ["sleep", "1", "20"], lambda s: [
+        close(s["ranks"][1]["parts_ms"]["idle"], 20), s["ranks"][0]["parts_ms"]["idle"] < 1,
+        close(s["ranks"][0]["communication"]["waiting_ms"], 20), s["ranks"][1]["communication"]["waiting_ms"] < 1,
+        s["overall"].get("slowest", {}).get("rank") == 1, any("rank 1" in hint and "sleeping" in hint for hint in s["hints"])])
+    planted("code of the program's own is code there", ["late", "0", "30"], lambda s: [
+        close(s["ranks"][0]["parts_ms"]["code"], 30), close(s["ranks"][1]["communication"]["waiting_ms"], 30),
+        any("rank 0" in hint and "own code" in hint for hint in s["hints"])])
+    planted("a loader that waits is data", ["data", "50"], lambda s: [
+        *(close(rank["parts_ms"]["data"], 50) for rank in s["ranks"]), any("wait for data" in hint for hint in s["hints"])])
 
     # A pipeline on 2 and a mesh on 4 ranks: messages have arrows.
     for ranks, layout in ((2, ["--pp", "2"]), (4, ["--pp", "2", "--dp", "2"])):
