@@ -8,7 +8,7 @@
 namespace lockstep::control {
 namespace {
 
-constexpr double kFactor = 2.5;
+constexpr double kFactor = 2;
 constexpr double kFineFactor = 1.5;  // below that a rank is no longer slow
 constexpr int kFineSteps = 5;
 constexpr double kOwnFactor = 1.25;

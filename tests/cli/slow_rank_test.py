@@ -96,6 +96,10 @@ def pid_of_rank(launcher, rank):
     raise AssertionError(f"rank {rank} is not there")
 
 
+class Busy(Exception):
+    """Others compute here: nothing can be measured."""
+
+
 def slow_one_down(how, ranks=2, slow=1):
     command = [LOCKSTEP, "run", "-q", "-n", str(ranks), "--bind", "none", PROBE, "130", str(BUSY_MS), "line", "times"]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -114,20 +118,21 @@ def slow_one_down(how, ranks=2, slow=1):
         status = job.wait(timeout=60)
     finally:
         job.kill()
-        how.remove()
     text = "".join(lines)
     assert status == 0, text
+    took = [float(each) for each in re.search(r"took (.*)", text)[1].split()]
+    usual = statistics.median(took[10:48])
+    if usual > 2 * BUSY_MS:
+        raise Busy(f"steps of {BUSY_MS} ms take {usual:.0f} ms before anybody is slowed: a fifth of a processor is no fifth of that")
     found = re.findall(r"rank (\d+) is slow: its steps take ([\d.]+) times the others' \(busy .*, others .*, steps (\d+) to (\d+)\)", text)
     assert len(found) == 1 and found[0][0] == str(slow), text
     first, last, ratio = int(found[0][2]), int(found[0][3]), float(found[0][1])
-    took = [float(each) for each in re.search(r"took (.*)", text)[1].split()]
-    usual = statistics.median(took[10:48])
-    long_from = next(step for step in range(49, len(took)) if took[step] > 2.5 * usual)
+    long_from = next(step for step in range(49, len(took)) if took[step] > 2 * usual)
     print(f"{type(how).__name__}, {ranks} ranks: steps of {usual:.0f} ms; slow from step {long_from} on ({took[long_from]:.0f} ms); "
           f"named for steps {first} to {last}, {ratio} times, {named_at:.2f} s after it was slowed")
     assert last - first + 1 == 3, "three steps in a row"
     assert first <= long_from + 1, (first, long_from)
-    assert 3 < ratio < 12, ratio
+    assert 2 < ratio < 12, ratio
     assert len(re.findall(rf"rank {slow} is no longer slow", text)) == 1, text
 
 
@@ -150,7 +155,18 @@ def main():
         print("skipped: two ranks that compute need two processors")
         return 77
     for how in ways:
-        slow_one_down(how)
+        try:
+            for left in (2, 1, 0):
+                try:
+                    slow_one_down(how)
+                    break
+                except Busy as error:
+                    print(error, flush=True)
+                    if left == 0:
+                        print("skipped: the machine is busy")
+                        return 77
+        finally:
+            how.remove()
     healthy(int(sys.argv[3]) if len(sys.argv) > 3 else 1500)
     return 0
 
