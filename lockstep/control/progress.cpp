@@ -43,10 +43,10 @@ std::vector<StepTime> Progress::times(std::uint64_t& seen) const {
     time.waited_us = place.waited_us.load(std::memory_order_acquire);
     times.push_back(time);
   }
-  // Those that were being written over meanwhile.
+  // Those that may have been written over meanwhile: of a full ring also the first, before the count tells.
   const auto after = count_.load(std::memory_order_relaxed);
   const auto intact = after >= kTimes ? after - kTimes + 1 : 0;
-  if (after > count && intact > first)
+  if (intact > first)
     times.erase(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(
                                                    std::min<std::uint64_t>(intact - first, times.size())));
   seen = count;

@@ -34,7 +34,8 @@ class HeadTest : public ::testing::Test {
                      },
                  .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
                  .say = [this](const std::string& line) { said.push_back(line); },
-                 .flight = [this](FlightRecord record) { flights.push_back(std::move(record)); }});
+                 .flight = [this](FlightRecord record) { flights.push_back(std::move(record)); },
+                 .status = [this](const Status& status) { statuses.push_back(status); }});
   }
   // A job of `lockstep run` on one host, with all ranks in it.
   Head running(int ranks, int max_restarts = 0) {
@@ -102,6 +103,7 @@ class HeadTest : public ::testing::Test {
   std::vector<std::pair<int, Order>> orders;
   std::vector<std::string> said;
   std::vector<FlightRecord> flights;
+  std::vector<Status> statuses;
 };
 
 TEST_F(HeadTest, all_are_welcomed_when_the_last_has_come) {
@@ -588,6 +590,43 @@ TEST_F(HeadTest, the_flight_record_of_a_failure_is_told_before_the_end) {
   head.receive(0, {.kind = Kind::node_done});
   EXPECT_THAT(flights, SizeIs(1));
   EXPECT_THAT(orders_of<Finish>(), SizeIs(1));
+}
+
+// ---- how fast ranks are ---------------------------------------------------------------------------------
+
+// Rank 1 of two takes five times as long from step 20 on.
+void make_steps(Head& head, bool messages) {
+  for (std::int64_t step = 0; step < 23; ++step) {
+    for (int rank : {0, 1}) {
+      Rows rows{.step = step + 1, .rows = {}};
+      const std::int64_t busy = rank == 1 && step >= 20 ? 100'000 : 20'000;
+      rows.times.push_back({.step = step, .steps = 1, .took_us = 110'000, .waited_us = 110'000 - busy});
+      if (rank == 0) rows.metrics.push_back({"loss", 0.5, step});
+      if (messages) rows.rows.push_back({.key = 1, .group = "world", .message = true, .peer = 0});
+      head.receive(0, {.kind = Kind::rows, .rank = rank, .payload = rows.encode()});
+    }
+    head.tick(Clock::now());
+  }
+}
+
+TEST_F(HeadTest, a_rank_whose_steps_are_far_longer_is_named_and_all_is_in_the_status) {
+  Head head = running(2);
+  make_steps(head, false);
+  EXPECT_THAT(said,
+              ::testing::ElementsAre("rank 1 is slow: its steps take 5.0 times the others' (busy 100 ms, "
+                                     "others 20 ms, steps 20 to 22)"));
+  ASSERT_FALSE(statuses.empty());
+  EXPECT_EQ(statuses.back().step, 23);
+  EXPECT_EQ(statuses.back().slowest, 1);
+  EXPECT_NEAR(statuses.back().steps_per_second, 1 / 0.11, 0.01);
+  ASSERT_THAT(statuses.back().metrics, SizeIs(1));
+  EXPECT_EQ(statuses.back().metrics[0].name, "loss");
+}
+
+TEST_F(HeadTest, ranks_that_send_messages_are_compared_with_themselves) {
+  Head head = running(2);
+  make_steps(head, true);
+  EXPECT_THAT(said, ::testing::ElementsAre(HasSubstr("5.0 times what they took")));
 }
 
 }  // namespace
