@@ -288,6 +288,13 @@ void add_output_options(Adder& add, Request& request) {
   add.flag("-q,--quiet", "No line at the start", plan.quiet);
 }
 
+// Such as 10:20; whether it makes sense is another matter.
+bool is_window(const std::string& text) {
+  const auto colon = text.find(':');
+  return colon != std::string::npos && colon > 0 && colon + 1 < text.size() &&
+         text.find_first_not_of("0123456789:") == std::string::npos;
+}
+
 std::string profiled_steps(const std::string& text) {
   const auto colon = text.find(':');
   const auto first = whole(text.substr(0, colon), 1, 1000000000);
@@ -362,7 +369,12 @@ void clear_profile(const std::filesystem::path& directory) {
                                   error ? error.message() : "it is not a folder"));
   for (const auto& entry : std::filesystem::directory_iterator(directory)) {
     const auto name = entry.path().filename().string();
-    if (name.starts_with("rank-") && name.ends_with(".json")) std::filesystem::remove(entry.path(), error);
+    if ((name.starts_with("rank-") && name.ends_with(".json")) || name == "trace.json.gz" ||
+        name == "summary.json" || name == "report.html")
+      std::filesystem::remove(entry.path(), error);
+    if (error)
+      throw ConfigError(fmt::format("--profile-dir='{}' is not allowed: {} cannot be removed: {}",
+                                    directory.string(), name, error.message()));
   }
 }
 
@@ -382,7 +394,7 @@ int run_and_tell(Request& request) {
   }
   try {
     show_profile(request.profile_directory);
-  } catch (const ConfigError& error) {
+  } catch (const std::exception& error) {
     std::cerr << fmt::format("lockstep: there is no profile: {}\n", error.what());
     return status == 0 ? 1 : status;
   }
@@ -407,7 +419,11 @@ void tidy_run(const CLI::App& app, std::vector<std::string>& arguments) {
     if (!is_short) std::replace(name.begin(), name.end(), '_', '-');
     if (name == "--nproc-per-node") name = "--nproc";
     argument.replace(0, name_end, name);
-    if (argument == "--profile") argument += "=10:20";  // CLI11 would take the program for its value
+    if (argument == "--profile") {  // CLI11 would take the program for its value
+      const bool given = i + 1 < arguments.size() && is_window(arguments[i + 1]);
+      argument += "=" + (given ? arguments[i + 1] : "10:20");
+      if (given) arguments.erase(arguments.begin() + static_cast<std::ptrdiff_t>(i) + 1);
+    }
     const CLI::Option* option = run->get_option_no_throw(name);
     if (option == nullptr) return;  // CLI11 says so
     if (is_short && argument.size() > 3 && argument[2] == '=') argument.erase(2, 1);

@@ -19,6 +19,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 #include <lockstep/base/quiet_threads.h>
+#include <lockstep/base/span.h>
 #include <lockstep/parallel/data_parallel.h>
 
 namespace lockstep::detail {
@@ -151,7 +152,11 @@ void ReplicaWorkers::run(std::size_t count, std::string_view phase, const Task& 
     round->unfinished.wait();
     throw;
   }
-  round->unfinished.wait();
+  {
+    // The workers' operators are this thread's work, for whoever profiles.
+    const Span span(SpanKind::operation, "DataParallel");
+    round->unfinished.wait();
+  }
   for (std::size_t i = 0; i < count; ++i)
     if (round->errors[i]) fail(*round, i, phase);
 }

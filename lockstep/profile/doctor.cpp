@@ -16,7 +16,8 @@ void add_doctor(Summary& summary, const std::filesystem::path& file) {
   for (const auto& row : text["rows"]) {
     if (!row.is_object() || !row.contains("values")) continue;
     const auto& values = row["values"];
-    if (!values.is_object() || values.value("transport", "") != summary.backend) continue;
+    if (!values.is_object() || !values.contains("transport") || values["transport"] != summary.backend)
+      continue;
     for (auto& each : summary.collectives) {
       if (each.operation != Operation::all_reduce) continue;
       // The nearest size that doctor measures.

@@ -37,7 +37,7 @@ std::int64_t attention(const at::Tensor* query, const at::Tensor* key) {
   return 4 * query->numel() * key->size(2);
 }
 
-enum class Kind { mm, addmm, convolution, convolution_backward, attention, attention_backward };
+enum class Kind { mm, addmm, linear, convolution, convolution_backward, attention, attention_backward };
 
 // Those that others end in: aten::linear is an addmm, and counted once.
 const std::unordered_map<std::string_view, Kind> kKinds{
@@ -47,7 +47,7 @@ const std::unordered_map<std::string_view, Kind> kKinds{
     {"aten::addmm", Kind::addmm},
     {"aten::addmv", Kind::addmm},
     {"aten::baddbmm", Kind::addmm},
-    {"aten::mkldnn_linear", Kind::mm},
+    {"aten::mkldnn_linear", Kind::linear},
     {"aten::convolution", Kind::convolution},
     {"aten::convolution_backward", Kind::convolution_backward},
     {"aten::_scaled_dot_product_flash_attention_for_cpu", Kind::attention},
@@ -69,6 +69,8 @@ Flops flops_of(const at::RecordFunction& operation) {
   const bool transposed = in.size() > 6 && in[6].isBool() && in[6].toBool();
   switch (kind->second) {
     case Kind::mm: return {product(tensor(in, 0), tensor(in, 1))};
+    case Kind::linear:  // (..., in) and (out, in)
+      return {tensor(in, 0) && tensor(in, 1) ? 2 * tensor(in, 0)->numel() * tensor(in, 1)->size(0) : 0};
     case Kind::addmm: return {product(tensor(in, 1), tensor(in, 2))};
     case Kind::convolution:
       if (!transposed) return {0, per_element(tensor(in, 1))};
@@ -77,7 +79,13 @@ Flops flops_of(const at::RecordFunction& operation) {
     case Kind::convolution_backward: {
       const bool backwards = in.size() > 7 && in[7].isBool() && in[7].toBool();
       const auto* moved = tensor(in, backwards ? 1 : 0);
-      return {moved ? 2 * moved->numel() * per_element(tensor(in, 2)) : 0};
+      // Which gradients are wanted: of the input, the weight, the bias.
+      std::int64_t wanted = 2;
+      if (in.size() > 10 && in[10].isBoolList()) {
+        const auto mask = in[10].toBoolList();
+        wanted = mask.size() == 3 ? mask.get(0) + mask.get(1) : 2;
+      }
+      return {moved ? wanted * moved->numel() * per_element(tensor(in, 2)) : 0};
     }
     case Kind::attention: return {attention(tensor(in, 0), tensor(in, 1))};
     // Five products where forward has two. (gradient, query, key)

@@ -27,7 +27,7 @@ Meetings meetings_of(const std::vector<RankProfile>& profiles, const std::string
   for (const auto& profile : profiles) {
     if (profile.boot != boot) continue;
     for (const auto& transfer : profile.transfers)
-      if (meets_all(transfer.operation) && !transfer.failed)
+      if (meets_all(transfer.operation) && !transfer.unfinished)
         meetings[{profile.groups[static_cast<std::size_t>(transfer.group)].key, transfer.sequence}].push_back(
             {profile.origin + transfer.begin, profile.origin + transfer.end});
   }

@@ -2,7 +2,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <charconv>
+#include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <optional>
@@ -26,32 +29,44 @@ namespace {
 struct OperatorContext final : at::ObserverContext {
   std::shared_ptr<detail::SpanSink> sink;
   Flops flops;
+  bool counts = false;  // and those inside it do not
 };
+
+// An operator may call itself again one level down (autocast does): it is counted once.
+thread_local int counting = 0;
 
 std::unique_ptr<at::ObserverContext> operator_began(const at::RecordFunction& function) {
   auto context = std::make_unique<OperatorContext>();
   context->sink = detail::span_sink();
   if (!context->sink) return context;
-  if (function.needsInputs()) context->flops = flops_of(function);
+  if (function.needsInputs()) {
+    try {
+      context->flops = flops_of(function);
+    } catch (const std::exception&) {  // tensors whose sizes cannot be asked for
+    }
+    context->counts = context->flops.whole > 0 || context->flops.per_output > 0;
+    if (context->counts && counting++ > 0) context->flops = {};
+  }
   context->sink->begin(SpanKind::operation, function.name(), 0, {});
   return context;
 }
 
-void sample_memory(Recorder& recorder) {
-  if (recorder.wants_memory()) recorder.memory(cpu_memory_stats().allocated);
-}
-
 void operator_ended(const at::RecordFunction& function, at::ObserverContext* context) {
+  if (context == nullptr) return;  // beginning threw, which LibTorch has told of
   const auto& began = *static_cast<OperatorContext*>(context);
-  const auto& sink = began.sink;
-  const auto& flops = began.flops;
-  if (!sink) return;
-  if (flops.per_output > 0)
-    sink->flops(flops.per_output * elements_of_output(function));
-  else if (flops.whole > 0)
-    sink->flops(flops.whole);
-  sink->end();
-  if (auto* recorder = dynamic_cast<Recorder*>(sink.get())) sample_memory(*recorder);
+  if (!began.sink) return;
+  if (began.counts) --counting;
+  std::int64_t flops = began.flops.whole;
+  if (began.flops.per_output > 0) {
+    try {
+      flops = began.flops.per_output * elements_of_output(function);
+    } catch (const std::exception&) {
+    }
+  }
+  if (flops > 0) began.sink->flops(flops);
+  began.sink->end();
+  auto* recorder = dynamic_cast<Recorder*>(began.sink.get());
+  if (recorder != nullptr && recorder->wants_memory()) recorder->memory(cpu_memory_stats().allocated);
 }
 
 std::string first_line(const char* path) {
@@ -95,19 +110,32 @@ class Session final : public Observer {
         recorder_(std::make_shared<Recorder>(options_.memory)) {
     recorder_->note("backend", backend);
   }
-  ~Session() override { stop(); }
+  ~Session() override {
+    std::lock_guard lock(mutex_);
+    stop();
+  }
+  // Records from here on where the window begins with the first step.
+  void begin() {
+    std::lock_guard lock(mutex_);
+    if (options_.first == 1) listen();
+  }
 
   void started(const Call& call) noexcept override { recorder_->started(call); }
   void finished(const Call& call, std::chrono::nanoseconds) noexcept override {
     recorder_->ended(call, false);
   }
+  // The rest of the run may never come: what there is, is written.
   void failed(const Call& call, std::chrono::nanoseconds, std::string_view) noexcept override {
     recorder_->ended(call, true);
+    if (scope_ == detail::SpanScope::process) finish();
   }
   void stepped(std::int64_t step) noexcept override {
     if (!own_steps_) advance(step);
   }
-  void leaving() noexcept override { finish(); }
+  void leaving() noexcept override {
+    world_left_ = true;
+    finish();
+  }
 
   void step() {
     own_steps_ = true;
@@ -116,9 +144,49 @@ class Session final : public Observer {
 
   // The window is over, or the run: writes this rank's file.
   void finish() noexcept {
+    std::lock_guard lock(mutex_);
+    finish_locked();
+  }
+  // Somebody else profiles.
+  void give_up() noexcept {
+    std::lock_guard lock(mutex_);
+    stop();
+  }
+  bool written() const { return written_; }
+  bool over() const { return over_; }
+  bool world_left() const { return world_left_; }
+  const ProfilerOptions& options() const { return options_; }
+
+ private:
+  // A window of more would not fit in memory for long, and no one could look at it.
+  static constexpr std::int64_t kMostEvents = 4'000'000;
+
+  void advance(std::int64_t step) noexcept {
+    std::lock_guard lock(mutex_);
+    last_seen_ = step;
     if (over_) return;
     if (!listening_) {
-      over_ = true;
+      if (step + 1 >= options_.first && step < options_.last) listen();
+      return;
+    }
+    if (step < options_.first) {  // what was before the first is dropped
+      recorder_->start();
+      return;
+    }
+    recorder_->memory(cpu_memory_stats().allocated);
+    recorder_->step(step);
+    const bool full = recorder_->events() > kMostEvents;
+    if (full)
+      detail::log(LogLevel::warn, "the profile ends at step {}, with {} events: no more are kept", step,
+                  recorder_->events());
+    // Numbers may begin anew with each epoch: as many as were asked for are enough.
+    if (full || step >= options_.last || ++recorded_ > options_.last - options_.first) finish_locked();
+  }
+
+  void finish_locked() noexcept {
+    if (over_) return;
+    if (!listening_ || recorder_->steps() == 0) {
+      stop();
       if (last_seen_ < 0)
         detail::log(LogLevel::warn,
                     "nothing was profiled: the program called neither World::step nor Profiler::step");
@@ -146,26 +214,6 @@ class Session final : public Observer {
       detail::log(LogLevel::error, "the profile is lost: {}", error.what());
     }
   }
-  // Somebody else profiles.
-  void give_up() noexcept {
-    stop();
-    over_ = true;
-  }
-  bool written() const { return written_; }
-  const ProfilerOptions& options() const { return options_; }
-
- private:
-  void advance(std::int64_t step) noexcept {
-    last_seen_ = step;
-    if (over_) return;
-    if (listening_) {
-      recorder_->memory(cpu_memory_stats().allocated);
-      recorder_->step(step);
-      if (step >= options_.last) finish();
-    } else if (step + 1 >= options_.first && step < options_.last) {
-      listen();
-    }
-  }
 
   void listen() {
     listening_.emplace(recorder_, scope_);
@@ -185,6 +233,7 @@ class Session final : public Observer {
     operators_.reset();
     listening_.reset();
     over_ = true;
+    recorder_->retire();
     return recorder_->stop();
   }
 
@@ -194,8 +243,9 @@ class Session final : public Observer {
   const std::shared_ptr<Recorder> recorder_;
   std::optional<detail::SpanListening> listening_;
   std::optional<at::CallbackHandle> operators_;
-  std::int64_t last_seen_ = -1, own_count_ = 0;
-  bool own_steps_ = false, over_ = false, written_ = false;
+  std::int64_t last_seen_ = -1, own_count_ = 0, recorded_ = 0;
+  std::atomic<bool> own_steps_ = false, over_ = false, written_ = false, world_left_ = false;
+  std::mutex mutex_;  // of the window; operations are told of without it
 };
 
 namespace {
@@ -217,9 +267,10 @@ std::optional<ProfilerOptions> asked_for(ProfilerOptions options) {
   return options;
 }
 
-// The session that the launcher asked for, until the program makes a Profiler of its own.
+// The session that the launcher asked for, until the program makes a Profiler of its own; and that one.
 std::mutex mutex;
-std::weak_ptr<Session> automatic;
+std::weak_ptr<Session> automatic, of_process;
+thread_local std::weak_ptr<Session> of_thread;  // where ranks are threads
 
 // When a World has been joined.
 void profile_if_asked(const std::shared_ptr<detail::WorldState>& world) {
@@ -229,8 +280,22 @@ void profile_if_asked(const std::shared_ptr<detail::WorldState>& world) {
       std::make_shared<Session>(world->identity().rank, world->identity().size,
                                 Group(world->default_group()).backend(), false, std::move(*options));
   world->add_observer(session);
+  session->begin();
   std::lock_guard lock(mutex);
   automatic = session;
+}
+
+// Files that an earlier run left there, of other ranks or of ranks that could not write now.
+void drop_others(const std::filesystem::path& directory, const std::vector<int>& written) {
+  std::error_code trouble;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, trouble)) {
+    const auto name = entry.path().filename().string();
+    if (!name.starts_with("rank-") || !name.ends_with(".json")) continue;
+    bool ours = false;
+    for (std::size_t rank = 0; rank < written.size(); ++rank)
+      ours = ours || (written[rank] != 0 && name == fmt::format("rank-{}.json", rank));
+    if (!ours) std::filesystem::remove(entry.path(), trouble);
+  }
 }
 
 [[maybe_unused]] const bool registered = (detail::when_joined(profile_if_asked), true);
@@ -240,33 +305,39 @@ void profile_if_asked(const std::shared_ptr<detail::WorldState>& world) {
 
 Profiler::Profiler(World& world, ProfilerOptions options) : world_(world) {
   profile::check(options);
-  if (!world.in_threads()) {
+  const bool in_threads = world.in_threads();
+  std::lock_guard lock(profile::mutex);
+  auto& current = in_threads ? profile::of_thread : profile::of_process;
+  if (const auto other = current.lock(); other && !other->over())
+    throw ConfigError("there is a Profiler already whose window is not over: one at a time is allowed");
+  if (!in_threads) {
     // The launcher's word about window and folder counts; what else the program says, counts too.
     if (auto asked = profile::asked_for(options)) options = std::move(*asked);
-    std::lock_guard lock(profile::mutex);
     if (auto other = profile::automatic.lock()) other->give_up();
     profile::automatic.reset();
   }
   session_ = std::make_shared<profile::Session>(world.rank(), world.size(), world.group().backend(),
-                                                world.in_threads(), std::move(options));
+                                                in_threads, std::move(options));
   world.add_observer(session_);
+  session_->begin();
+  current = session_;
 }
 
 Profiler::~Profiler() {
   session_->finish();
-  world_.remove_observer(session_);
+  if (!session_->world_left()) world_.remove_observer(session_);
 }
 
 void Profiler::step() { session_->step(); }
 
 void Profiler::finish() {
   session_->finish();
-  auto group = world_.group();
-  const auto written = group.all_gather_values(static_cast<int>(session_->written()));
+  if (session_->world_left()) throw ConfigError("the World of this Profiler has been left");
+  const auto written = world_.group().all_gather_values(static_cast<int>(session_->written()));
   if (!world_.is_main()) return;
-  std::size_t count = 0;
-  for (const int each : written) count += each != 0;
-  if (count == 0) throw ConfigError("there is no profile: no rank has recorded a step");
+  if (std::none_of(written.begin(), written.end(), [](int each) { return each != 0; }))
+    throw ConfigError("there is no profile: no rank has recorded a step");
+  profile::drop_others(session_->options().directory, written);
   profile::put_together(session_->options().directory);
 }
 

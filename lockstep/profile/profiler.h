@@ -6,7 +6,7 @@
 //   report
 //
 // `lockstep run --profile ./train` does the same without a line in the program, if that calls world.step(n).
-// Not one window at a time but one after another: make another Profiler. One at a time in a process.
+// For another window make another Profiler, when this one's is over. The World stays where it is meanwhile.
 #pragma once
 
 #include <cstdint>

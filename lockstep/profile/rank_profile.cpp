@@ -30,7 +30,7 @@ json rows(const std::vector<Transfer>& transfers) {
   auto list = json::array();
   for (const Transfer& t : transfers)
     list.push_back({static_cast<int>(t.operation), t.group, t.sequence, t.bytes, t.tag, t.peer, t.nth,
-                    t.begin, t.end, t.failed});
+                    t.begin, t.end, t.unfinished});
   return list;
 }
 
@@ -74,7 +74,7 @@ Transfer transfer_of(const json& row, const RankProfile& profile) {
   t.nth = number<std::int64_t>(row, 6, 0, kAny);
   t.begin = number<std::int64_t>(row, 7, -kAny, kAny);
   t.end = number<std::int64_t>(row, 8, t.begin, kAny);
-  t.failed = row.at(9).get<bool>();
+  t.unfinished = row.at(9).get<bool>();
   return t;
 }
 
@@ -90,6 +90,7 @@ RankProfile from(const json& text) {
   p.boot = text.at("boot");
   p.program = text.at("program");
   p.origin = text.at("origin");
+  if (p.origin < -kAny || p.origin > kAny) throw ConfigError("its clock is beyond all bounds");
   p.names = text.at("names").get<std::vector<std::string>>();
   p.threads = text.at("threads").get<std::vector<std::string>>();
   p.main_thread = text.at("main_thread");
@@ -163,6 +164,10 @@ std::vector<RankProfile> read_all(const std::filesystem::path& directory) {
   if (profiles.empty())
     throw ConfigError(fmt::format("{} holds no rank's profile (rank-0.json, ...)", directory.string()));
   std::sort(profiles.begin(), profiles.end(), [](const auto& a, const auto& b) { return a.rank < b.rank; });
+  for (std::size_t i = 1; i < profiles.size(); ++i)
+    if (profiles[i].rank == profiles[i - 1].rank)
+      throw ConfigError(
+          fmt::format("{} holds two profiles of rank {}", directory.string(), profiles[i].rank));
   for (const auto& profile : profiles)
     if (profile.size != profiles.front().size)
       throw ConfigError(fmt::format("{} holds profiles of several runs: of {} ranks and of {}",

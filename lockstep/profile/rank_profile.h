@@ -40,7 +40,7 @@ struct Transfer {
   int peer = -1;         // of a message: its place in the group
   std::int64_t nth = 0;  // of a message: of those between these two with this tag
   std::int64_t begin = 0, end = 0;
-  bool failed = false;
+  bool unfinished = false;  // it failed, or the window was over before
 };
 
 struct GroupOf {

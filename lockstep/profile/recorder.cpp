@@ -95,6 +95,7 @@ void Recorder::begin(SpanKind kind, std::string_view name, std::int64_t bytes, d
     open.place = lane.events.size();
     const auto depth = static_cast<std::int32_t>(lane.open.size());
     lane.events.push_back({.kind = kind, .name = known, .thread = lane.number, .depth = depth});
+    count_.fetch_add(1, std::memory_order_relaxed);
     Event& event = lane.events.back();
     event.bytes = bytes;
     event.transfer = transfer;
@@ -157,8 +158,9 @@ void Recorder::note(std::string_view what, std::string_view value) noexcept {
 void Recorder::started(const Call& call) noexcept {
   const auto now = steady_now();
   const bool message = detail::point_to_point(call.operation);
-  if (!message && !recording_.load(std::memory_order_relaxed)) return;
+  if (over_ || (!message && !recording_.load(std::memory_order_relaxed))) return;
   const auto tag = name_of(call.tag);
+  Lane& lane = this->lane();
   std::lock_guard lock(mutex_);
   std::int64_t nth = 0;
   if (message) nth = messages_[{call.group_key, call.root, call.tag, call.operation == Operation::send}]++;
@@ -175,6 +177,12 @@ void Recorder::started(const Call& call) noexcept {
                         .peer = message ? call.root : -1,
                         .nth = nth,
                         .begin = now});
+  // This thread has begun to wait for it already.
+  std::lock_guard inner(lane.mutex);
+  if (lane.open.empty() || lane.open.back().place >= lane.events.size()) return;
+  Event& event = lane.events[lane.open.back().place];
+  if (event.kind == SpanKind::wait && event.transfer < 0)
+    event.transfer = static_cast<std::int64_t>(transfers_.size()) - 1;
 }
 
 void Recorder::ended(const Call& call, bool failed) noexcept {
@@ -184,7 +192,7 @@ void Recorder::ended(const Call& call, bool failed) noexcept {
   const auto place = running_.find({call.group_key, call.sequence, detail::point_to_point(call.operation)});
   if (place == running_.end()) return;
   transfers_[place->second].end = now;
-  transfers_[place->second].failed = failed;
+  transfers_[place->second].unfinished = failed;
   running_.erase(place);
 }
 
@@ -235,6 +243,11 @@ void Recorder::step(std::int64_t number) {
   mark();
 }
 
+std::size_t Recorder::steps() {
+  std::lock_guard lock(mutex_);
+  return steps_.size();
+}
+
 RankProfile Recorder::stop() {
   std::lock_guard lock(mutex_);
   recording_ = false;
@@ -251,25 +264,29 @@ RankProfile Recorder::stop() {
     if (is_main) profile.main_thread = lane->number;
     profile.threads[static_cast<std::size_t>(lane->number)] = is_main ? "main" : lane->title;
     for (Event& event : lane->events) {
-      if (event.end == 0) event.end = now;
+      if (event.end == 0) event.end = std::max(now, event.begin);  // it may have begun since
       event.begin -= origin_;
       event.end -= origin_;
       profile.events.push_back(event);
     }
-    lane->events.clear();
+    lane->events = {};
     for (auto& open : lane->open) open.place = Lane::kNowhere;
   }
+  count_ = 0;
   profile.steps = std::move(steps_);
   for (auto& step : profile.steps) step.begin -= origin_, step.end -= origin_;
   profile.memory = std::move(memory_);
   for (auto& sample : profile.memory) sample.time -= origin_;
   for (auto& transfer : transfers_) {
-    if (transfer.end == 0) transfer.end = now;
+    if (transfer.end == 0) {
+      transfer.end = std::max(now, transfer.begin);
+      transfer.unfinished = true;
+    }
     transfer.begin -= origin_;
     transfer.end -= origin_;
     profile.transfers.push_back(transfer);
   }
-  transfers_.clear();
+  transfers_ = {};
   running_.clear();
   groups_.clear();
   group_numbers_.clear();

@@ -26,6 +26,10 @@ class Recorder final : public detail::SpanSink {
   void step(std::int64_t number);  // ends one step and begins the next
   // Everything of the window, its open spans cut off here. What is about the run is the caller's to fill in.
   RankProfile stop();
+  // Nothing will be recorded any more: messages need not be counted.
+  void retire() noexcept { over_ = true; }
+  std::size_t steps();
+  std::int64_t events() const noexcept { return count_.load(std::memory_order_relaxed); }
 
   void begin(SpanKind kind, std::string_view name, std::int64_t bytes, detail::SpanOf of) noexcept override;
   void end() noexcept override;
@@ -48,7 +52,8 @@ class Recorder final : public detail::SpanSink {
 
   const std::uint64_t id_;
   const bool with_memory_;
-  std::atomic<bool> recording_ = false;
+  std::atomic<bool> recording_ = false, over_ = false;
+  std::atomic<std::int64_t> count_ = 0;
   std::atomic<std::int64_t> next_memory_ = 0;
 
   std::mutex mutex_;  // of all below; a lane has one of its own

@@ -134,7 +134,12 @@ class PipelinePicture {
         if (!is_transfer(name)) row.push_back({name, begin - zero, end - zero});
       measured.push_back({{"rank", ranks[place]}, {"actions", std::move(row)}});
     }
-    const auto simulated = simulate_schedule(schedule, times_of(times));
+    SimulatedSchedule simulated;
+    try {
+      simulated = simulate_schedule(schedule, times_of(times));
+    } catch (const Error&) {  // a schedule that somebody has written into the file
+      return nullptr;
+    }
     for (std::size_t place = 0; place < ranks.size(); ++place) {
       auto row = Json::array();
       for (std::size_t i = 0; i < schedule.ranks[place].size(); ++i)
@@ -150,6 +155,7 @@ class PipelinePicture {
 
   static std::string kind_of(const std::string& name) {
     const auto letter = name.find_first_not_of("0123456789");
+    if (letter == std::string::npos) return {};
     const auto end = name.find_first_of("0123456789", letter);
     return name.substr(letter, end - letter);
   }
@@ -206,13 +212,16 @@ Json report_of(const Summary& summary, const std::vector<RankProfile>& profiles)
     }
   }
   report["operations"] = std::move(operations);
+  auto zero = profiles.front().origin;
+  for (const auto& profile : profiles) zero = std::min(zero, profile.origin);
   auto memory = Json::array();
   for (const auto& profile : profiles) {
     if (profile.memory.empty()) continue;
     auto samples = Json::array();
     const auto every = stride(profile.memory, kMostSamples);
     for (std::size_t i = 0; i < profile.memory.size(); i += every)
-      samples.push_back({static_cast<double>(profile.memory[i].time) / 1e6, profile.memory[i].bytes});
+      samples.push_back({static_cast<double>(profile.origin - zero + profile.memory[i].time) / 1e6,
+                         profile.memory[i].bytes});
     memory.push_back({{"rank", profile.rank}, {"samples", std::move(samples)}});
   }
   report["memory"] = std::move(memory);

@@ -272,11 +272,17 @@ double number_in(const RankProfile& profile, const char* what) {
   return value;
 }
 
+std::set<std::int64_t> numbers_of(const RankProfile& profile) {
+  std::set<std::int64_t> numbers;
+  for (const auto& step : profile.steps) numbers.insert(step.step);
+  return numbers;
+}
+
 // Steps that every rank has recorded.
 std::set<std::int64_t> common_steps(const std::vector<RankProfile>& profiles) {
   std::map<std::int64_t, std::size_t> count;
   for (const auto& profile : profiles)
-    for (const auto& step : profile.steps) ++count[step.step];
+    for (const auto& step : numbers_of(profile)) ++count[step];
   std::set<std::int64_t> common;
   for (const auto& [step, times] : count)
     if (times == profiles.size()) common.insert(step);
@@ -354,7 +360,7 @@ void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profil
         continue;
       }
       const Meeting meeting{group.key, transfer.sequence};
-      if (!seen.insert({meeting, transfer.operation}).second) continue;
+      if (transfer.unfinished || !seen.insert({meeting, transfer.operation}).second) continue;
       const auto& arrivals = met.at(meeting);
       list.push_back(milliseconds(arrivals.last_end - arrivals.last()));
     }
@@ -401,6 +407,9 @@ Summary summarize(const std::vector<RankProfile>& profiles) {
   if (const auto found = profiles.front().notes.find("backend"); found != profiles.front().notes.end())
     summary.backend = found->second;
   summary.ranks = static_cast<int>(profiles.size());
+  for (int rank = 0; rank < profiles.front().size; ++rank)
+    if (std::none_of(profiles.begin(), profiles.end(), [&](const auto& each) { return each.rank == rank; }))
+      summary.missing.push_back(rank);
   summary.first_step = *steps.begin();
   summary.last_step = *steps.rbegin();
   summary.num_steps = static_cast<int>(steps.size());

@@ -64,6 +64,7 @@ struct Summary {
   std::string program, backend;
   int ranks = 0;
   std::vector<std::string> hosts;
+  std::vector<int> missing;        // ranks of the run without a profile here
   std::vector<StepSummary> steps;  // by step, then rank
   std::vector<RankSummary> each;
   RankSummary overall;  // mean over ranks; medians over steps of the slowest rank

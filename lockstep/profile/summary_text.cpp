@@ -96,6 +96,9 @@ std::string text_of(const Summary& summary) {
   auto text = fmt::format("{}: {} rank{} on {}, steps {} to {}; milliseconds a step of the main thread\n\n",
                           summary.program, summary.ranks, summary.ranks == 1 ? "" : "s",
                           fmt::join(summary.hosts, ", "), summary.first_step, summary.last_step);
+  if (!summary.missing.empty())
+    text += fmt::format("There is nothing of rank{} {}: what follows is of the others.\n\n",
+                        summary.missing.size() == 1 ? "" : "s", fmt::join(summary.missing, ", "));
   text += fmt::format("{:>8} {:>9} {:>9}", "rank", "median", "p90");
   for (const auto& [name, part] : kParts)
     text += fmt::format(" {:>9}", std::string_view(name) == "communication" ? "exposed" : name);
@@ -133,6 +136,7 @@ Json json_of(const Summary& summary) {
               {"hosts", summary.hosts},
               {"first_step", summary.first_step},
               {"last_step", summary.last_step}}},
+            {"missing_ranks", summary.missing},
             {"hints", summary.hints}};
   auto overall = json_of(summary.overall);
   overall["steps"] = summary.num_steps;

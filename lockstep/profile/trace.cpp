@@ -16,7 +16,7 @@ namespace lockstep::profile {
 
 namespace {
 
-constexpr int kSteps = 1000, kTransfers = 1001;  // threads that are none
+constexpr int kSteps = 1'000'000, kTransfers = 1'000'001;  // threads that are none
 
 std::string quoted(const std::string& text) {
   return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
@@ -169,7 +169,7 @@ class Writer {
                              : fmt::format("{} ({})", name(t.operation), tag)),
           profile.rank, line, micro(profile, t.begin), seconds * 1e6, quoted(group.name), t.sequence, t.bytes,
           seconds > 0 ? static_cast<double>(t.bytes) / seconds / 1e9 : 0.0,
-          t.failed ? R"(,"failed":true)" : "");
+          t.unfinished ? R"(,"unfinished":true)" : "");
       const Drawn drawn{profile.rank, line, profile.origin + t.begin, profile.origin + t.end, t.operation};
       if (detail::point_to_point(t.operation)) {
         const bool sends = t.operation == Operation::send;

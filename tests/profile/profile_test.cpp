@@ -315,6 +315,61 @@ TEST(ProfileRecorder, many_threads_at_once) {
   EXPECT_EQ(spans, 8000u);
 }
 
+TEST(ProfileRecorder, threads_that_go_on_leave_a_file_that_can_be_read) {
+  auto recorder = std::make_shared<Recorder>();
+  const auto folder = std::filesystem::path(::testing::TempDir()) / "profile_race";
+  detail::SpanListening listening(recorder, detail::SpanScope::process);
+  std::atomic<bool> stop = false;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t)
+    threads.emplace_back([&] {
+      while (!stop) detail::Span span(SpanKind::operation, "busy");
+    });
+  for (int window = 0; window < 100; ++window) {
+    recorder->start();
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    const auto profile = recorder->stop();
+    for (const auto& event : profile.events) ASSERT_GE(event.end, event.begin);
+    if (window == 99) read(write(profile, folder));
+  }
+  stop = true;
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(ProfileRecorder, a_wait_that_began_before_the_operation_is_for_it) {
+  Recorder recorder;
+  recorder.start();
+  recorder.begin(SpanKind::wait, "all_reduce", 100, {});
+  recorder.started(call_of(Operation::all_reduce, 1));
+  recorder.end();
+  const auto profile = recorder.stop();
+  ASSERT_THAT(profile.transfers, SizeIs(1));
+  EXPECT_TRUE(profile.transfers[0].unfinished);
+  EXPECT_EQ(profile.events.back().transfer, 0);
+}
+
+TEST(ProfileSummary, ranks_that_are_missing_or_doubled_are_told) {
+  const auto folder = std::filesystem::path(::testing::TempDir()) / "profile_missing";
+  std::filesystem::remove_all(folder);
+  Made rank(1, 3);
+  rank.step(7, 0, 10).step(7, 10, 20).span(SpanKind::operation, 0, 20);
+  const auto path = write(rank.profile, folder);
+  const auto summary = summarize(read_all(folder));
+  EXPECT_THAT(summary.missing, ::testing::ElementsAre(0, 2));
+  EXPECT_THAT(text_of(summary), HasSubstr("There is nothing of ranks 0, 2"));
+  std::filesystem::copy(path, folder / "rank-1 (copy).json");
+  EXPECT_THROW(read_all(folder), ConfigError);
+}
+
+TEST(ProfileSummary, a_step_that_one_rank_has_twice_and_another_never_is_not_common) {
+  Made one(0, 2), two(1, 2);
+  one.step(7, 0, 10).step(7, 10, 20).step(8, 20, 30);
+  two.step(8, 20, 30);
+  const auto summary = summarize({one.profile, two.profile});
+  EXPECT_EQ(summary.num_steps, 1);
+  EXPECT_EQ(summary.first_step, 8);
+}
+
 TEST(ProfileReport, a_page_cannot_be_ended_by_a_name) {
   Made rank(0, 1);
   rank.step(1, 0, 10).span(SpanKind::operation, 1, 5);

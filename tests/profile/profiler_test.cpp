@@ -125,15 +125,86 @@ TEST(Profiler, without_operators_there_are_none) {
   EXPECT_TRUE(names_of(profile::read(directory / "rank-0.json"), profile::SpanKind::operation).empty());
 }
 
+TEST(Profiler, a_window_may_begin_with_the_first_step) {
+  const auto directory = folder("first");
+  run_threads(1, [&](World& world) {
+    Profiler profiler(world, {.first = 1, .last = 1, .directory = directory.string()});
+    at::mm(torch::ones({2, 2}), torch::ones({2, 2}));
+    profiler.step();
+    profiler.step();
+  });
+  const auto profile = profile::read(directory / "rank-0.json");
+  ASSERT_EQ(profile.steps.size(), 1u);
+  EXPECT_EQ(profile.steps[0].step, 1);
+  EXPECT_THAT(names_of(profile, profile::SpanKind::operation), Contains("aten::mm"));
+}
+
+TEST(Profiler, numbers_that_begin_anew_end_the_window_too) {
+  const auto directory = folder("epochs");
+  run_threads(1, [&](World& world) {
+    Profiler profiler(world, {.first = 3, .last = 8, .directory = directory.string()});
+    for (int epoch = 0; epoch < 50; ++epoch)
+      for (int i = 0; i < 5; ++i) world.step(i);
+  });
+  EXPECT_LE(profile::read(directory / "rank-0.json").steps.size(), 6u);
+}
+
+TEST(Profiler, products_under_autocast_are_counted_once) {
+  const auto directory = folder("autocast");
+  run_threads(1, [&](World& world) {
+    Profiler profiler(world, {.first = 1, .last = 1, .directory = directory.string()});
+    Autocast autocast(at::kCPU, at::kBFloat16);
+    at::mm(torch::ones({8, 8}), torch::ones({8, 8}));
+    profiler.step();
+  });
+  const auto profile = profile::read(directory / "rank-0.json");
+  std::int64_t flops = 0;
+  for (const auto& event : profile.events) flops += event.flops;
+  EXPECT_EQ(flops, 2 * 8 * 8 * 8);
+}
+
+TEST(Profiler, one_at_a_time_and_another_when_it_is_over) {
+  run_threads(1, [&](World& world) {
+    Profiler profiler(world, {.first = 1, .last = 1, .directory = folder("one").string()});
+    EXPECT_THROW(Profiler(world, {.directory = folder("two").string()}), ConfigError);
+    profiler.step();
+    Profiler second(world, {.first = 1, .last = 1, .directory = folder("two").string()});
+    at::mm(torch::ones({2, 2}), torch::ones({2, 2}));
+    second.step();
+    EXPECT_TRUE(std::filesystem::exists(std::filesystem::path(::testing::TempDir()) /
+                                        "lockstep_profiler/two/rank-0.json"));
+  });
+}
+
+TEST(Profiler, files_of_an_earlier_run_are_not_this_ones) {
+  const auto directory = folder("earlier");
+  for (const int ranks : {2, 1})
+    run_threads(ranks, [&](World& world) {
+      Profiler profiler(world, {.first = 1, .last = 1, .directory = directory.string()});
+      profiler.step();
+      profiler.finish();
+    });
+  std::ifstream stream(directory / "summary.json");
+  EXPECT_EQ(nlohmann::json::parse(stream)["job"]["ranks"], 1);
+}
+
+TEST(Profiler, may_outlive_its_world) {
+  auto world = std::make_unique<World>(World::from_environment());
+  Profiler profiler(*world, {.first = 1, .last = 1, .directory = folder("outlives").string()});
+  profiler.step();
+  world.reset();
+  EXPECT_THROW(profiler.finish(), ConfigError);
+}
+
 TEST(Profiler, says_what_is_allowed) {
   run_threads(1, [&](World& world) {
-    EXPECT_THROW(Profiler(world, {.first = 0}), ConfigError);
+    EXPECT_THROW(Profiler(world, {.first = 0}), ConfigError);  // steps count from 1
     EXPECT_THROW(Profiler(world, {.first = 5, .last = 4}), ConfigError);
     EXPECT_THROW(Profiler(world, {.directory = ""}), ConfigError);
     EXPECT_THROW(Profiler(world, {.samples_per_step = -1}), ConfigError);
     Profiler never(world, {.first = 100, .last = 200, .directory = folder("never").string()});
     never.step();
-    EXPECT_THROW(never.finish(), ConfigError);
+    EXPECT_THROW(never.finish(), ConfigError);  // and it is over
   });
 }
 
