@@ -89,7 +89,7 @@ class Bench {
       torch::nn::Sequential(torch::nn::Linear(512, 512), torch::nn::ReLU(), torch::nn::Linear(512, 512),
                             torch::nn::ReLU(), torch::nn::Linear(512, 10)),
       world_.group()};
-  lockstep::AdamW optimizer_{model_->parameters(), {.lr = 1e-4}};
+  lockstep::AdamW optimizer_{model_.module()->parameters(), {.lr = 1e-4}};
   at::Tensor input_ = torch::ones({64, 512});
   std::int64_t steps_ = 0;
 };
