@@ -178,10 +178,10 @@ TEST(Board, has_a_ranks_steps_and_metrics) {
   std::uint64_t seen = 0;
   const int line = pen.add_line(77, "world", false);
   pen.step(3);
-  pen.began(line, 0, "all_reduce", "", -1);
+  const auto ticket = pen.began(line, {.key = 77, .sequence = 0}, CallTexts{});
   pen.waits(line, 0);
   std::this_thread::sleep_for(std::chrono::milliseconds(70));
-  pen.ended(line, 0);
+  pen.ended(line, 0, ticket, false);
   pen.step(4);
   pen.metric("loss", std::nan(""), 3);
   const auto rows = Rows::decode(board->rows(1, seen).encode());
