@@ -144,7 +144,7 @@ def test_where_only_one_of_the_two_is_a_terminal():
 
 def test_a_failure_is_told_on_lines_of_its_own():
     program = f"{PROBE} 60 15; [ $RANK = 0 ] || exit 3; sleep 1"
-    terminal = Terminal([LOCKSTEP, "run", "-q", "-n", "2", "sh", "-c", program], columns=250)
+    terminal = Terminal([LOCKSTEP, "run", "-q", "-n", "2", "sh", "-c", program], columns=400)
     assert terminal.status == 3
     lines = terminal.screen()
     assert any(line.startswith("lockstep: rank 1") for line in lines), lines
