@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include <fmt/format.h>
+#include <lockstep/base/host.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/quiet_threads.h>
 #include <lockstep/version.h>
@@ -53,6 +54,7 @@ Agent::Loop::Loop(AgentOptions options)
   head.launches = options_.local_ranks > 0;
   head.max_restarts = options_.max_restarts;
   head.join_timeout = options_.join_timeout;
+  head.cores = host::available_cores();
   if (options_.link) {
     const Link& link = *options_.link;
     auto tcp = listen_tcp(link.address, link.port, link.last_port);

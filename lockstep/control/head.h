@@ -33,6 +33,7 @@ class Head {
     int max_restarts = 0;
     std::string address = "127.0.0.1";               // of the head, for the ranks
     std::chrono::milliseconds join_timeout{300000};  // for all nodes to come
+    int cores = 0;  // that the ranks of the head's host share; the other hosts' are not known. 0: not known
   };
   Head(Options options, Ports ports);
 

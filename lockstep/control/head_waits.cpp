@@ -145,6 +145,10 @@ void Head::note_steps(int number, Rank& rank) {
 }
 
 void Head::look_at_pace() {
+  const auto beside = std::count_if(ranks_.begin(), ranks_.end(), [](const auto& each) {
+    return each.second.here && each.second.node == 0;
+  });
+  pace_.set_crowded(options_.cores > 0 && beside > options_.cores);
   for (const auto& line : pace_.judge())
     if (!paused_) ports_.say(line);
   const auto first = ranks_.find(0);

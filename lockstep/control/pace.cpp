@@ -16,7 +16,7 @@ constexpr int kFirst = 3;           // warm-up: what is made once is made in the
 constexpr std::size_t kKnown = 8;   // so many steps tell what is usual
 constexpr std::size_t kUsual = 32;  // of the last ones it is the median
 // What nobody minds, and what a busy machine does to anybody: per step, and in all that was told at once.
-constexpr double kLeastUs = 2000, kLeastTogetherUs = 5000;
+constexpr double kLeastUs = 2000, kLeastTogetherUs = 5000, kLeastCrowdedUs = 200'000;
 constexpr int kInARow = 3;
 constexpr double kChance = 3e-7;  // of so many long steps in a row without a cause
 constexpr std::size_t kWaiting = 64;
@@ -128,7 +128,8 @@ void Pace::look(const Share& share, double others, std::vector<std::string>& lin
   const double other = stages_ ? usual * others : others;
   const double more = entry.busy_us - other;
   const double ratio = entry.busy_us / std::max(1.0, other);
-  const bool is_long = ratio > kFactor && more >= kLeastUs && more * entry.steps >= kLeastTogetherUs &&
+  const double least = crowded_ ? kLeastCrowdedUs : kLeastUs;
+  const bool is_long = ratio > kFactor && more >= least && more * entry.steps >= kLeastTogetherUs &&
                        (!known || entry.busy_us > kOwnFactor * usual);
   if (!is_long) {
     if (!rank.named) {
@@ -161,7 +162,7 @@ void Pace::look(const Share& share, double others, std::vector<std::string>& lin
     return;
   }
   if (!rank.named) return;
-  rank.fine = ratio < kFineFactor || more < kLeastUs ? rank.fine + 1 : 0;
+  rank.fine = ratio < kFineFactor || more < least ? rank.fine + 1 : 0;
   if (rank.fine < kFineSteps) return;
   rank.named = false;
   rank.slow = 0;

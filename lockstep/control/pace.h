@@ -31,6 +31,9 @@ class Pace {
   void note(int rank, const StepTime& time);
   void forget(int rank);  // it has left
   void has_stages() { stages_ = true; }
+  // Ranks share processors: a rank that waits for its turn there is busy by the clock, for as long as the
+  // others' turns take.
+  void set_crowded(bool crowded) { crowded_ = crowded; }
 
   // Looks at the steps that all have told of: what there is to say.
   std::vector<std::string> judge();
@@ -74,7 +77,7 @@ class Pace {
 
   std::map<int, Rank> ranks_;
   Noise noise_;
-  bool stages_ = false;
+  bool stages_ = false, crowded_ = false;
   int compared_ = 0;
   std::deque<std::pair<double, double>> recent_;  // steps, and how long they took in us
   double waiting_ = -1;

@@ -54,6 +54,16 @@ class Job {
   std::int64_t step_ = 0;
 };
 
+TEST(Pace, waiting_for_a_turn_on_a_shared_processor_is_not_slow) {
+  Job job(8);
+  job.pace.set_crowded(true);
+  job.run(40, [](int, std::int64_t) { return 0.2; });
+  job.run(40, [](int rank, std::int64_t) { return rank == 1 ? 60 : 0.2; });
+  EXPECT_THAT(job.lines, IsEmpty());
+  job.run(40, [](int rank, std::int64_t) { return rank == 1 ? 1500 : 300; });
+  EXPECT_THAT(job.lines, ElementsAre(HasSubstr("rank 1 is slow")));
+}
+
 TEST(Pace, names_a_rank_slowed_to_a_fifth_after_three_steps_and_tells_when_it_has_recovered) {
   Job job(4);
   job.run(17, [](int, std::int64_t) { return 20; });
