@@ -15,6 +15,7 @@
 #include <lockstep/launch/network.h>
 #include <lockstep/launch/rank_process.h>
 #include <lockstep/launch/supervisor.h>
+#include <lockstep/profile/rank_profile.h>
 
 #include "verbs.h"
 
@@ -369,8 +370,8 @@ void clear_profile(const std::filesystem::path& directory) {
                                   error ? error.message() : "it is not a folder"));
   for (const auto& entry : std::filesystem::directory_iterator(directory)) {
     const auto name = entry.path().filename().string();
-    if ((name.starts_with("rank-") && name.ends_with(".json")) || name == "trace.json.gz" ||
-        name == "summary.json" || name == "report.html")
+    if (profile::is_rank_file(entry.path()) || name == "trace.json.gz" || name == "summary.json" ||
+        name == "report.html")
       std::filesystem::remove(entry.path(), error);
     if (error)
       throw ConfigError(fmt::format("--profile-dir='{}' is not allowed: {} cannot be removed: {}",

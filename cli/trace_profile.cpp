@@ -56,8 +56,8 @@ void add_trace_profile(CLI::App& trace, Action& action) {
   summary->add_flag("--json", request->json, "As JSON");
   add("html", "Write report.html alone", [](const Request& r) {
     std::vector<profile::RankProfile> profiles;
-    const auto summary = profile::summarize_folder(r.directory, profiles);
-    const auto file = profile::write_report(summary, profiles, r.directory);
+    const auto found = profile::summarize_folder(r.directory, profiles);
+    const auto file = profile::write_report(found, profiles, r.directory);
     std::cout << file.string() << '\n';
     return 0;
   });

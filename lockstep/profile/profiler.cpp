@@ -289,8 +289,8 @@ void profile_if_asked(const std::shared_ptr<detail::WorldState>& world) {
 void drop_others(const std::filesystem::path& directory, const std::vector<int>& written) {
   std::error_code trouble;
   for (const auto& entry : std::filesystem::directory_iterator(directory, trouble)) {
+    if (!is_rank_file(entry.path())) continue;
     const auto name = entry.path().filename().string();
-    if (!name.starts_with("rank-") || !name.ends_with(".json")) continue;
     bool ours = false;
     for (std::size_t rank = 0; rank < written.size(); ++rank)
       ours = ours || (written[rank] != 0 && name == fmt::format("rank-{}.json", rank));

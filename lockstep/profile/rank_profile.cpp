@@ -109,6 +109,11 @@ RankProfile from(const json& text) {
 
 }  // namespace
 
+bool is_rank_file(const std::filesystem::path& path) {
+  const auto name = path.filename().string();
+  return name.starts_with("rank-") && name.ends_with(".json");
+}
+
 std::filesystem::path write(const RankProfile& profile, const std::filesystem::path& directory) {
   std::error_code trouble;
   std::filesystem::create_directories(directory, trouble);  // what is wrong with it, the file will tell
@@ -157,8 +162,7 @@ std::vector<RankProfile> read_all(const std::filesystem::path& directory) {
   std::vector<RankProfile> profiles;
   std::error_code trouble;
   for (const auto& entry : std::filesystem::directory_iterator(directory, trouble)) {
-    const auto name = entry.path().filename().string();
-    if (name.starts_with("rank-") && name.ends_with(".json")) profiles.push_back(read(entry.path()));
+    if (is_rank_file(entry.path())) profiles.push_back(read(entry.path()));
   }
   if (trouble) throw ConfigError(fmt::format("{} cannot be read: {}", directory.string(), trouble.message()));
   if (profiles.empty())

@@ -72,6 +72,8 @@ struct RankProfile {
   std::map<std::string, std::string> notes;
 };
 
+// rank-3.json, by its name.
+bool is_rank_file(const std::filesystem::path& path);
 // DIR/rank-3.json, whole or not at all. Throws ConfigError where it cannot be written.
 std::filesystem::path write(const RankProfile& profile, const std::filesystem::path& directory);
 // Throws ConfigError that says what is wrong with it.

@@ -77,6 +77,10 @@ Recorder::Lane& Recorder::lane() noexcept {
 
 std::int32_t Recorder::name_of(std::string_view text) {
   std::lock_guard lock(mutex_);
+  return name_under_lock(text);
+}
+
+std::int32_t Recorder::name_under_lock(std::string_view text) {
   const auto [place, is_new] =
       names_.try_emplace(std::string(text), static_cast<std::int32_t>(texts_.size()));
   if (is_new) texts_.emplace_back(text);
@@ -222,10 +226,8 @@ void Recorder::mark() {
   std::lock_guard lock(lane.mutex);
   if (lane.saying > 0) return;
   const auto now = steady_now(), used = thread_time();
-  const auto [name, is_new] = names_.try_emplace("step", static_cast<std::int32_t>(texts_.size()));
-  if (is_new) texts_.emplace_back("step");
   lane.events.push_back({.kind = SpanKind::range,
-                         .name = name->second,
+                         .name = name_under_lock("step"),
                          .thread = lane.number,
                          .depth = static_cast<std::int32_t>(lane.open.size()),
                          .begin = now,

@@ -47,6 +47,7 @@ class Recorder final : public detail::SpanSink {
   Lane& lane() noexcept;
   void mark();
   std::int32_t name_of(std::string_view text);
+  std::int32_t name_under_lock(std::string_view text);  // the same, by who holds the mutex
   std::int32_t known_name(Lane& lane, std::string_view name);
   std::int64_t transfer_of(const detail::SpanOf& of);
 
