@@ -1,0 +1,90 @@
+// What the kernels share: eight numbers at a time as floats, sums over a warp and a block.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <lockstep/kernels/kernels.h>
+
+namespace lockstep::kernels {
+
+inline cudaStream_t of(Stream stream) { return static_cast<cudaStream_t>(stream); }
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+template <typename T>
+__device__ inline T from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ inline __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+
+// Eight numbers that lie side by side, aligned to 16 bytes.
+template <typename T>
+struct alignas(16) Eight {
+  T at[8];
+};
+
+template <typename T>
+__device__ inline void load8(const T* from, float (&to)[8]) {
+  const auto eight = *reinterpret_cast<const Eight<T>*>(from);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i] = to_float(eight.at[i]);
+}
+// Of what is read once and not again: it does not push other data out of the cache.
+template <typename T>
+__device__ inline void load8_once(const T* from, float (&to)[8]) {
+  Eight<T> eight;
+  constexpr int kWords = sizeof(eight) / sizeof(int4);
+  auto* words = reinterpret_cast<int4*>(&eight);
+#pragma unroll
+  for (int w = 0; w < kWords; ++w) words[w] = __ldcs(reinterpret_cast<const int4*>(from) + w);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) to[i] = to_float(eight.at[i]);
+}
+template <typename T>
+__device__ inline void store8(T* to, const float (&from)[8]) {
+  Eight<T> eight;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) eight.at[i] = from_float<T>(from[i]);
+  *reinterpret_cast<Eight<T>*>(to) = eight;
+}
+
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+__device__ inline float warp_max(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+
+// Calls a template with the type that the number names.
+template <typename Body>
+void with_type(Number number, Body&& body) {
+  switch (number) {
+    case Number::float32:
+      return body(float());
+    case Number::bfloat16:
+      return body(__nv_bfloat16());
+    case Number::float16:
+      return body(__half());
+  }
+}
+
+// A launch that could not begin is thrown (std::runtime_error), with CUDA's words.
+void check_launch(const char* kernel);
+
+}  // namespace lockstep::kernels
