@@ -32,7 +32,10 @@ foreach(header
     data/subset.h
     data/workers.h
     mesh/device_mesh.h
+    nn/attention.h
+    nn/cross_entropy.h
     nn/dropout.h
+    nn/layer_norm.h
     nn/linear.h
     nn/rms_norm.h
     parallel/data_parallel.h

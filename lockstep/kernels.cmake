@@ -4,7 +4,11 @@
 #
 # Sets LOCKSTEP_KERNELS, what the library is made of, and LOCKSTEP_CUDA_RUNTIME, what it then links.
 set(LOCKSTEP_KERNEL_SOURCES
-  kernels/columns.cu)
+  kernels/columns.cu
+  kernels/cross_entropy.cu
+  kernels/gelu.cu
+  kernels/layer_norm.cu
+  kernels/pack_heads.cu)
 
 set(LOCKSTEP_KERNELS kernels/no_kernels.cpp)
 if(CMAKE_CUDA_COMPILER)

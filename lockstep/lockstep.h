@@ -17,7 +17,10 @@
 #include <lockstep/data/sampler.h>
 #include <lockstep/data/subset.h>
 #include <lockstep/mesh/device_mesh.h>
+#include <lockstep/nn/attention.h>
+#include <lockstep/nn/cross_entropy.h>
 #include <lockstep/nn/dropout.h>
+#include <lockstep/nn/layer_norm.h>
 #include <lockstep/nn/linear.h>
 #include <lockstep/nn/rms_norm.h>
 #include <lockstep/parallel/data_parallel.h>

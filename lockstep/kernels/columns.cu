@@ -22,15 +22,25 @@ void check_launch(const char* kernel) {
 
 namespace {
 
-// scratch[parts, columns] to sums[columns], parts in their order.
+constexpr int kAddColumns = 32, kAddRows = 32;
+
+// scratch[2, parts, columns] to first[columns] and second[columns], in an order that depends on their number
+// alone.
 template <typename T>
-__global__ void add_parts(const float* scratch, int parts, std::int64_t columns, T* sums) {
-  const auto column = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x;
-  if (column >= columns) return;
+__global__ void __launch_bounds__(kAddColumns* kAddRows)
+    add_parts(const float* scratch, int parts, std::int64_t columns, T* first, T* second) {
+  __shared__ float shared[kAddRows][kAddColumns + 1];
+  const auto column = blockIdx.x * std::int64_t{kAddColumns} + threadIdx.x;
+  const float* from = scratch + blockIdx.y * parts * columns;
   float sum = 0;
+  if (column < columns)
 #pragma unroll 8
-  for (int part = 0; part < parts; ++part) sum += scratch[part * columns + column];
-  sums[column] = from_float<T>(sum);
+    for (int part = threadIdx.y; part < parts; part += kAddRows) sum += from[part * columns + column];
+  shared[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  sum = warp_sum(shared[threadIdx.x][threadIdx.y]);  // this warp's column is now threadIdx.y
+  const auto mine = blockIdx.x * std::int64_t{kAddColumns} + threadIdx.y;
+  if (threadIdx.x == 0 && mine < columns) (blockIdx.y == 0 ? first : second)[mine] = from_float<T>(sum);
 }
 
 template <typename T>
@@ -49,12 +59,13 @@ int column_parts(std::int64_t rows) {
   return static_cast<int>(std::min<std::int64_t>(128, (rows + 63) / 64));
 }
 
-void add_column_parts(Number number, const float* scratch, int parts, std::int64_t columns, void* sums,
-                      Stream stream) {
-  constexpr int kThreads = 64;
-  const auto blocks = static_cast<unsigned>((columns + kThreads - 1) / kThreads);
+void add_column_parts(Number number, const float* scratch, int parts, std::int64_t columns, void* first,
+                      void* second, Stream stream) {
+  const dim3 grid(static_cast<unsigned>((columns + kAddColumns - 1) / kAddColumns),
+                  second == nullptr ? 1 : 2);
   with_type(number, [&]<typename T>(T) {
-    add_parts<T><<<blocks, kThreads, 0, of(stream)>>>(scratch, parts, columns, static_cast<T*>(sums));
+    add_parts<T><<<grid, dim3(kAddColumns, kAddRows), 0, of(stream)>>>(
+        scratch, parts, columns, static_cast<T*>(first), static_cast<T*>(second));
   });
   check_launch("add_parts");
 }
@@ -68,7 +79,7 @@ void column_sums(Number number, const void* values, std::int64_t rows, std::int6
   with_type(number, [&]<typename T>(T) {
     sum_columns(Plain<T>{static_cast<const T*>(values), columns}, rows, columns, scratch, stream);
   });
-  add_column_parts(number, scratch, column_parts(rows), columns, sums, stream);
+  add_column_parts(number, scratch, column_parts(rows), columns, sums, nullptr, stream);
 }
 
 }  // namespace lockstep::kernels

@@ -1,5 +1,5 @@
-// Sums over the rows of a matrix in two stages: each block adds up a band of rows of 256 columns, then the bands are
-// added in their order.
+// Sums over the rows of a matrix in two stages: each block adds up a band of rows of 256 columns, then the
+// bands are added in their order.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,9 @@ namespace lockstep::kernels {
 
 // Bands of rows, a function of their number alone.
 int column_parts(std::int64_t rows);
-void add_column_parts(Number number, const float* scratch, int parts, std::int64_t columns, void* sums,
-                      Stream stream);
+// The second half of scratch goes to `second`, where that is not null.
+void add_column_parts(Number number, const float* scratch, int parts, std::int64_t columns, void* first,
+                      void* second, Stream stream);
 
 constexpr int kColumnWarps = 8;
 

@@ -75,12 +75,9 @@ __device__ inline float warp_max(float x) {
 template <typename Body>
 void with_type(Number number, Body&& body) {
   switch (number) {
-    case Number::float32:
-      return body(float());
-    case Number::bfloat16:
-      return body(__nv_bfloat16());
-    case Number::float16:
-      return body(__half());
+    case Number::float32: return body(float());
+    case Number::bfloat16: return body(__nv_bfloat16());
+    case Number::float16: return body(__half());
   }
 }
 

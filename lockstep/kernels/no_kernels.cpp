@@ -13,5 +13,16 @@ namespace {
 bool available() { return false; }
 std::size_t column_sum_scratch(std::int64_t, std::int64_t) { missing(); }
 void column_sums(Number, const void*, std::int64_t, std::int64_t, void*, float*, Stream) { missing(); }
+void layer_norm(const LayerNorm&, Stream) { missing(); }
+std::size_t layer_norm_scratch(std::int64_t, std::int64_t) { missing(); }
+void layer_norm_gradient(const LayerNormGradient&, Stream) { missing(); }
+void gelu(Number, const void*, std::int64_t, void*, Stream) { missing(); }
+void gelu_gradient(Number, const void*, const void*, std::int64_t, std::int64_t, void*, void*, float*,
+                   Stream) {
+  missing();
+}
+void cross_entropy(const CrossEntropy&, Stream) { missing(); }
+void scale(const float*, std::int64_t, const float*, Number, void*, Stream) { missing(); }
+void pack_heads(const PackHeads&, Stream) { missing(); }
 
 }  // namespace lockstep::kernels

@@ -4,7 +4,12 @@
 //
 // LibTorch's own goes through torch::nn::functional::linear, which on input of three and more dimensions is a
 // matmul and then a separate addition of the bias. Construction, first values and names are LibTorch's: it is
-// derived from it, and takes its place wherever one is asked for.
+// derived from it, and takes its place wherever one is asked for. On CUDA its bias's gradient is a kernel of
+// our own.
+//
+//   lockstep::nn::LinearGELU up(768, 3072);                 // gelu(linear(x)), with tanh; on CUDA, backward
+//   takes one pass over
+//                                                           // memory for GELU's gradient and the bias's
 #pragma once
 
 #include <memory>
@@ -25,5 +30,21 @@ class LinearImpl : public torch::nn::LinearImpl {
       const std::optional<at::Device>& device = std::nullopt) const override;
 };
 TORCH_MODULE(Linear);
+
+// With a Linear's parameters and names.
+class LinearGELUImpl : public LinearImpl {
+ public:
+  using LinearImpl::LinearImpl;
+  explicit LinearGELUImpl(const torch::nn::LinearImpl& other) : LinearImpl(other) {}
+
+  at::Tensor forward(const at::Tensor& input);
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<at::Device>& device = std::nullopt) const override;
+};
+TORCH_MODULE(LinearGELU);
+
+// The same as functions; bias may be undefined.
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
+at::Tensor linear_gelu(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 
 }  // namespace lockstep::nn

@@ -14,9 +14,9 @@ namespace {
 namespace fs = std::filesystem;
 
 // A folder may include itself and those before it.
-const std::vector<std::string> kOrder = {"base",       "memory",  "control", "launch",   "comm",
-                                         "mesh",       "data",    "nn",      "parallel", "train",
-                                         "checkpoint", "profile", "plan"};
+const std::vector<std::string> kOrder = {"base",  "memory",     "control", "launch", "kernels",
+                                         "comm",  "mesh",       "data",    "nn",     "parallel",
+                                         "train", "checkpoint", "profile", "plan"};
 
 struct Include {
   fs::path file;
@@ -28,7 +28,8 @@ std::vector<Include> includes_of(const fs::path& folder, bool headers_only) {
   std::vector<Include> found;
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {
     const auto extension = entry.path().extension();
-    if (extension != ".h" && (headers_only || extension != ".cpp")) continue;
+    const bool source = extension == ".cpp" || extension == ".cu" || extension == ".cuh";
+    if (extension != ".h" && (headers_only || !source)) continue;
     std::ifstream in(entry.path());
     std::smatch match;
     for (std::string line; std::getline(in, line);)

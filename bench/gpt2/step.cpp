@@ -1,0 +1,128 @@
+// One rank of bench_gpt2: says "ready", then answers each line that the conductor, gpt2.py, tells it: "ddp
+// 10", "local 10" with the milliseconds of a step, "loss 0" with the last one, "memory 0" with the peak of
+// the device's memory in GiB, "kernels 5" with the milliseconds of a step's kernels, which it lists on
+// stderr.
+#include <lockstep/lockstep.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+
+#include <ATen/DeviceAccelerator.h>
+
+#include "bench/gpt2/model.h"
+#include "bench/serve.h"
+
+namespace lockstep::bench {
+namespace {
+
+void settle() {
+  if (torch::cuda::is_available()) torch::cuda::synchronize();
+}
+
+double peak_gib() {
+  if (!torch::cuda::is_available()) return 0;
+  using c10::CachingAllocator::StatType;
+  const auto stats = at::accelerator::getDeviceStats(0);
+  return static_cast<double>(stats.allocated_bytes[static_cast<std::size_t>(StatType::AGGREGATE)].peak) /
+         (1 << 30);
+}
+
+// By LibTorch's own profiler.
+double list_kernels(int steps, const std::function<void()>& step) {
+  namespace profiler = torch::autograd::profiler;
+  const profiler::ProfilerConfig config(profiler::ProfilerState::KINETO);
+  const std::set<profiler::ActivityType> activities = {profiler::ActivityType::CPU,
+                                                       profiler::ActivityType::CUDA};
+  profiler::prepareProfiler(config, activities);
+  profiler::enableProfiler(config, activities);
+  for (int i = 0; i < steps; ++i) step();
+  settle();
+  const auto result = profiler::disableProfiler();
+  struct Row {
+    double ms = 0;
+    int launches = 0;
+  };
+  std::map<std::string, Row> rows;
+  double total = 0;
+  int launches = 0;
+  for (const auto& event : result->events()) {
+    if (event.deviceType() != c10::DeviceType::CUDA) continue;
+    const double ms = static_cast<double>(event.durationNs()) / 1e6 / steps;
+    auto& row = rows[event.name().substr(0, 110)];
+    row.ms += ms, total += ms;
+    ++row.launches, ++launches;
+  }
+  std::vector<std::pair<std::string, Row>> sorted(rows.begin(), rows.end());
+  std::sort(sorted.begin(), sorted.end(),
+            [](const auto& a, const auto& b) { return a.second.ms > b.second.ms; });
+  fmt::print(stderr, "kernels of a step: {:.2f} ms in {} launches\n", total, launches / steps);
+  for (const auto& [name, row] : sorted)
+    if (row.ms > 0.02)
+      fmt::print(stderr, "{:8.3f} ms {:5.1f} %  {:6.1f} x  {}\n", row.ms, 100 * row.ms / total,
+                 static_cast<double>(row.launches) / steps, name);
+  return total;
+}
+
+void run(const Shape& shape, std::int64_t batch) {
+  torch::manual_seed(1);
+  auto world = World::from_environment();
+  const at::Device device = torch::cuda::is_available() ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
+  const auto type = device.is_cuda() ? at::kBFloat16 : at::kFloat;
+  const auto text = torch::randint(shape.vocabulary, {batch, shape.context + 1}).to(device);
+  const auto inputs = text.narrow(1, 0, shape.context).contiguous();
+  const auto targets = text.narrow(1, 1, shape.context).contiguous();
+  Gpt2 model(shape);
+  model->to(device, type);
+  auto group = world.group();
+  const auto make_optimizer = [&](const Gpt2& of) {
+    return std::make_unique<AdamW>(
+        of->parameters(),
+        AdamWOptions{
+            .lr = 3e-4, .betas = {0.9, 0.95}, .weight_decay = 0.1, .implementation = Implementation::fused});
+  };
+  at::Tensor loss;
+  std::unique_ptr<DistributedDataParallel<Gpt2>> ddp;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  const auto step = [&](auto&& call) {
+    optimizer->zero_grad();
+    loss = call(inputs, targets);
+    loss.backward();
+    optimizer->step();
+  };
+  const std::map<std::string, std::function<void()>> kinds = {
+      {"ddp", [&] { step(*ddp); }},
+      {"local", [&] { step([&](const auto& x, const auto& y) { return model->forward(x, y); }); }},
+  };
+  std::string now;
+  serve(group, [&](const std::string& kind, int steps) {
+    if (kind == "memory") return peak_gib();
+    if (kind == "loss") return loss.item<double>();
+    const auto& wanted = kind == "kernels" ? std::string("ddp") : kind;
+    if (!optimizer) optimizer = make_optimizer(model);
+    if (wanted == "ddp" && !ddp) ddp = std::make_unique<DistributedDataParallel<Gpt2>>(model, group);
+    if (kind == "kernels") return list_kernels(steps, kinds.at(wanted));
+    settle();
+    return milliseconds_of_a_step(1,
+                                  [&] {
+                                    for (int i = 0; i < steps; ++i) kinds.at(wanted)();
+                                    settle();
+                                  }) /
+           steps;
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::bench
+
+int main(int argc, char** argv) {
+  if (argc != 3) {
+    fmt::print(stderr, "usage: gpt2_step gpt2|tiny BATCH\n");
+    return 2;
+  }
+  const bool tiny = std::string(argv[1]) == "tiny";
+  const lockstep::bench::Shape small{.layers = 2, .heads = 2, .width = 32, .context = 16, .vocabulary = 64};
+  lockstep::bench::run(tiny ? small : lockstep::bench::Shape{}, std::stoll(argv[2]));
+}

@@ -1,0 +1,76 @@
+// GELU with tanh, and its gradient together with that of the bias before it.
+#include <lockstep/kernels/columns.cuh>
+
+namespace lockstep::kernels {
+namespace {
+
+constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
+constexpr float kCube = 0.044715f;
+
+template <typename T>
+__device__ inline float tanh_of(float x) {
+  if constexpr (sizeof(T) == 4) return tanhf(x);
+  // As precise as bfloat16 and float16 can show, and one instruction.
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename T>
+__global__ void gelu_all(const T* x, std::int64_t count, T* out) {
+  const auto at = (blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x) * 8;
+  if (at >= count) return;
+  float v[8];
+  load8(x + at, v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float inner = kRoot * (v[i] + kCube * v[i] * v[i] * v[i]);
+    v[i] = 0.5f * v[i] * (1 + tanh_of<T>(inner));
+  }
+  store8(out + at, v);
+}
+
+template <typename T>
+struct GeluGradient {
+  const T *x, *dout;
+  T* dx;
+  std::int64_t columns;
+  __device__ void operator()(std::int64_t row, std::int64_t column, float (&eight)[8]) const {
+    const auto at = row * columns + column;
+    float v[8];
+    load8(x + at, v);
+    load8_once(dout + at, eight);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float square = v[i] * v[i];
+      const float t = tanh_of<T>(kRoot * (v[i] + kCube * v[i] * square));
+      const float slope = (1 - t * t) * kRoot * (1 + 3 * kCube * square);
+      eight[i] *= 0.5f * (1 + t) + 0.5f * v[i] * slope;
+    }
+    store8(dx + at, eight);
+  }
+};
+
+}  // namespace
+
+void gelu(Number number, const void* x, std::int64_t count, void* out, Stream stream) {
+  constexpr int kThreads = 256;
+  const auto blocks = static_cast<unsigned>((count / 8 + kThreads - 1) / kThreads);
+  with_type(number, [&]<typename T>(T) {
+    gelu_all<T><<<blocks, kThreads, 0, of(stream)>>>(static_cast<const T*>(x), count, static_cast<T*>(out));
+  });
+  check_launch("gelu_all");
+}
+
+void gelu_gradient(Number number, const void* x, const void* dout, std::int64_t rows, std::int64_t columns,
+                   void* dx, void* dbias, float* scratch, Stream stream) {
+  with_type(number, [&]<typename T>(T) {
+    sum_columns(
+        GeluGradient<T>{static_cast<const T*>(x), static_cast<const T*>(dout), static_cast<T*>(dx), columns},
+        rows, columns, scratch, stream);
+  });
+  if (dbias != nullptr)
+    add_column_parts(number, scratch, column_parts(rows), columns, dbias, nullptr, stream);
+}
+
+}  // namespace lockstep::kernels

@@ -1,0 +1,161 @@
+#include <lockstep/nn/attention.h>
+
+#include <map>
+#include <mutex>
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/SDPBackend.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/log.h>
+#include <lockstep/nn/fused.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+namespace lockstep::nn {
+namespace {
+
+using at::SDPBackend;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Heads {
+  at::Tensor q, k, v;  // [batch, heads, length, size]
+};
+
+Heads heads_of(const at::Tensor& qkv, std::int64_t heads) {
+  const auto size = qkv.size(2) / (3 * heads);
+  const auto parts = qkv.view({qkv.size(0), qkv.size(1), 3, heads, size}).permute({2, 0, 3, 1, 4});
+  return {parts[0], parts[1], parts[2]};
+}
+
+// [batch, heads, length, size] to [batch, length, heads * size], and back.
+at::Tensor joined(const at::Tensor& seen) { return seen.transpose(1, 2).flatten(2); }
+
+// cuDNN's kernels are the fastest, but whether they take a shape is known only by asking.
+bool cudnn_refused(const at::Tensor& q) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, at::ScalarType, std::int64_t>, bool> known;
+  const std::lock_guard lock(mutex);
+  const auto [found, is_new] = known.try_emplace({q.get_device(), q.scalar_type(), q.size(3)}, false);
+  if (is_new) {
+    try {
+      const auto small = at::zeros({1, 1, 64, q.size(3)}, q.options());
+      at::_scaled_dot_product_cudnn_attention(small, small, small, {}, /*compute_log_sumexp=*/true, 0.0,
+                                              /*is_causal=*/true);
+    } catch (const std::exception& error) {
+      lockstep::detail::log(LogLevel::info, "nn::attention: cuDNN does not serve heads of {}: {}", q.size(3),
+                    std::string_view(error.what()).substr(0, 200));
+      found->second = true;
+    }
+  }
+  return found->second;
+}
+
+SDPBackend choose(const Heads& h, const AttentionOptions& options) {
+  const auto choice =
+      static_cast<SDPBackend>(at::_fused_sdp_choice(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale));
+  if (choice == SDPBackend::flash_attention && at::globalContext().userEnabledCuDNNSDP() &&
+      !cudnn_refused(h.q))
+    return SDPBackend::cudnn_attention;
+  return choice;
+}
+
+class FusedAttention : public torch::autograd::Function<FusedAttention> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& qkv, std::int64_t heads, bool causal,
+                            std::optional<double> scale, bool cudnn) {
+    const auto h = heads_of(qkv, heads);
+    const auto [out, log_sums, cum_q, cum_k, max_q, max_k, seed, offset, debug] =
+        cudnn ? at::_scaled_dot_product_cudnn_attention(h.q, h.k, h.v, {}, /*compute_log_sumexp=*/true, 0.0,
+                                                        causal, false, scale)
+              : at::_scaled_dot_product_flash_attention(h.q, h.k, h.v, 0.0, causal, false, scale);
+    auto result = joined(out);
+    context->save_for_backward({qkv, result, log_sums, cum_q, cum_k, seed, offset});
+    auto& data = context->saved_data;
+    data["heads"] = heads, data["causal"] = causal, data["scale"] = scale, data["cudnn"] = cudnn;
+    data["max_q"] = max_q, data["max_k"] = max_k;
+    return result;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    detail::refuse_second_derivative("nn::attention");
+    auto& data = context->saved_data;
+    const auto saved = context->get_saved_variables();
+    const auto &qkv = saved[0], &log_sums = saved[2], &cum_q = saved[3], &cum_k = saved[4], &seed = saved[5],
+               &offset = saved[6];
+    const c10::DeviceGuard device(qkv.device());
+    const auto heads = data["heads"].toInt();
+    const auto h = heads_of(qkv, heads);
+    const auto as_heads = [&](const at::Tensor& tensor) {
+      return tensor.view({tensor.size(0), tensor.size(1), heads, h.q.size(3)}).transpose(1, 2);
+    };
+    const auto out = as_heads(saved[1]), gradient = as_heads(gradients[0].contiguous());
+    const auto max_q = data["max_q"].toSymInt(), max_k = data["max_k"].toSymInt();
+    const bool causal = data["causal"].toBool();
+    const auto scale = data["scale"].toOptional<double>();
+    const auto [dq, dk, dv] = data["cudnn"].toBool()
+                                  ? at::_scaled_dot_product_cudnn_attention_backward_symint(
+                                        gradient, h.q, h.k, h.v, out, log_sums, seed, offset, {}, cum_q,
+                                        cum_k, max_q, max_k, 0.0, causal, scale)
+                                  : at::_scaled_dot_product_flash_attention_backward_symint(
+                                        gradient, h.q, h.k, h.v, out, log_sums, cum_q, cum_k, max_q, max_k,
+                                        0.0, causal, seed, offset, scale);
+    return {packed(qkv, {dq, dk, dv}), {}, {}, {}, {}};
+  }
+
+ private:
+  static at::Tensor packed(const at::Tensor& qkv, const Heads& h) {
+    auto result = at::empty_like(qkv);
+    kernels::PackHeads pack{.number = detail::number_of(qkv),
+                            .batch = h.q.size(0),
+                            .heads = h.q.size(1),
+                            .length = h.q.size(2),
+                            .size = h.q.size(3),
+                            .from = {},
+                            .strides = {},
+                            .to = result.mutable_data_ptr()};
+    const std::int64_t unit = 16 / qkv.element_size();
+    bool fits = pack.size % unit == 0;
+    int which = 0;
+    for (const auto* each : {&h.q, &h.k, &h.v}) {
+      fits =
+          fits && each->stride(3) == 1 && reinterpret_cast<std::uintptr_t>(each->const_data_ptr()) % 16 == 0;
+      for (int axis = 0; axis < 3; ++axis) {
+        pack.strides[which][axis] = each->stride(axis);
+        fits = fits && each->stride(axis) % unit == 0;
+      }
+      pack.from[which++] = each->const_data_ptr();
+    }
+    if (fits)
+      kernels::pack_heads(pack, detail::stream_of(qkv));
+    else
+      at::stack_out(result = result.view({pack.batch, pack.length, 3, pack.heads, pack.size}),
+                    {h.q.transpose(1, 2), h.k.transpose(1, 2), h.v.transpose(1, 2)}, 2);
+    return result.view(qkv.sizes());
+  }
+};
+
+}  // namespace
+
+at::Tensor attention(const at::Tensor& qkv, const AttentionOptions& options) {
+  if (options.heads < 1)
+    throw ConfigError(fmt::format("attention with {} heads is not allowed: 1 or more is", options.heads));
+  if (!qkv.defined() || qkv.dim() != 3 || qkv.size(2) % (3 * options.heads) != 0)
+    throw ConfigError(fmt::format(
+        "attention with {} heads of [{}]: queries, keys and values side by side, [batch, length, 3 * {} * "
+        "size], are allowed",
+        options.heads, qkv.defined() ? fmt::format("{}", fmt::join(qkv.sizes(), ", ")) : "nothing",
+        options.heads));
+  if (detail::has_kernel(qkv) && detail::alike({&qkv})) {
+    const c10::DeviceGuard device(qkv.device());
+    const auto dense = qkv.contiguous();
+    const auto choice = choose(heads_of(dense, options.heads), options);
+    const bool cudnn = choice == SDPBackend::cudnn_attention;
+    if (cudnn || choice == SDPBackend::flash_attention)
+      return FusedAttention::apply(dense, options.heads, options.causal, options.scale, cudnn);
+  }
+  const auto h = heads_of(qkv.contiguous(), options.heads);
+  return joined(at::scaled_dot_product_attention(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale));
+}
+
+}  // namespace lockstep::nn

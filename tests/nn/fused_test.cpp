@@ -1,0 +1,325 @@
+// Layers and losses with CUDA kernels of their own against LibTorch's plain operators in double precision. On
+// the CPU the same cases run through the plain path; CUDA's are skipped by name without a GPU.
+#include <lockstep/base/error.h>
+#include <lockstep/nn/attention.h>
+#include <lockstep/nn/cross_entropy.h>
+#include <lockstep/nn/layer_norm.h>
+#include <lockstep/nn/linear.h>
+#include <torch/torch.h>
+
+#include <functional>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace lockstep::testing {
+namespace {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+struct Place {
+  at::DeviceType device;
+  at::ScalarType type;
+};
+
+class Fused : public ::testing::TestWithParam<Place> {
+ protected:
+  void SetUp() override {
+    if (GetParam().device == at::kCUDA && !torch::cuda::is_available()) GTEST_SKIP() << "no GPU";
+    torch::manual_seed(3);
+  }
+  bool cuda() const { return GetParam().device == at::kCUDA; }
+  at::TensorOptions options() const { return at::TensorOptions(GetParam().device).dtype(GetParam().type); }
+  Tensor numbers(at::IntArrayRef sizes) const { return at::randn(sizes).to(options()).requires_grad_(); }
+  // Of what sums and products of numbers near 1 may differ by, in this type.
+  double tolerance() const {
+    return GetParam().type == at::kFloat ? 2e-5 : GetParam().type == at::kHalf ? 4e-3 : 3e-2;
+  }
+
+  void expect_close(const Tensor& got, const Tensor& wanted, const char* what) const {
+    ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
+    const auto a = got.detach().cpu().to(at::kDouble), b = wanted.detach().cpu().to(at::kDouble);
+    const double scale = std::max(b.abs().max().item<double>(), 1e-6);
+    const double off = (a - b).abs().max().item<double>();
+    EXPECT_LE(off, tolerance() * scale)
+        << what << ": differs by " << off << " where " << scale << " is the largest";
+  }
+
+  // Results and gradients of both, from the same numbers; `plain` gets them in double.
+  void compare(const Tensors& inputs, const std::function<Tensors(const Tensors&)>& ours,
+               const std::function<Tensors(const Tensors&)>& plain) const {
+    Tensors doubles;
+    for (const auto& each : inputs)
+      doubles.push_back(each.detach().cpu().to(at::kDouble).requires_grad_(each.requires_grad()));
+    const auto got = ours(inputs), wanted = plain(doubles);
+    ASSERT_EQ(got.size(), wanted.size());
+    Tensor got_sum, wanted_sum;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      expect_close(got[i], wanted[i], ("result " + std::to_string(i)).c_str());
+      const auto weights = at::randn(got[i].sizes()).to(options());
+      const auto a = (got[i] * weights).sum(), b = (wanted[i] * weights.cpu().to(at::kDouble)).sum();
+      got_sum = got_sum.defined() ? got_sum + a : a;
+      wanted_sum = wanted_sum.defined() ? wanted_sum + b : b;
+    }
+    got_sum.backward(), wanted_sum.backward();
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      ASSERT_EQ(inputs[i].grad().defined(), doubles[i].grad().defined()) << "input " << i;
+      if (!inputs[i].grad().defined()) continue;
+      EXPECT_EQ(inputs[i].grad().scalar_type(), inputs[i].scalar_type());
+      expect_close(inputs[i].grad(), doubles[i].grad(), ("gradient " + std::to_string(i)).c_str());
+    }
+  }
+};
+
+Tensor optional_at(const Tensors& tensors, std::size_t i) {
+  return i < tensors.size() ? tensors[i] : Tensor();
+}
+
+TEST_P(Fused, linear_is_libtorchs) {
+  for (const bool bias : {true, false})
+    for (const std::int64_t columns : {8, 264, 1000, 13})  // 13: LibTorch's own
+      for (const bool three : {false, true}) {
+        Tensors inputs = {three ? numbers({3, 17, 24}) : numbers({300, 24}), numbers({columns, 24})};
+        if (bias) inputs.push_back(numbers({columns}));
+        compare(
+            inputs, [](const Tensors& t) { return Tensors{nn::linear(t[0], t[1], optional_at(t, 2))}; },
+            [](const Tensors& t) { return Tensors{at::linear(t[0], t[1], optional_at(t, 2))}; });
+      }
+}
+
+TEST_P(Fused, linear_gelu_is_libtorchs) {
+  for (const bool bias : {true, false})
+    for (const std::int64_t columns : {8, 264, 3072, 13}) {
+      Tensors inputs = {numbers({2, 70, 24}), numbers({columns, 24})};
+      if (bias) inputs.push_back(numbers({columns}));
+      compare(
+          inputs, [](const Tensors& t) { return Tensors{nn::linear_gelu(t[0], t[1], optional_at(t, 2))}; },
+          [](const Tensors& t) {
+            return Tensors{at::gelu(at::linear(t[0], t[1], optional_at(t, 2)), "tanh")};
+          });
+    }
+}
+
+TEST_P(Fused, linear_of_frozen_parameters_and_strided_input) {
+  Tensors inputs = {numbers({24, 40}), numbers({16, 24}).detach(), numbers({16})};
+  compare(
+      inputs, [](const Tensors& t) { return Tensors{nn::linear_gelu(t[0].t(), t[1], t[2])}; },
+      [](const Tensors& t) { return Tensors{at::gelu(at::linear(t[0].t(), t[1], t[2]), "tanh")}; });
+  inputs = {numbers({40, 24}).detach(), numbers({16, 24}), numbers({16}).detach()};
+  compare(
+      inputs, [](const Tensors& t) { return Tensors{nn::linear(t[0], t[1], t[2])}; },
+      [](const Tensors& t) { return Tensors{at::linear(t[0], t[1], t[2])}; });
+}
+
+TEST_P(Fused, layer_norm_is_libtorchs) {
+  for (const std::int64_t columns : {8, 96, 768, 1600, 8192, 8200, 30}) {  // the last two: LibTorch's own
+    nn::LayerNorm norm(torch::nn::LayerNormOptions({columns}).eps(1e-5));
+    const auto plain = [&](const Tensor& x, const Tensor& w, const Tensor& b) {
+      return at::layer_norm(x, {columns}, w, b, 1e-5);
+    };
+    compare(
+        {numbers({5, 31, columns}), numbers({columns}), numbers({columns})},
+        [&](const Tensors& t) {
+          norm->weight = t[1], norm->bias = t[2];
+          return Tensors{norm(t[0])};
+        },
+        [&](const Tensors& t) { return Tensors{plain(t[0], t[1], t[2])}; });
+    // What is added in this type is rounded before it is normalised: so is the plain one.
+    const auto rounded = [&](const Tensor& sum) { return sum.to(GetParam().type).to(at::kDouble); };
+    for (const int used : {0, 1, 2})  // the sum, the normalised, both
+      compare(
+          {numbers({40, columns}), numbers({40, columns}), numbers({columns}), numbers({columns})},
+          [&](const Tensors& t) {
+            norm->weight = t[2], norm->bias = t[3];
+            const auto [sum, y] = norm->add(t[0], t[1]);
+            return used == 0 ? Tensors{sum} : used == 1 ? Tensors{y} : Tensors{sum, y};
+          },
+          [&](const Tensors& t) {
+            const auto sum = rounded(t[0] + t[1]);
+            const auto y = plain(sum, t[2], t[3]);
+            return used == 0 ? Tensors{sum} : used == 1 ? Tensors{y} : Tensors{sum, y};
+          });
+  }
+}
+
+TEST_P(Fused, layer_norm_without_weights) {
+  nn::LayerNorm norm(torch::nn::LayerNormOptions({64}).elementwise_affine(false));
+  compare(
+      {numbers({7, 64}), numbers({7, 64})},
+      [&](const Tensors& t) { return Tensors{norm->add(t[0], t[1]).second}; },
+      [&](const Tensors& t) {
+        return Tensors{at::layer_norm((t[0] + t[1]).to(GetParam().type).to(at::kDouble), {64})};
+      });
+}
+
+Tensor targets_of(const Tensor& rows, std::int64_t classes) {
+  return at::randint(classes, rows.sizes().slice(0, rows.dim() - 1)).to(rows.device());
+}
+
+TEST_P(Fused, cross_entropy_is_libtorchs) {
+  // Rows that stay in shared memory, that do not, and classes that no kernel takes.
+  for (const std::int64_t classes : {8, 1000, 50304, 70000, 33})
+    for (const bool mean : {true, false})
+      for (const double smoothing : {0.0, 0.1}) {
+        const auto logits = numbers({3, 5, classes});
+        auto targets = targets_of(logits, classes);
+        targets.select(0, 1).fill_(-100);
+        compare(
+            {logits},
+            [&](const Tensors& t) {
+              return Tensors{nn::cross_entropy(t[0], targets, {.label_smoothing = smoothing, .mean = mean})};
+            },
+            [&](const Tensors& t) {
+              return Tensors{at::cross_entropy_loss(t[0].view({-1, classes}), targets.cpu().view(-1), {},
+                                                    mean ? at::Reduction::Mean : at::Reduction::Sum, -100,
+                                                    smoothing)};
+            });
+      }
+}
+
+TEST_P(Fused, linear_cross_entropy_is_both) {
+  // One piece, and pieces of 128 rows, of which the last is smaller.
+  for (const std::int64_t bytes : {1 << 30, 1})
+    for (const bool mean : {true, false}) {
+      const auto hidden = numbers({2, 150, 40}),
+                 weight = (numbers({264, 40}) * 0.1).detach().requires_grad_();
+      auto targets = targets_of(hidden, 264);
+      targets.view(-1).slice(0, 0, 300, 7).fill_(3);
+      targets.view(-1).slice(0, 0, 300, 11).fill_(-1);
+      const nn::CrossEntropyOptions options{.ignore_index = -1, .mean = mean, .chunk_bytes = bytes};
+      compare(
+          {hidden, weight},
+          [&](const Tensors& t) { return Tensors{nn::linear_cross_entropy(t[0], t[1], targets, options)}; },
+          [&](const Tensors& t) {
+            return Tensors{at::cross_entropy_loss(at::linear(t[0], t[1]).view({-1, 264}),
+                                                  targets.cpu().view(-1), {},
+                                                  mean ? at::Reduction::Mean : at::Reduction::Sum, -1)};
+          });
+    }
+}
+
+TEST_P(Fused, linear_cross_entropy_backward_twice_and_without_gradients) {
+  const auto hidden = numbers({140, 16}), weight = numbers({24, 16});
+  const auto targets = targets_of(hidden, 24);
+  const auto loss = nn::linear_cross_entropy(hidden, weight, targets, {.chunk_bytes = 1});
+  loss.backward({}, /*retain_graph=*/true);
+  const auto once = hidden.grad().clone(), once_weight = weight.grad().clone();
+  (3 * loss).backward();
+  expect_close(hidden.grad(), once * 4, "hidden");
+  expect_close(weight.grad(), once_weight * 4, "weight");
+  at::NoGradGuard no_grad;
+  expect_close(nn::linear_cross_entropy(hidden, weight, targets), loss, "loss");
+}
+
+TEST_P(Fused, attention_is_libtorchs) {
+  for (const bool causal : {true, false})
+    for (const std::optional<double> scale : {std::optional<double>(), std::optional<double>(0.3)})
+      for (const std::int64_t size : {64, 16})
+        compare(
+            {numbers({2, 48, 3 * 4 * size})},
+            [&](const Tensors& t) {
+              return Tensors{nn::attention(t[0], {.heads = 4, .causal = causal, .scale = scale})};
+            },
+            [&](const Tensors& t) {
+              const auto parts = t[0].view({2, 48, 3, 4, size}).permute({2, 0, 3, 1, 4}).unbind();
+              return Tensors{
+                  at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, causal, scale)
+                      .transpose(1, 2)
+                      .flatten(2)};
+            });
+}
+
+TEST_P(Fused, the_same_bits_twice) {
+  const auto x = numbers({700, 768}), residual = numbers({700, 768}), weight = numbers({512, 768}),
+             bias = numbers({512});
+  const auto targets = targets_of(x, 512);
+  nn::LayerNorm norm(torch::nn::LayerNormOptions({768}));
+  norm->to(GetParam().device, GetParam().type);
+  Tensors first;
+  for (int round = 0; round < 3; ++round) {
+    for (const auto& each : {x, residual, weight, bias, norm->weight, norm->bias})
+      each.mutable_grad().reset();
+    const auto [sum, y] = norm->add(x, residual);
+    (nn::linear_cross_entropy(y, weight, targets, {.chunk_bytes = 1}) +
+     nn::linear_gelu(sum, weight, bias).sum())
+        .backward();
+    Tensors now;
+    for (const auto& each : {x, residual, weight, bias, norm->weight, norm->bias})
+      now.push_back(each.grad().clone());
+    if (round == 0) first = now;
+    for (std::size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(at::equal(now[i], first[i])) << i;
+  }
+}
+
+TEST_P(Fused, no_second_derivative) {
+  if (!cuda()) GTEST_SKIP() << "LibTorch's own on the CPU has one";
+  const auto x = numbers({16, 16}), weight = numbers({16, 16});
+  const auto y = nn::linear(x, weight, {}).pow(2).sum();
+  EXPECT_THROW(torch::autograd::grad({y}, {x}, {}, true, /*create_graph=*/true), std::exception);
+}
+
+TEST_P(Fused, targets_that_are_no_class) {
+  if (!cuda()) GTEST_SKIP() << "an error of LibTorch's on the CPU";
+  const auto logits = numbers({4, 16});
+  auto targets = targets_of(logits, 16);
+  targets[2] = 16;
+  EXPECT_TRUE(std::isnan(nn::cross_entropy(logits, targets).item<double>()));
+}
+
+TEST_P(Fused, bad_input_is_refused) {
+  using ::testing::HasSubstr;
+  using ::testing::ThrowsMessage;
+  const auto logits = numbers({4, 16});
+  const auto targets = targets_of(logits, 16);
+  EXPECT_THAT([&] { nn::cross_entropy(logits, targets.narrow(0, 0, 3)); },
+              ThrowsMessage<ConfigError>(HasSubstr("[4, 16] with targets Long [3]")));
+  EXPECT_THAT([&] { nn::cross_entropy(logits, targets.to(at::kInt)); },
+              ThrowsMessage<ConfigError>(HasSubstr("a target of int64 is allowed")));
+  EXPECT_THAT([&] { nn::cross_entropy(logits, targets, {.label_smoothing = 2}); },
+              ThrowsMessage<ConfigError>(HasSubstr("from 0 to 1 is")));
+  EXPECT_THAT(
+      [&] {
+        nn::linear_cross_entropy(logits, numbers({5, 15}), targets);
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("with weight [5, 15]: [classes, 16] is allowed")));
+  EXPECT_THAT(
+      [&] {
+        nn::linear_cross_entropy(logits, numbers({5, 16}), targets, {.chunk_bytes = 0});
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("chunk_bytes = 0")));
+  EXPECT_THAT(
+      [&] {
+        nn::attention(numbers({2, 8, 50}), {.heads = 2});
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("2 heads of [2, 8, 50]")));
+  EXPECT_THAT(
+      [&] {
+        nn::attention(numbers({2, 8, 48}), {.heads = 0});
+      },
+      ThrowsMessage<ConfigError>(HasSubstr("1 or more is")));
+}
+
+TEST_P(Fused, modules_are_libtorchs_to_others) {
+  nn::LinearGELU up(8, 16);
+  EXPECT_NE(up->as<torch::nn::Linear>(), nullptr);
+  const auto copy = up->clone();
+  ASSERT_NE(dynamic_cast<nn::LinearGELUImpl*>(copy.get()), nullptr);
+  EXPECT_FALSE(copy->parameters()[0].is_same(up->weight));
+  nn::LayerNorm norm(torch::nn::LayerNormOptions({8}));
+  ASSERT_NE(dynamic_cast<nn::LayerNormImpl*>(norm->clone().get()), nullptr);
+  torch::nn::Sequential both(up, torch::nn::Linear(16, 8), norm);
+  both->to(GetParam().device, GetParam().type);
+  EXPECT_EQ(both->forward(numbers({3, 8})).sizes(), (std::vector<std::int64_t>{3, 8}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Everywhere, Fused,
+                         ::testing::Values(Place{at::kCPU, at::kFloat}, Place{at::kCUDA, at::kFloat},
+                                           Place{at::kCUDA, at::kBFloat16}, Place{at::kCUDA, at::kHalf}),
+                         [](const auto& info) {
+                           return std::string(info.param.device == at::kCUDA ? "Cuda" : "Cpu") +
+                                  c10::toString(info.param.type);
+                         });
+
+}  // namespace
+}  // namespace lockstep::testing
