@@ -44,7 +44,7 @@ bool cudnn_refused(const at::Tensor& q) {
                                               /*is_causal=*/true);
     } catch (const std::exception& error) {
       lockstep::detail::log(LogLevel::info, "nn::attention: cuDNN does not serve heads of {}: {}", q.size(3),
-                    std::string_view(error.what()).substr(0, 200));
+                            std::string_view(error.what()).substr(0, 200));
       found->second = true;
     }
   }

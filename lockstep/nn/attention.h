@@ -16,7 +16,7 @@ namespace lockstep::nn {
 
 struct AttentionOptions {
   std::int64_t heads = 1;
-  bool causal = true;           // each position sees those up to itself
+  bool causal = true;                          // each position sees those up to itself
   std::optional<double> scale = std::nullopt;  // of the products; 1 / sqrt(size of a head) without one
 };
 

@@ -103,7 +103,7 @@ TEST(Layout, public_headers_of_the_light_folders_include_at_most_tensor_h) {
 
 TEST(Layout, base_and_launch_and_the_cores_need_no_libtorch) {
   const fs::path library = fs::path(LOCKSTEP_SOURCE) / "lockstep";
-  for (const char* folder : {"base", "launch"})
+  for (const char* folder : {"base", "launch", "kernels"})
     for (const auto& [file, target] : includes_of(library / folder, false))
       EXPECT_FALSE(target.starts_with("torch/") || target.starts_with("ATen/") || target.starts_with("c10/"))
           << file << " includes " << target;
