@@ -58,7 +58,7 @@ class Judge {
   explicit Judge(const FlightRecord& record) : record_(record) {
     for (const auto& [rank, flight] : record.ranks)
       for (const auto& entry : flight.log.entries) {
-        keys_.insert(entry.key);
+        entries_[entry.key][rank].push_back(&entry);
         // What the rank that failed was in when it came to its own end, it did not wait for; what failed, it
         // did.
         const bool own_end = record.failure && record.failure->rank == rank;
@@ -67,7 +67,7 @@ class Judge {
   }
 
   FlightVerdict verdict() {
-    for (auto key : keys_) {
+    for (const auto& [key, ranks] : entries_) {
       look_at_collectives(key);
       look_at_messages(key);
     }
@@ -87,11 +87,16 @@ class Judge {
   std::vector<int> members(std::int64_t key) const {
     if (auto group = record_.groups.find(key); group != record_.groups.end()) return group->second.ranks;
     std::vector<int> found;
-    for (const auto& [rank, flight] : record_.ranks)
-      if (std::any_of(flight.log.entries.begin(), flight.log.entries.end(),
-                      [&](const FlightEntry& entry) { return entry.key == key; }))
-        found.push_back(rank);
+    for (const auto& [rank, entries] : entries_.at(key)) found.push_back(rank);
     return found;
+  }
+
+  // A rank's operations of a group.
+  const std::vector<const FlightEntry*>& entries(std::int64_t key, int rank) const {
+    static const std::vector<const FlightEntry*> kNone;
+    const auto& ranks = entries_.at(key);
+    const auto found = ranks.find(rank);
+    return found != ranks.end() ? found->second : kNone;
   }
 
   void look_at_collectives(std::int64_t key) {
@@ -102,10 +107,10 @@ class Judge {
       if (flight == record_.ranks.end()) continue;  // of a host that was lost
       Course& course = courses[rank];
       course.whole = is_whole(flight->second);
-      for (const auto& entry : flight->second.log.entries)
-        if (entry.key == key && !entry.message) {
-          course.calls[entry.sequence] = &entry;
-          sequences.insert(entry.sequence);
+      for (const FlightEntry* entry : entries(key, rank))
+        if (!entry->message) {
+          course.calls[entry->sequence] = entry;
+          sequences.insert(entry->sequence);
         }
     }
     for (auto sequence : sequences)
@@ -208,16 +213,17 @@ class Judge {
     for (int rank : ranks) {
       const auto flight = record_.ranks.find(rank);
       if (flight == record_.ranks.end() || !is_whole(flight->second)) continue;
-      for (const auto& entry : flight->second.log.entries) {
-        if (entry.key != key || !entry.message || !is_open(entry) || entry.peer < 0 ||
+      for (const FlightEntry* each : entries(key, rank)) {
+        const FlightEntry& entry = *each;
+        if (!entry.message || !is_open(entry) || entry.peer < 0 ||
             entry.peer >= static_cast<int>(ranks.size()))
           continue;
         const int other = ranks[static_cast<std::size_t>(entry.peer)];
         const auto partner = record_.ranks.find(other);
         if (partner == record_.ranks.end() || !is_whole(partner->second)) continue;
         const bool sends = entry.operation == "send";
-        const auto ours = count(flight->second, key, entry.operation, ranks, other, false);
-        const auto theirs = count(partner->second, key, sends ? "recv" : "send", ranks, rank, true);
+        const auto ours = count(entries(key, rank), entry.operation, ranks, other, false);
+        const auto theirs = count(entries(key, other), sends ? "recv" : "send", ranks, rank, true);
         if (theirs >= ours) continue;
         blame(
             Kind::no_partner, {other}, !waiting_.contains(other), entry,
@@ -228,15 +234,14 @@ class Judge {
     }
   }
 
-  static int count(const RankFlight& flight, std::int64_t key, std::string_view operation,
+  static int count(const std::vector<const FlightEntry*>& entries, std::string_view operation,
                    const std::vector<int>& ranks, int with, bool or_anybody) {
-    return static_cast<int>(
-        std::count_if(flight.log.entries.begin(), flight.log.entries.end(), [&](const FlightEntry& entry) {
-          if (entry.key != key || !entry.message || entry.operation != operation) return false;
-          if (entry.peer < 0) return or_anybody;
-          return entry.peer < static_cast<int>(ranks.size()) &&
-                 ranks[static_cast<std::size_t>(entry.peer)] == with;
-        }));
+    return static_cast<int>(std::count_if(entries.begin(), entries.end(), [&](const FlightEntry* entry) {
+      if (!entry->message || entry->operation != operation) return false;
+      if (entry->peer < 0) return or_anybody;
+      return entry->peer < static_cast<int>(ranks.size()) &&
+             ranks[static_cast<std::size_t>(entry->peer)] == with;
+    }));
   }
 
   FlightVerdict about(Kind kind, std::vector<int> ranks, const FlightEntry& entry) const {
@@ -304,7 +309,7 @@ class Judge {
   }
 
   const FlightRecord& record_;
-  std::set<std::int64_t> keys_;
+  std::map<std::int64_t, std::map<int, std::vector<const FlightEntry*>>> entries_;  // by group and rank
   std::set<int> waiting_;
   std::vector<Finding> findings_;
 };

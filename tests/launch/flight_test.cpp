@@ -3,8 +3,11 @@
 #include <lockstep/launch/flight_keeper.h>
 #include <lockstep/launch/flight_verdict.h>
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -353,6 +356,40 @@ TEST(FlightFile, what_a_terminal_would_obey_is_not_passed_on) {
   job.record.groups[kWorld].name = "a\x1b[31mb\n";
   const auto name = parse_flight(flight_json(job.record), "f").groups.at(kWorld).name;
   EXPECT_EQ(name, "a [31mb ");
+  job.record.groups[kWorld].name = "a\xc2\x9b" "31mb \xc3\xa4 \xc2\xa9";  // U+009B is ESC [
+  EXPECT_EQ(parse_flight(flight_json(job.record), "f").groups.at(kWorld).name, "a  31mb \xc3\xa4 \xc2\xa9");
+}
+
+// Groups that are made anew in each step, and are known no longer.
+TEST(FlightVerdict, very_many_groups_take_no_time) {
+  Job job(2);
+  for (std::int64_t key = 10; key < 60'010; ++key)
+    for (int rank : {0, 1})
+      job.add(rank, {.key = key, .operation = "barrier", .site = "a.cpp:1"}, key * kSecond);
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(judge(job.record).kind, Kind::agree);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+}
+
+TEST(FlightFile, that_cannot_be_written_is_told_with_what_it_says_and_holds_nobody_up) {
+  const auto folder = std::filesystem::temp_directory_path() / ("flight-pipe-" + std::to_string(::getpid()));
+  std::filesystem::create_directory(folder);
+  LaunchPlan plan;
+  FlightKeeper keeper(plan);
+  auto job = whole_job();
+  job.record.attempt = 0;
+  for (int i = 0; i < 1000; ++i) job.together(10 + i, 11 + i);  // more than a pipe holds
+  plan.flight_record = "/dev/full";
+  keeper.take(job.record);
+  const auto verdict = judge(job.record).text;
+  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("No space left on device; it says: " + verdict));
+  plan.flight_record = (folder / "pipe").string();
+  ASSERT_EQ(::mkfifo(plan.flight_record.c_str(), 0600), 0);
+  const int reader = ::open(plan.flight_record.c_str(), O_RDONLY | O_NONBLOCK);  // which does not read
+  keeper.take(job.record);
+  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("Connection timed out; it says: " + verdict));
+  ::close(reader);
+  std::filesystem::remove_all(folder);
 }
 
 TEST(FlightFile, goes_where_it_was_asked_for_and_only_when_there_is_something_to_tell) {
