@@ -32,7 +32,7 @@ std::string of_attempt(const std::string& file, int attempt) {
   return path.string();
 }
 
-// False where that cannot be done, with errno: also where a pipe's reader does not read, for the job is to end.
+// False where that cannot be done, with errno: also where a pipe's reader does not read. The job is to end.
 bool write_soon(int fd, std::string_view bytes) {
   using Clock = std::chrono::steady_clock;
   const auto limit = Clock::now() + std::chrono::seconds(2);
@@ -90,7 +90,9 @@ std::optional<std::string> FlightKeeper::save() {
   if (!record || plan_.flight_record == "none") return std::nullopt;
   // A job that was asked to stop has not failed: whoever wants its record says so.
   if (!record->failure && plan_.flight_record.empty()) return std::nullopt;
-  const bool any = std::any_of(record->ranks.begin(), record->ranks.end(),
+  // A file that was asked for, and of an earlier failure, is not to be taken for that of this one.
+  const bool any = !plan_.flight_record.empty() ||
+                   std::any_of(record->ranks.begin(), record->ranks.end(),
                                [](const auto& each) { return !each.second.log.entries.empty(); });
   if (!any) return std::nullopt;
   const auto text = flight_json(*record);

@@ -44,7 +44,11 @@ struct Finding {
   FlightVerdict verdict;
   std::int64_t at_ns = 0;
   bool root = true;  // those to blame did not wait for others themselves
+  std::string brief = {};
 };
+
+// A rank that others have waited for no longer than that need not be at fault: it only had not come yet.
+constexpr std::int64_t kOftenWaitsNs = 1'000'000'000;
 
 // One rank's collectives of a group, by sequence number.
 struct Course {
@@ -59,6 +63,7 @@ class Judge {
     for (const auto& [rank, flight] : record.ranks)
       for (const auto& entry : flight.log.entries) {
         entries_[entry.key][rank].push_back(&entry);
+        last_ns_ = std::max({last_ns_, entry.began_ns, entry.ended_ns});
         // What the rank that failed was in when it came to its own end, it did not wait for; what failed, it
         // did.
         const bool own_end = record.failure && record.failure->rank == rank;
@@ -71,15 +76,56 @@ class Judge {
       look_at_collectives(key);
       look_at_messages(key);
     }
+    const bool own_end = failed_by_its_own_end();
+    if (own_end)
+      std::erase_if(findings_, [&](const Finding& each) {
+        return each.verdict.kind != Kind::differs && !names(each, record_.failure->rank) &&
+               last_ns_ - each.at_ns < kOftenWaitsNs;
+      });
     if (findings_.empty()) return agree();
-    return std::min_element(findings_.begin(), findings_.end(),
-                            [](const Finding& a, const Finding& b) {
-                              return a.root != b.root ? a.root : a.at_ns < b.at_ns;
-                            })
-        ->verdict;
+    // A call that differs is no matter of time.
+    const auto sooner = [](const Finding& a, const Finding& b) {
+      const bool a_differs = a.verdict.kind == Kind::differs, b_differs = b.verdict.kind == Kind::differs;
+      if (a_differs != b_differs) return a_differs;
+      if (a.root != b.root) return a.root;
+      return a.at_ns < b.at_ns;
+    };
+    std::sort(findings_.begin(), findings_.end(), sooner);
+    auto verdict = findings_[0].verdict;
+    if (!findings_[0].root) add_others_of_a_circle(verdict);
+    if (own_end && !names(findings_[0], record_.failure->rank))
+      verdict.text += "; the job's failure: " + record_.failure->text();
+    return verdict;
   }
 
  private:
+  // Ranks that wait for one another: which of them left the way cannot be said.
+  void add_others_of_a_circle(FlightVerdict& verdict) const {
+    std::set<int> all(verdict.ranks.begin(), verdict.ranks.end());
+    std::vector<std::string> others;
+    for (const Finding& each : findings_) {
+      if (each.verdict.kind == Kind::differs || each.verdict.ranks == verdict.ranks) continue;
+      all.insert(each.verdict.ranks.begin(), each.verdict.ranks.end());
+      if (others.size() < 3) others.push_back(each.brief);
+    }
+    if (others.empty()) return;
+    verdict.ranks.assign(all.begin(), all.end());
+    verdict.text += fmt::format("; they wait for one another: {}", fmt::join(others, "; "));
+  }
+
+  static bool names(const Finding& finding, int rank) {
+    const auto& ranks = finding.verdict.ranks;
+    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  }
+
+  // Killed, or by an exception of its own: none of its operations had failed.
+  bool failed_by_its_own_end() const {
+    const auto flight = record_.ranks.find(record_.failure ? record_.failure->rank : -1);
+    return flight != record_.ranks.end() && flight->second.ended &&
+           std::none_of(flight->second.log.entries.begin(), flight->second.log.entries.end(),
+                        [](const FlightEntry& entry) { return entry.failed; });
+  }
+
   static bool is_whole(const RankFlight& flight) {
     return flight.log.begun == static_cast<std::int64_t>(flight.log.entries.size());
   }
@@ -259,7 +305,7 @@ class Judge {
     finding.verdict.site.clear();
     const auto& log = record_.ranks.at(ranks[0]).log.entries;
     if (!log.empty()) finding.verdict.site = log.back().site;
-    finding.verdict.text = listed(ranks) + " " + what;
+    finding.brief = finding.verdict.text = listed(ranks) + " " + what;
     for (std::size_t i = 0; i < ranks.size() && i < 4; ++i)
       finding.verdict.text += (i == 0 ? ": " : "; ") +
                               (ranks.size() == 1 ? std::string("its") : fmt::format("rank {}'s", ranks[i])) +
@@ -310,6 +356,7 @@ class Judge {
 
   const FlightRecord& record_;
   std::map<std::int64_t, std::map<int, std::vector<const FlightEntry*>>> entries_;  // by group and rank
+  std::int64_t last_ns_ = 0;  // of everything
   std::set<int> waiting_;
   std::vector<Finding> findings_;
 };

@@ -163,7 +163,7 @@ TEST(Pace, does_not_wait_for_a_rank_that_makes_no_more_steps) {
   EXPECT_THAT(job.lines, ElementsAre(HasSubstr("rank 0 is slow: its steps take 5.0 times")));
 }
 
-// Where steps are counted from 0 in each epoch, and one rank alone makes many, such as those of an evaluation.
+// Where steps are counted from 0 in each epoch, and one rank alone makes many, for an evaluation say.
 TEST(Pace, compares_ranks_again_that_were_apart_for_long) {
   Pace pace;
   std::vector<std::string> lines;
