@@ -147,11 +147,13 @@ void check(Request& request) {
     if (const auto& unset = plan.unset_environment;
         std::find(unset.begin(), unset.end(), name) != unset.end())
       throw ConfigError(fmt::format("--env and --unset-env both name {}: give one of them", name));
-  if (plan.flight_record.empty()) plan.flight_record = env::text("LOCKSTEP_FLIGHT_RECORD").value_or("");
+  const bool named = !plan.flight_record.empty();
+  if (!named) plan.flight_record = env::text("LOCKSTEP_FLIGHT_RECORD").value_or("");
   // After the failure it would be too late to say so.
   if (const auto folder = std::filesystem::path(plan.flight_record).parent_path();
       !folder.empty() && !std::filesystem::is_directory(folder, error))
-    throw not_allowed("--flight-record", plan.flight_record, "a file in a folder that is there");
+    throw not_allowed(named ? "--flight-record" : "LOCKSTEP_FLIGHT_RECORD", plan.flight_record,
+                      "a file in a folder that is there");
   if (!plan.metrics.empty()) {
     // As it is seen from here, wherever the ranks start. Only rank 0's host must have it, and that is not
     // known yet.

@@ -6,7 +6,8 @@
 #include <iostream>
 #include <memory>
 #include <optional>
-#include <sstream>
+#include <string>
+#include <vector>
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
@@ -31,12 +32,22 @@ std::string read_whole(const std::string& file) {
     throw ConfigError(fmt::format("'{}' cannot be read: there is no such file", file));
   if (std::filesystem::is_directory(status))
     throw ConfigError(fmt::format("'{}' is a folder, not a file", file));
+  const auto too_large = [&] {
+    return ConfigError(
+        fmt::format("'{}' is larger than any flight record: at most 1 GiB is allowed", file));
+  };
   if (std::filesystem::is_regular_file(status) && std::filesystem::file_size(file, error) > kMostBytes)
-    throw ConfigError(fmt::format("'{}' is larger than any flight record: at most 1 GiB is allowed", file));
+    throw too_large();
   std::ifstream in(file, std::ios::binary);
-  std::ostringstream text;
-  if (!in || !(text << in.rdbuf())) throw ConfigError(fmt::format("'{}' cannot be read, or is empty", file));
-  return text.str();
+  std::string text;
+  std::vector<char> piece(1 << 16);
+  while (in && text.size() <= kMostBytes) {  // what is no file has no size, and need not end
+    in.read(piece.data(), static_cast<std::streamsize>(piece.size()));
+    text.append(piece.data(), static_cast<std::size_t>(in.gcount()));
+  }
+  if (text.size() > kMostBytes) throw too_large();
+  if (!in.eof() || text.empty()) throw ConfigError(fmt::format("'{}' cannot be read, or is empty", file));
+  return text;
 }
 
 struct FlightPlan {

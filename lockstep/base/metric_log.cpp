@@ -125,14 +125,12 @@ MetricLog::MetricLog(std::string folder, MetricFormat format, int rank)
   check_metric_folder("metrics", folder_);
   ready_ = rank_ != 0;
   if (ready_) return;
-  errno = 0;
   open();
-  ready_ = lost_ == 0;
+  ready_ = trouble_ == 0;
   if (ready_) return;
-  const int reason = errno;
   close();
   throw ConfigError(
-      fmt::format("metrics='{}' is not allowed: it cannot be written: {}", folder_, std::strerror(reason)));
+      fmt::format("metrics='{}' is not allowed: it cannot be written: {}", folder_, std::strerror(trouble_)));
 }
 
 MetricLog::~MetricLog() {
@@ -151,7 +149,7 @@ void MetricLog::open() {
   const bool csv = format_ == MetricFormat::csv;
   lines_.name = fmt::format("{}/metrics{}.{}", folder_, place, csv ? "csv" : "jsonl");
   lines_.fd = ::open(lines_.name.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-  if (lines_.fd < 0) return lost(fmt::format("'{}': {}", lines_.name, std::strerror(errno)));
+  if (lines_.fd < 0) return trouble(fmt::format("'{}': {}", lines_.name, std::strerror(errno)), errno);
   struct stat status {};
   char last = '\n';
   if (::fstat(lines_.fd, &status) == 0 && status.st_size > 0 &&
@@ -169,7 +167,7 @@ void MetricLog::open() {
     if (events_.fd >= 0 || errno != EEXIST)
       break;  // a World of this process may have come and gone in this second
   }
-  if (events_.fd < 0) return lost(fmt::format("'{}': {}", events_.name, std::strerror(errno)));
+  if (events_.fd < 0) return trouble(fmt::format("'{}': {}", events_.name, std::strerror(errno)), errno);
   write(events_, event_file_header(now()));
 }
 
@@ -177,13 +175,14 @@ void MetricLog::add(std::string_view name, double value, std::optional<std::int6
   const auto time = now();
   std::lock_guard lock(mutex_);
   if (!opened_) open();
-  write(lines_, metric_line(format_, time, rank_, step, name, value) + "\n");
-  write(events_, scalar_event(time, step.value_or(0), name, value));
+  const bool line = write(lines_, metric_line(format_, time, rank_, step, name, value) + "\n");
+  const bool event = write(events_, scalar_event(time, step.value_or(0), name, value));
+  if (!line || !event) ++lost_;
 }
 
 // All of it or nothing: what a full disk took half of is taken back.
-void MetricLog::write(File& file, std::string_view bytes) {
-  if (file.fd < 0) return;
+bool MetricLog::write(File& file, std::string_view bytes) {
+  if (file.fd < 0) return false;
   std::size_t done = 0;
   while (done < bytes.size()) {
     const auto written = ::write(file.fd, bytes.data() + done, bytes.size() - done);
@@ -195,17 +194,17 @@ void MetricLog::write(File& file, std::string_view bytes) {
       if (done > 0 && ::fstat(file.fd, &status) == 0 && status.st_size >= static_cast<off_t>(done))
           [[maybe_unused]]
         const auto cut = ::ftruncate(file.fd, status.st_size - static_cast<off_t>(done));
-      errno = reason;
-      return lost(fmt::format("'{}': {}", file.name, std::strerror(reason)));
+      trouble(fmt::format("'{}': {}", file.name, std::strerror(reason)), reason);
+      return false;
     }
   }
+  return true;
 }
 
-void MetricLog::lost(const std::string& why) {
-  const int reason = errno;
-  if (lost_++ == 0 && ready_)
+void MetricLog::trouble(const std::string& why, int reason) {
+  if (trouble_ == 0 && ready_)
     log(LogLevel::warn, "a metric could not be written, the training goes on: {}", why);
-  errno = reason;
+  if (trouble_ == 0) trouble_ = reason;
 }
 
 }  // namespace lockstep::detail

@@ -47,8 +47,8 @@ class MetricLog {
   };
   void open();
   void close();
-  void write(File& file, std::string_view bytes);
-  void lost(const std::string& why);
+  bool write(File& file, std::string_view bytes);
+  void trouble(const std::string& why, int reason);
 
   const std::string folder_;
   const MetricFormat format_;
@@ -58,7 +58,8 @@ class MetricLog {
   bool opened_ = false;
   bool ready_ = false;  // from here on what goes wrong is a warning
   File lines_, events_;
-  std::int64_t lost_ = 0;
+  int trouble_ = 0;        // errno of the first one
+  std::int64_t lost_ = 0;  // metrics of which a line or an event is missing
 };
 
 }  // namespace lockstep::detail

@@ -260,7 +260,8 @@ void Agent::Loop::tick() {
 }
 
 void Agent::Loop::node_done() {
-  if (troubled_.exchange(false)) send_flights();
+  // Without a record the job still has to end.
+  if (troubled_.exchange(false)) guard([&] { send_flights(); });
   // What the ranks of an attempt left open belongs to it.
   for (auto& connection : connections_) connection.here = false, connection.closed = true;
   ranks_.clear();

@@ -295,9 +295,9 @@ FlightRing::Ticket Pen::began(int line, const Begun& begun, const CallTexts& tex
 void Pen::ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool failed) {
   const auto now = in_ns(std::chrono::steady_clock::now());  // the same clock, finer
   std::lock_guard lock(mutex_);
+  if (watch_.is_of_this_thread() && watch_.is_waiting()) watch_.waited(now);
   write<State>(line, [&](State& each) {
     if (each.waits_for == sequence) each.waits_for = -1;
-    if (watch_.is_of_this_thread() && watch_.is_waiting()) watch_.waited(now_ns());
     if (each.sequence != sequence) return;
     each.running = 0;
     each.changed_ms = now / 1'000'000;
@@ -308,18 +308,18 @@ void Pen::ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool
 void Pen::waits(int line, std::int64_t sequence) {
   const auto now = now_ms();
   std::lock_guard lock(mutex_);
+  if (watch_.is_of_this_thread()) watch_.waits(now_ns());  // also of a group for which there is no line
   write<State>(line, [&](State& each) {
     each.waits_for = sequence;
     each.waits_since_ms = now;
-    if (watch_.is_of_this_thread()) watch_.waits(now_ns());
   });
 }
 
 void Pen::waited(int line, std::int64_t sequence) {
   std::lock_guard lock(mutex_);
+  if (watch_.is_of_this_thread() && watch_.is_waiting()) watch_.waited(now_ns());
   write<State>(line, [&](State& each) {
     if (each.waits_for == sequence) each.waits_for = -1;
-    if (watch_.is_of_this_thread() && watch_.is_waiting()) watch_.waited(now_ns());
   });
 }
 

@@ -2,8 +2,13 @@
 
 #include <limits>
 
+#include <lockstep/control/messages.h>
+
 namespace lockstep::control {
 namespace {
+
+// Of the clock, and so that it can be counted from 1970 as well.
+constexpr std::int64_t kLastNs = std::numeric_limits<std::int64_t>::max() / 2;
 
 constexpr std::uint64_t version_of(std::uint64_t ticket) { return 2 * ticket + 2; }
 
@@ -66,7 +71,8 @@ FlightLog FlightRing::read() const {
     Record record;
     std::memcpy(&record, words, sizeof record);
     if (record.sequence < 0 || record.step < -1 || record.count < 0 || record.bytes < 0 || record.peer < -1 ||
-        record.began_ns < 0 || end == std::numeric_limits<std::int64_t>::min())
+        record.peer >= kMostRanks || record.began_ns < 0 || record.began_ns > kLastNs || end < -kLastNs ||
+        end > kLastNs)
       continue;
     log.entries.push_back({.key = record.key,
                            .message = record.message != 0,

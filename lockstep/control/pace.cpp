@@ -51,6 +51,12 @@ void Pace::note(int number, const StepTime& time) {
   rank.waiting.pop_front();
   const Key oldest = rank.waiting.front().key;
   std::erase_if(ranks_, [&](const auto& each) { return each.second.last < oldest; });
+  // It may come back, and knows nothing of rounds: they are counted anew.
+  for (auto& [each, other] : ranks_) {
+    other.round = 0;
+    other.last = {0, -1};
+    other.waiting.clear();
+  }
 }
 
 void Pace::forget(int rank) { ranks_.erase(rank); }

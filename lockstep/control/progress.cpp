@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <string>
 #include <utility>
 
 namespace lockstep::control {
@@ -15,6 +16,19 @@ constexpr std::int64_t kTogether = 128'000'000;
 constexpr std::int64_t kOverdue = 4 * kTogether;  // numbers that are no multiples of anything
 // From here on a step that takes twice as long as usual is told by itself.
 constexpr std::int64_t kTellsByItself = kTogether / 8;
+
+// Names that are too long lose their middle: "evaluation/accuracy/top1" and ".../top5" stay two. No half
+// characters.
+std::string shortened(std::string_view name, std::size_t most) {
+  if (name.size() <= most) return std::string(name);
+  const auto continues = [&](std::size_t at) {
+    return at < name.size() && (static_cast<unsigned char>(name[at]) & 0xc0) == 0x80;
+  };
+  auto head = (most - 2) / 2, tail = name.size() - (most - 2 - head);
+  while (head > 0 && continues(head)) --head;
+  while (continues(tail)) ++tail;
+  return std::string(name.substr(0, head)) + ".." + std::string(name.substr(tail));
+}
 
 }  // namespace
 
@@ -62,7 +76,8 @@ std::vector<StepTime> Progress::times(std::uint64_t& seen) const {
 
 void Progress::metric(std::string_view name, double value, std::int64_t step) {
   std::array<char, kName> cut{};
-  std::copy_n(name.data(), std::min(name.size(), kName - 1), cut.data());
+  const auto shown = shortened(name, kName - 1);
+  std::copy(shown.begin(), shown.end(), cut.begin());
   std::size_t at = name == "loss" ? 0 : name == "samples" ? 1 : 2;
   for (; at < kMetrics; ++at) {
     Slot& slot = metrics_[at];

@@ -94,8 +94,13 @@ class Part {
   std::string text() const {
     if (!json_.is_string()) refuse("is not a text");
     auto text = json_.get<std::string>();
-    for (char& c : text)
-      if ((c >= 0 && c < ' ') || c == 127) c = ' ';
+    for (std::size_t i = 0; i < text.size(); ++i) {
+      const auto c = static_cast<unsigned char>(text[i]);
+      if (c < ' ' || c == 127) text[i] = ' ';
+      // U+0080 to U+009F: one of them begins what ESC [ begins.
+      const auto next = i + 1 < text.size() ? static_cast<unsigned char>(text[i + 1]) : 0;
+      if (c == 0xc2 && next >= 0x80 && next < 0xa0) text[i] = text[i + 1] = ' ';
+    }
     return text;
   }
   bool boolean() const {

@@ -1,20 +1,22 @@
 #include <lockstep/launch/flight_keeper.h>
 
 #include <fcntl.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <string_view>
 #include <utility>
 
 #include <fmt/format.h>
 #include <lockstep/control/socket.h>
 #include <lockstep/launch/flight_file.h>
 #include <lockstep/launch/flight_verdict.h>
-#include <lockstep/launch/screen.h>
 
 namespace lockstep::detail {
 namespace {
@@ -28,6 +30,28 @@ std::string of_attempt(const std::string& file, int attempt) {
   path.replace_filename(
       fmt::format("{}.restart-{}{}", path.stem().string(), attempt, path.extension().string()));
   return path.string();
+}
+
+// False where that cannot be done, with errno: also where a pipe's reader does not read. The job is to end.
+bool write_soon(int fd, std::string_view bytes) {
+  using Clock = std::chrono::steady_clock;
+  const auto limit = Clock::now() + std::chrono::seconds(2);
+  while (!bytes.empty()) {
+    const auto written = ::write(fd, bytes.data(), bytes.size());
+    if (written >= 0) {
+      bytes.remove_prefix(static_cast<std::size_t>(written));
+    } else if (errno == EAGAIN) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit - Clock::now()).count();
+      pollfd wait{fd, POLLOUT, 0};
+      if (left <= 0 || ::poll(&wait, 1, static_cast<int>(left)) == 0) {
+        errno = ETIMEDOUT;
+        return false;
+      }
+    } else if (errno != EINTR) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace
@@ -66,15 +90,21 @@ std::optional<std::string> FlightKeeper::save() {
   if (!record || plan_.flight_record == "none") return std::nullopt;
   // A job that was asked to stop has not failed: whoever wants its record says so.
   if (!record->failure && plan_.flight_record.empty()) return std::nullopt;
-  const bool any = std::any_of(record->ranks.begin(), record->ranks.end(),
+  // A file that was asked for, and of an earlier failure, is not to be taken for that of this one.
+  const bool any = !plan_.flight_record.empty() ||
+                   std::any_of(record->ranks.begin(), record->ranks.end(),
                                [](const auto& each) { return !each.second.log.entries.empty(); });
   if (!any) return std::nullopt;
   const auto text = flight_json(*record);
   auto [file, fd] = open(record->attempt);
   const control::Fd owned(fd);
-  if (fd < 0 || !write_all(fd, text))
-    return fmt::format("the flight record could not be written to {}: {}", file, std::strerror(errno));
-  return fmt::format("flight record in {}: {}", file, judge(*record).text);
+  const bool written = fd >= 0 && write_soon(fd, text);
+  const int error = errno;
+  const auto verdict = judge(*record).text;
+  if (!written)
+    return fmt::format("the flight record could not be written to {}: {}; it says: {}", file,
+                       std::strerror(error), verdict);
+  return fmt::format("flight record in {}: {}", file, verdict);
 }
 
 }  // namespace lockstep::detail

@@ -44,7 +44,11 @@ struct Finding {
   FlightVerdict verdict;
   std::int64_t at_ns = 0;
   bool root = true;  // those to blame did not wait for others themselves
+  std::string brief = {};
 };
+
+// A rank that others have waited for no longer than that need not be at fault: it only had not come yet.
+constexpr std::int64_t kOftenWaitsNs = 1'000'000'000;
 
 // One rank's collectives of a group, by sequence number.
 struct Course {
@@ -58,7 +62,8 @@ class Judge {
   explicit Judge(const FlightRecord& record) : record_(record) {
     for (const auto& [rank, flight] : record.ranks)
       for (const auto& entry : flight.log.entries) {
-        keys_.insert(entry.key);
+        entries_[entry.key][rank].push_back(&entry);
+        last_ns_ = std::max({last_ns_, entry.began_ns, entry.ended_ns});
         // What the rank that failed was in when it came to its own end, it did not wait for; what failed, it
         // did.
         const bool own_end = record.failure && record.failure->rank == rank;
@@ -67,19 +72,60 @@ class Judge {
   }
 
   FlightVerdict verdict() {
-    for (auto key : keys_) {
+    for (const auto& [key, ranks] : entries_) {
       look_at_collectives(key);
       look_at_messages(key);
     }
+    const bool own_end = failed_by_its_own_end();
+    if (own_end)
+      std::erase_if(findings_, [&](const Finding& each) {
+        return each.verdict.kind != Kind::differs && !names(each, record_.failure->rank) &&
+               last_ns_ - each.at_ns < kOftenWaitsNs;
+      });
     if (findings_.empty()) return agree();
-    return std::min_element(findings_.begin(), findings_.end(),
-                            [](const Finding& a, const Finding& b) {
-                              return a.root != b.root ? a.root : a.at_ns < b.at_ns;
-                            })
-        ->verdict;
+    // A call that differs is no matter of time.
+    const auto sooner = [](const Finding& a, const Finding& b) {
+      const bool a_differs = a.verdict.kind == Kind::differs, b_differs = b.verdict.kind == Kind::differs;
+      if (a_differs != b_differs) return a_differs;
+      if (a.root != b.root) return a.root;
+      return a.at_ns < b.at_ns;
+    };
+    std::sort(findings_.begin(), findings_.end(), sooner);
+    auto verdict = findings_[0].verdict;
+    if (!findings_[0].root) add_others_of_a_circle(verdict);
+    if (own_end && !names(findings_[0], record_.failure->rank))
+      verdict.text += "; the job's failure: " + record_.failure->text();
+    return verdict;
   }
 
  private:
+  // Ranks that wait for one another: which of them left the way cannot be said.
+  void add_others_of_a_circle(FlightVerdict& verdict) const {
+    std::set<int> all(verdict.ranks.begin(), verdict.ranks.end());
+    std::vector<std::string> others;
+    for (const Finding& each : findings_) {
+      if (each.verdict.kind == Kind::differs || each.verdict.ranks == verdict.ranks) continue;
+      all.insert(each.verdict.ranks.begin(), each.verdict.ranks.end());
+      if (others.size() < 3) others.push_back(each.brief);
+    }
+    if (others.empty()) return;
+    verdict.ranks.assign(all.begin(), all.end());
+    verdict.text += fmt::format("; they wait for one another: {}", fmt::join(others, "; "));
+  }
+
+  static bool names(const Finding& finding, int rank) {
+    const auto& ranks = finding.verdict.ranks;
+    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  }
+
+  // Killed, or by an exception of its own: none of its operations had failed.
+  bool failed_by_its_own_end() const {
+    const auto flight = record_.ranks.find(record_.failure ? record_.failure->rank : -1);
+    return flight != record_.ranks.end() && flight->second.ended &&
+           std::none_of(flight->second.log.entries.begin(), flight->second.log.entries.end(),
+                        [](const FlightEntry& entry) { return entry.failed; });
+  }
+
   static bool is_whole(const RankFlight& flight) {
     return flight.log.begun == static_cast<std::int64_t>(flight.log.entries.size());
   }
@@ -87,11 +133,16 @@ class Judge {
   std::vector<int> members(std::int64_t key) const {
     if (auto group = record_.groups.find(key); group != record_.groups.end()) return group->second.ranks;
     std::vector<int> found;
-    for (const auto& [rank, flight] : record_.ranks)
-      if (std::any_of(flight.log.entries.begin(), flight.log.entries.end(),
-                      [&](const FlightEntry& entry) { return entry.key == key; }))
-        found.push_back(rank);
+    for (const auto& [rank, entries] : entries_.at(key)) found.push_back(rank);
     return found;
+  }
+
+  // A rank's operations of a group.
+  const std::vector<const FlightEntry*>& entries(std::int64_t key, int rank) const {
+    static const std::vector<const FlightEntry*> kNone;
+    const auto& ranks = entries_.at(key);
+    const auto found = ranks.find(rank);
+    return found != ranks.end() ? found->second : kNone;
   }
 
   void look_at_collectives(std::int64_t key) {
@@ -102,10 +153,10 @@ class Judge {
       if (flight == record_.ranks.end()) continue;  // of a host that was lost
       Course& course = courses[rank];
       course.whole = is_whole(flight->second);
-      for (const auto& entry : flight->second.log.entries)
-        if (entry.key == key && !entry.message) {
-          course.calls[entry.sequence] = &entry;
-          sequences.insert(entry.sequence);
+      for (const FlightEntry* entry : entries(key, rank))
+        if (!entry->message) {
+          course.calls[entry->sequence] = entry;
+          sequences.insert(entry->sequence);
         }
     }
     for (auto sequence : sequences)
@@ -208,16 +259,17 @@ class Judge {
     for (int rank : ranks) {
       const auto flight = record_.ranks.find(rank);
       if (flight == record_.ranks.end() || !is_whole(flight->second)) continue;
-      for (const auto& entry : flight->second.log.entries) {
-        if (entry.key != key || !entry.message || !is_open(entry) || entry.peer < 0 ||
+      for (const FlightEntry* each : entries(key, rank)) {
+        const FlightEntry& entry = *each;
+        if (!entry.message || !is_open(entry) || entry.peer < 0 ||
             entry.peer >= static_cast<int>(ranks.size()))
           continue;
         const int other = ranks[static_cast<std::size_t>(entry.peer)];
         const auto partner = record_.ranks.find(other);
         if (partner == record_.ranks.end() || !is_whole(partner->second)) continue;
         const bool sends = entry.operation == "send";
-        const auto ours = count(flight->second, key, entry.operation, ranks, other, false);
-        const auto theirs = count(partner->second, key, sends ? "recv" : "send", ranks, rank, true);
+        const auto ours = count(entries(key, rank), entry.operation, ranks, other, false);
+        const auto theirs = count(entries(key, other), sends ? "recv" : "send", ranks, rank, true);
         if (theirs >= ours) continue;
         blame(
             Kind::no_partner, {other}, !waiting_.contains(other), entry,
@@ -228,15 +280,14 @@ class Judge {
     }
   }
 
-  static int count(const RankFlight& flight, std::int64_t key, std::string_view operation,
+  static int count(const std::vector<const FlightEntry*>& entries, std::string_view operation,
                    const std::vector<int>& ranks, int with, bool or_anybody) {
-    return static_cast<int>(
-        std::count_if(flight.log.entries.begin(), flight.log.entries.end(), [&](const FlightEntry& entry) {
-          if (entry.key != key || !entry.message || entry.operation != operation) return false;
-          if (entry.peer < 0) return or_anybody;
-          return entry.peer < static_cast<int>(ranks.size()) &&
-                 ranks[static_cast<std::size_t>(entry.peer)] == with;
-        }));
+    return static_cast<int>(std::count_if(entries.begin(), entries.end(), [&](const FlightEntry* entry) {
+      if (!entry->message || entry->operation != operation) return false;
+      if (entry->peer < 0) return or_anybody;
+      return entry->peer < static_cast<int>(ranks.size()) &&
+             ranks[static_cast<std::size_t>(entry->peer)] == with;
+    }));
   }
 
   FlightVerdict about(Kind kind, std::vector<int> ranks, const FlightEntry& entry) const {
@@ -254,7 +305,7 @@ class Judge {
     finding.verdict.site.clear();
     const auto& log = record_.ranks.at(ranks[0]).log.entries;
     if (!log.empty()) finding.verdict.site = log.back().site;
-    finding.verdict.text = listed(ranks) + " " + what;
+    finding.brief = finding.verdict.text = listed(ranks) + " " + what;
     for (std::size_t i = 0; i < ranks.size() && i < 4; ++i)
       finding.verdict.text += (i == 0 ? ": " : "; ") +
                               (ranks.size() == 1 ? std::string("its") : fmt::format("rank {}'s", ranks[i])) +
@@ -304,7 +355,8 @@ class Judge {
   }
 
   const FlightRecord& record_;
-  std::set<std::int64_t> keys_;
+  std::map<std::int64_t, std::map<int, std::vector<const FlightEntry*>>> entries_;  // by group and rank
+  std::int64_t last_ns_ = 0;  // of everything
   std::set<int> waiting_;
   std::vector<Finding> findings_;
 };

@@ -117,10 +117,19 @@ void Output::begin_attempt(int attempt, int world_size) {
   });
 }
 
+// Many times a second, also while a terminal or a pipe takes nothing: only the last one waits for that.
 void Output::show_status(std::string text) {
-  post([this, text = std::move(text)]() mutable {
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(told_status_, std::move(text))) return;
+  }
+  post([this] {
+    std::unique_lock lock(mutex_);
+    auto told = std::exchange(told_status_, std::nullopt);
+    lock.unlock();
+    if (!told) return;
     if (status_.empty()) status_due_ = std::max(status_due_, Clock::now());
-    status_ = std::move(text);
+    status_ = std::move(*told);
     status_at_ = Clock::now();
   });
 }

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -73,6 +74,7 @@ class Output {
   control::Fd wake_, done_, poll_;
   std::mutex mutex_;
   std::vector<std::function<void()>> tasks_;
+  std::optional<std::string> told_status_;  // the last one, while a task for it is among them
   std::atomic<bool> lost_ = false;
 
   // The thread's own.

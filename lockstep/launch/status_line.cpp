@@ -26,8 +26,13 @@ std::string status_text(const control::Status& status) {
         text += fmt::format(" | {} samples/s", rate(metric.value * status.steps_per_second));
     } else {
       std::string name = metric.name;
-      for (char& c : name)
-        if (static_cast<unsigned char>(c) < ' ' || c == 0x7f) c = '?';
+      for (std::size_t i = 0; i < name.size(); ++i) {
+        const auto c = static_cast<unsigned char>(name[i]);
+        if (c < ' ' || c == 0x7f) name[i] = '?';
+        // U+0080 to U+009F, which some terminals obey.
+        const auto next = i + 1 < name.size() ? static_cast<unsigned char>(name[i + 1]) : 0;
+        if (c == 0xc2 && next >= 0x80 && next < 0xa0) name[i] = name[i + 1] = '?';
+      }
       text += fmt::format(" | {} {:.4g}", name, metric.value);
     }
   }

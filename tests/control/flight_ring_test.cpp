@@ -4,10 +4,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <limits>
 #include <memory>
 #include <thread>
 
 #include <lockstep/control/board.h>
+#include <lockstep/control/flight.h>
 
 #include "support/errors.h"
 
@@ -115,6 +117,24 @@ TEST_F(FlightRingTest, that_was_written_over_harms_nobody) {
   const auto log = ring.read();
   ASSERT_THAT(log.entries, SizeIs(1));
   EXPECT_EQ(log.entries[0].site, std::string(48, '?'));
+}
+
+// What is read is sent on, and what cannot be sent would cost the job its end.
+TEST_F(FlightRingTest, a_number_that_makes_no_sense_is_left_out) {
+  using Time = std::chrono::steady_clock::time_point;
+  const auto add = [&](int peer, Time at = std::chrono::steady_clock::now()) {
+    return ring.begin({.key = 5, .peer = peer, .at = at}, texts("send", "a.cpp:1"), 3);
+  };
+  add(1 << 24);
+  add(std::numeric_limits<int>::max());
+  add(1, Time::max());
+  ring.end(add(1), std::numeric_limits<std::int64_t>::max(), false);
+  ring.end(add(1), std::numeric_limits<std::int64_t>::max(), true);
+  ring.end(add(kMostRanks - 1), 99, false);
+  RankFlight flight{.log = ring.read()};
+  ASSERT_THAT(flight.log.entries, SizeIs(1));
+  for (auto& entry : flight.log.entries) entry.began_ns += std::int64_t{1} << 61;  // as the agent does
+  EXPECT_THAT(RankFlight::decode(flight.encode()).log.entries, SizeIs(1));
 }
 
 TEST_F(FlightRingTest, a_reader_never_sees_half_a_record) {

@@ -163,6 +163,28 @@ TEST(Pace, does_not_wait_for_a_rank_that_makes_no_more_steps) {
   EXPECT_THAT(job.lines, ElementsAre(HasSubstr("rank 0 is slow: its steps take 5.0 times")));
 }
 
+// Where steps are counted from 0 in each epoch, and one rank alone makes many, for an evaluation say.
+TEST(Pace, compares_ranks_again_that_were_apart_for_long) {
+  Pace pace;
+  std::vector<std::string> lines;
+  const auto epoch = [&](std::int64_t us_of_rank_1) {
+    for (std::int64_t step = 0; step < 100; ++step) {
+      pace.note(0, {.step = step, .took_us = us_of_rank_1, .waited_us = us_of_rank_1 - 100'000});
+      pace.note(1, {.step = step, .took_us = us_of_rank_1});
+      for (auto& line : pace.judge()) lines.push_back(std::move(line));
+    }
+  };
+  for (int i = 0; i < 3; ++i) epoch(100'000);
+  for (std::int64_t step = 100; step < 300; ++step) {
+    pace.note(0, {.step = step, .took_us = 100'000});
+    pace.judge();
+  }
+  EXPECT_THAT(lines, IsEmpty());
+  for (int i = 0; i < 2; ++i) epoch(500'000);
+  EXPECT_THAT(lines, ElementsAre(HasSubstr("rank 1 is slow: its steps take 5.0 times")));
+  EXPECT_NEAR(pace.status()->steps_per_second, 2, 0.1);
+}
+
 TEST(Pace, one_that_is_slow_again_and_again_is_named_less_and_less) {
   Job job(2);
   for (int i = 0; i < 200; ++i) {

@@ -155,6 +155,20 @@ TEST(Progress, keeps_the_last_value_of_a_few_metrics_and_always_the_loss) {
   EXPECT_EQ(progress->metrics()[1].step, 5);
 }
 
+TEST(Progress, long_names_lose_their_middle_and_stay_apart) {
+  auto progress = page();
+  progress->metric("evaluation/accuracy/top1", 1, 0);
+  progress->metric("evaluation/accuracy/top5", 5, 0);
+  progress->metric("a name of 23 bytes here", 2, 0);
+  progress->metric("aaaaaaaaaa\xc3\xa4 and more \xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4.", 3, 0);
+  std::vector<std::string> names;
+  for (const auto& metric : progress->metrics()) names.push_back(metric.name);
+  EXPECT_THAT(names, ElementsAre("evaluation..curacy/top1", "evaluation..curacy/top5",
+                                 "a name of 23 bytes here",
+                                 "aaaaaaaaaa..\xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4."));
+  EXPECT_EQ(progress->metrics()[0].value, 1);
+}
+
 TEST(Progress, any_byte_of_it_may_be_wrong) {
   auto progress = page();
   std::memset(static_cast<void*>(progress.get()), 0xff, sizeof *progress);
@@ -169,6 +183,23 @@ TEST(Progress, any_byte_of_it_may_be_wrong) {
   rows.times = progress->times(seen);
   rows.metrics = progress->metrics();
   EXPECT_EQ(Rows::decode(rows.encode()).metrics.size(), rows.metrics.size());
+}
+
+// A page has few lines; waits inside groups that have none are waits all the same.
+TEST(Board, counts_waits_of_groups_without_a_line) {
+  auto board = std::make_shared<Board>(1);
+  board->prepare(0);
+  Pen pen(board, 0);
+  std::uint64_t seen = 0;
+  pen.step(0);
+  const auto ticket = pen.began(-1, {.key = 77, .sequence = 0}, CallTexts{});
+  pen.waits(-1, 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(70));
+  pen.ended(-1, 0, ticket, false);
+  pen.step(1);
+  const auto rows = board->rows(0, seen);
+  ASSERT_THAT(rows.times, SizeIs(1));
+  EXPECT_GE(rows.times[0].waited_us, 69'000);
 }
 
 TEST(Board, has_a_ranks_steps_and_metrics) {

@@ -3,8 +3,11 @@
 #include <lockstep/launch/flight_keeper.h>
 #include <lockstep/launch/flight_verdict.h>
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
@@ -353,6 +356,91 @@ TEST(FlightFile, what_a_terminal_would_obey_is_not_passed_on) {
   job.record.groups[kWorld].name = "a\x1b[31mb\n";
   const auto name = parse_flight(flight_json(job.record), "f").groups.at(kWorld).name;
   EXPECT_EQ(name, "a [31mb ");
+  job.record.groups[kWorld].name = "a\xc2\x9b" "31mb \xc3\xa4 \xc2\xa9";  // U+009B is ESC [
+  EXPECT_EQ(parse_flight(flight_json(job.record), "f").groups.at(kWorld).name, "a  31mb \xc3\xa4 \xc2\xa9");
+}
+
+// Others are somewhere between two operations at that moment, and some wait for them.
+TEST(FlightVerdict, a_killed_rank_is_to_blame_and_not_one_that_had_not_come_yet) {
+  Job job(3);
+  job.together(0, 5);
+  for (int rank : {0, 2}) {
+    job.call(rank, 5, "all_reduce", "train.cpp:42");
+    job.open(rank);
+  }
+  job.record.ranks[2].ended = {.pid = 102, .signal = SIGKILL};
+  job.record.failure = {.rank = 2, .pid = 102, .cause = "was killed by signal 9 (SIGKILL)"};
+  auto verdict = judge(job.record);
+  EXPECT_EQ(verdict.kind, Kind::ended);
+  EXPECT_THAT(verdict.ranks, ElementsAre(2));
+  // One that was waited for so long may be why somebody killed it: both are told.
+  job.fail(0);
+  job.record.ranks[0].log.entries.back().ended_ns = 20 * kSecond;
+  verdict = judge(job.record);
+  EXPECT_EQ(verdict.kind, Kind::did_not_come);
+  EXPECT_THAT(verdict.ranks, ElementsAre(1));
+  EXPECT_THAT(verdict.text, HasSubstr("; the job's failure: rank 2 (pid 102) was killed by signal 9"));
+}
+
+TEST(FlightVerdict, a_call_that_differs_counts_before_ranks_that_had_not_come_yet) {
+  Job job(5);
+  job.record.groups[kPair] = {kPair, "pair", {0, 1}};
+  job.together(0, 5);
+  job.add(0, {.key = kPair, .operation = "barrier", .site = "pair.cpp:7"}, 14 * kSecond);
+  job.open(0);
+  for (int rank : {2, 3, 4}) job.call(rank, 5, "all_reduce", "train.cpp:42", rank == 3 ? 999 : 1000);
+  for (int rank : {2, 3, 4}) job.fail(rank);
+  job.record.failure = {.rank = 4, .pid = 104, .cause = "threw"};
+  const auto verdict = judge(job.record);
+  EXPECT_EQ(verdict.kind, Kind::differs);
+  EXPECT_THAT(verdict.ranks, ElementsAre(3));
+}
+
+TEST(FlightVerdict, of_ranks_that_wait_for_one_another_all_are_named) {
+  Job job(3);
+  job.record.groups[kPair] = {kPair, "pair", {1, 2}};
+  job.together(0, 5);
+  for (int rank : {0, 2}) job.call(rank, 5, "all_reduce", "train.cpp:42");
+  job.add(1, {.key = kPair, .operation = "barrier", .site = "pair.cpp:7"}, 16 * kSecond);
+  for (int rank : {0, 1, 2}) job.open(rank);
+  const auto verdict = judge(job.record);
+  EXPECT_EQ(verdict.kind, Kind::did_not_come);
+  EXPECT_THAT(verdict.ranks, ElementsAre(1, 2));
+  EXPECT_THAT(verdict.text, AllOf(HasSubstr("rank 1 did not come to all_reduce #5"),
+                                  HasSubstr("; they wait for one another: rank 2 did not come to barrier #0 "
+                                            "of group 'pair' at pair.cpp:7, where rank 1 waited")));
+}
+
+// Groups that are made anew in each step, and are known no longer.
+TEST(FlightVerdict, very_many_groups_take_no_time) {
+  Job job(2);
+  for (std::int64_t key = 10; key < 60'010; ++key)
+    for (int rank : {0, 1})
+      job.add(rank, {.key = key, .operation = "barrier", .site = "a.cpp:1"}, key * kSecond);
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(judge(job.record).kind, Kind::agree);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+}
+
+TEST(FlightFile, that_cannot_be_written_is_told_with_what_it_says_and_holds_nobody_up) {
+  const auto folder = std::filesystem::temp_directory_path() / ("flight-pipe-" + std::to_string(::getpid()));
+  std::filesystem::create_directory(folder);
+  LaunchPlan plan;
+  FlightKeeper keeper(plan);
+  auto job = whole_job();
+  job.record.attempt = 0;
+  for (int i = 0; i < 1000; ++i) job.together(10 + i, 11 + i);  // more than a pipe holds
+  plan.flight_record = "/dev/full";
+  keeper.take(job.record);
+  const auto verdict = judge(job.record).text;
+  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("No space left on device; it says: " + verdict));
+  plan.flight_record = (folder / "pipe").string();
+  ASSERT_EQ(::mkfifo(plan.flight_record.c_str(), 0600), 0);
+  const int reader = ::open(plan.flight_record.c_str(), O_RDONLY | O_NONBLOCK);  // which does not read
+  keeper.take(job.record);
+  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("Connection timed out; it says: " + verdict));
+  ::close(reader);
+  std::filesystem::remove_all(folder);
 }
 
 TEST(FlightFile, goes_where_it_was_asked_for_and_only_when_there_is_something_to_tell) {
@@ -375,6 +463,11 @@ TEST(FlightFile, goes_where_it_was_asked_for_and_only_when_there_is_something_to
   job.record.attempt = 0;
   keeper.take(job.record);
   EXPECT_THAT(keeper.save().value_or(""), HasSubstr((folder / "mine").string() + ": "));
+  // An earlier one is not to be taken for that of this failure.
+  Job early(2);
+  early.record.failure = {.rank = 1, .pid = 101, .cause = "exited with status 3"};
+  keeper.take(early.record);
+  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("mine: rank 1 was the first to end: "));
   plan.flight_record = (folder / "no" / "mine").string();
   keeper.take(job.record);
   EXPECT_THAT(keeper.save().value_or(""), HasSubstr("could not be written to " + plan.flight_record));
