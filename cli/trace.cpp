@@ -33,8 +33,7 @@ std::string read_whole(const std::string& file) {
   if (std::filesystem::is_directory(status))
     throw ConfigError(fmt::format("'{}' is a folder, not a file", file));
   const auto too_large = [&] {
-    return ConfigError(
-        fmt::format("'{}' is larger than any flight record: at most 1 GiB is allowed", file));
+    return ConfigError(fmt::format("'{}' is larger than any flight record: at most 1 GiB is allowed", file));
   };
   if (std::filesystem::is_regular_file(status) && std::filesystem::file_size(file, error) > kMostBytes)
     throw too_large();

@@ -356,7 +356,7 @@ class Judge {
 
   const FlightRecord& record_;
   std::map<std::int64_t, std::map<int, std::vector<const FlightEntry*>>> entries_;  // by group and rank
-  std::int64_t last_ns_ = 0;  // of everything
+  std::int64_t last_ns_ = 0;                                                        // of everything
   std::set<int> waiting_;
   std::vector<Finding> findings_;
 };

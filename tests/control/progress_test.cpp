@@ -163,9 +163,9 @@ TEST(Progress, long_names_lose_their_middle_and_stay_apart) {
   progress->metric("aaaaaaaaaa\xc3\xa4 and more \xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4.", 3, 0);
   std::vector<std::string> names;
   for (const auto& metric : progress->metrics()) names.push_back(metric.name);
-  EXPECT_THAT(names, ElementsAre("evaluation..curacy/top1", "evaluation..curacy/top5",
-                                 "a name of 23 bytes here",
-                                 "aaaaaaaaaa..\xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4."));
+  EXPECT_THAT(names,
+              ElementsAre("evaluation..curacy/top1", "evaluation..curacy/top5", "a name of 23 bytes here",
+                          "aaaaaaaaaa..\xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4\xc3\xa4."));
   EXPECT_EQ(progress->metrics()[0].value, 1);
 }
 

@@ -356,7 +356,9 @@ TEST(FlightFile, what_a_terminal_would_obey_is_not_passed_on) {
   job.record.groups[kWorld].name = "a\x1b[31mb\n";
   const auto name = parse_flight(flight_json(job.record), "f").groups.at(kWorld).name;
   EXPECT_EQ(name, "a [31mb ");
-  job.record.groups[kWorld].name = "a\xc2\x9b" "31mb \xc3\xa4 \xc2\xa9";  // U+009B is ESC [
+  job.record.groups[kWorld].name =
+      "a\xc2\x9b"
+      "31mb \xc3\xa4 \xc2\xa9";  // U+009B is ESC [
   EXPECT_EQ(parse_flight(flight_json(job.record), "f").groups.at(kWorld).name, "a  31mb \xc3\xa4 \xc2\xa9");
 }
 

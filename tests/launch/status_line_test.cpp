@@ -21,9 +21,10 @@ TEST(StatusLine, has_what_is_known) {
             "(1.2x)");
   status.metrics = {{"a\033[2Jb", 1, -1}};  // a page that was written over
   EXPECT_THAT(status_text(status), ::testing::HasSubstr("| a?[2Jb 1 |"));
-  status.metrics = {{"a\xc2\x9b"
-                     "2Jb\xc2",
-                     1, -1}};  // the same in one character
+  status.metrics = {
+      {"a\xc2\x9b"
+       "2Jb\xc2",
+       1, -1}};  // the same in one character
   EXPECT_THAT(status_text(status), ::testing::HasSubstr("| a??2Jb\xc2 1 |"));
 }
 
