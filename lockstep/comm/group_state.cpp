@@ -267,6 +267,18 @@ void GroupState::watch(std::shared_ptr<Pending> pending) {
   }).detach();
 }
 
+void GroupState::watch_device(c10::intrusive_ptr<c10d::Work> work, const Call& call,
+                              AwakeClock::time_point begun, AwakeClock::time_point deadline) {
+  auto what = fmt::format("{} #{}", lockstep::name(call.operation), call.sequence);
+  std::lock_guard lock(state_mutex_);
+  if (closed_ || verdict_) return;
+  if (!device_watch_)
+    device_watch_ = std::make_unique<DeviceWatch>([this](std::string cause) {
+      fail({std::move(cause), std::nullopt});
+    });
+  device_watch_->add(std::move(work), std::move(what), begun, deadline);
+}
+
 void GroupState::reap() {
   std::vector<std::shared_ptr<Pending>> candidates;
   {
@@ -301,10 +313,13 @@ void GroupState::close(bool in_order) noexcept {
     }
   if (!in_order) fail({"this rank is leaving", std::nullopt});
   Transports engines;
+  std::unique_ptr<DeviceWatch> watch;
   {
     std::lock_guard lock(state_mutex_);
     engines.swap(transports_);
+    watch.swap(device_watch_);
   }
+  watch.reset();  // its works are the engines'
   // Others see by themselves that our connections end, and must know that it is in order.
   const bool looked_at = std::any_of(engines.begin(), engines.end(),
                                      [](const auto& each) { return !each.second->traits().wakes_waiters; });

@@ -14,6 +14,7 @@
 
 #include <c10/util/FunctionRef.h>
 #include <lockstep/base/error.h>
+#include <lockstep/comm/device_watch.h>
 #include <lockstep/comm/group.h>
 #include <lockstep/comm/transport.h>
 #include <lockstep/control/board.h>
@@ -92,6 +93,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // Waits for it on a thread of its own, so that its completion can be seen by polling.
   void watch(std::shared_ptr<Pending> pending);
 
+  // What a device has still to do of an operation that a stream waits for.
+  void watch_device(c10::intrusive_ptr<c10d::Work> work, const Call& call, AwakeClock::time_point begun,
+                    AwakeClock::time_point deadline);
+
   // Finishes what was dropped, then lets go of the engines; in_order = false, or after a failure: leaves
   // at once, and no engine is waited for.
   void close(bool in_order) noexcept;
@@ -138,7 +143,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   bool closed_ = false;
   std::list<std::shared_ptr<Pending>> dropped_;
   std::list<std::function<void()>> on_fail_;
-  std::map<int, std::uint64_t> left_;  // what left_after() has found out
+  std::map<int, std::uint64_t> left_;          // what left_after() has found out
+  std::unique_ptr<DeviceWatch> device_watch_;  // from the first such operation on
 };
 
 }  // namespace lockstep::detail

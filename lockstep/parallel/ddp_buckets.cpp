@@ -230,8 +230,19 @@ void DdpReducer::fill(Param& param, std::size_t holders) {
     throw ConfigError(fmt::format(
         "the gradient of parameter '{}' is sparse, and was dense or missing in the first step", param.name));
   if (grad.const_data_ptr() == param.view.const_data_ptr() && grad.strides() == param.view.strides()) return;
+  // On a device one kernel moves all of a bucket's, when it is full.
+  if (!param.view.is_cpu()) return buckets_[*param.bucket].moving.push_back(&param);
   copy_gradient(param.view, grad);
   grad = param.view;
+}
+
+void DdpReducer::move(Bucket& bucket) {
+  if (bucket.moving.empty()) return;
+  std::vector<at::Tensor> to, from;
+  for (const auto* param : bucket.moving) to.push_back(param->view), from.push_back(param->tensor.grad());
+  at::_foreach_copy_(to, from, /*non_blocking=*/true);
+  for (auto* param : bucket.moving) param->tensor.mutable_grad() = param->view;
+  bucket.moving.clear();
 }
 
 void DdpReducer::launch_ready() {
@@ -247,6 +258,7 @@ void DdpReducer::launch(Bucket& bucket) {
       param.kept = param.tensor.grad().clone();
     fill(param);
   }
+  move(bucket);
   ++launched_;
   auto& buffer = bucket.shown.buffer_;
   if (weight_) buffer.mul_(*weight_);

@@ -327,6 +327,7 @@ void DdpReducer::reset_round() {
       bucket.shown.buffer_.reset();
       bucket.shown.gradients_.clear();
     }
+    bucket.moving.clear();
     bucket.missing = static_cast<std::size_t>(std::count_if(bucket.params.begin(), bucket.params.end(),
                                                             [&](auto i) { return params_[i].expected > 0; }));
   }

@@ -79,6 +79,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::int64_t elements = 0;
     std::optional<Work> work = {};
     std::function<void()> complete = {};
+    std::vector<Param*> moving = {};  // their gradients are not in it yet
   };
   // What ranks tell one another at the start of a round, inside join().
   struct Announcement {
@@ -112,6 +113,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void fill(Param& param, std::size_t holders = 1);
   void adopt(Param& param, std::size_t holders);  // its gradient, as its bucket
   void launch_ready();
+  void move(Bucket& bucket);
   void launch(Bucket& bucket);
   void complete(Bucket& bucket);
   void reduce_sparse(Param& param);

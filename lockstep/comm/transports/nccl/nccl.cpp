@@ -25,8 +25,12 @@ class NcclTransport final : public Transport {
           fmt::format("backend 'nccl' needs a GPU of its own for each rank of a host: local rank {} has "
                       "none, there are {}",
                       context.device_index, devices));
-    // By default LibTorch's watchdog ends the process at an error; errors are ours to report.
-    ::setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", /*overwrite=*/0);
+    // By default LibTorch's watchdog ends the process at an error, and a monitor ends it when the watchdog is
+    // slow; errors and deadlines are ours to report. What somebody has set stays.
+    for (const char* name :
+         {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT",
+          "TORCH_NCCL_PROPAGATE_ERROR", "TORCH_NCCL_BLOCKING_WAIT"})
+      ::setenv(name, "0", /*overwrite=*/0);
     auto options = Nccl::Options::create();
     options->timeout = context.timeout;
     options->group_name = context.group;
