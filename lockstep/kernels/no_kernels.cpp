@@ -13,5 +13,7 @@ namespace {
 bool available() { return false; }
 std::size_t column_sum_scratch(std::int64_t, std::int64_t) { missing(); }
 void column_sums(Number, const void*, std::int64_t, std::int64_t, void*, float*, Stream) { missing(); }
+void adam(const AdamCall&, std::span<const AdamTensor>, Stream) { missing(); }
+void put_adam_settings(const AdamSettings&, AdamSettings*, Stream) { missing(); }
 
 }  // namespace lockstep::kernels
