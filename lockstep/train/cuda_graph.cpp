@@ -12,6 +12,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <lockstep/base/log.h>
 
 namespace lockstep::detail {
 namespace {
@@ -104,6 +105,27 @@ void on_side_stream(at::Device device, const std::function<void()>& work) {
     work();
   }
   in_order(side, current);
+}
+
+std::shared_ptr<void> stay_on_side_stream(at::Device device) {
+  struct Stay {
+    explicit Stay(at::Device device)
+        : before(c10::cuda::getCurrentCUDAStream(device.index())), side(stream_for(device)) {
+      in_order(before, side);
+      c10::cuda::setCurrentCUDAStream(side);
+    }
+    ~Stay() {
+      c10::cuda::setCurrentCUDAStream(before);
+      try {
+        in_order(side, before);
+      } catch (const c10::Error& error) {
+        log(LogLevel::warn, "GraphStream: {}", error.what_without_backtrace());
+      }
+    }
+    CUDAStream before, side;
+  };
+  const c10::cuda::CUDAGuard guard(device);
+  return std::make_shared<Stay>(device);
 }
 
 std::unique_ptr<CudaGraph> capture(at::Device device, const std::vector<at::Generator>& given,

@@ -32,6 +32,9 @@ at::Device current_device();
 // been given and which the current stream then waits for.
 void on_side_stream(at::Device device, const std::function<void()>& work);
 
+// Makes that stream the current one for as long as what it returns lives.
+std::shared_ptr<void> stay_on_side_stream(at::Device device);
+
 // Captures what work gives to that stream, without running it. Where work throws, or does what cannot be
 // captured, the exception says so, and streams, allocator and generators are as before.
 std::unique_ptr<CudaGraph> capture(at::Device device, const std::vector<at::Generator>& generators,

@@ -14,6 +14,7 @@ bool capturing(at::Device) { return false; }
 std::string no_graph_because() { return "this build of lockstep is for a LibTorch without CUDA"; }
 at::Device current_device() { missing(); }
 void on_side_stream(at::Device, const std::function<void()>&) { missing(); }
+std::shared_ptr<void> stay_on_side_stream(at::Device) { missing(); }
 std::unique_ptr<CudaGraph> capture(at::Device, const std::vector<at::Generator>&,
                                    const std::function<void()>&) {
   missing();

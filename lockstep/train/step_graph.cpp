@@ -291,3 +291,12 @@ const std::string& StepGraphCore::reason() const { return state_->reason; }
 std::int64_t StepGraphCore::replays() const { return state_->replays; }
 
 }  // namespace lockstep::detail
+
+namespace lockstep {
+
+GraphStream::GraphStream(at::Device device) {
+  if (!device.is_cuda() || !detail::no_graph_because().empty()) return;
+  stay_ = detail::stay_on_side_stream(device.has_index() ? device : detail::current_device());
+}
+
+}  // namespace lockstep

@@ -90,6 +90,22 @@ struct StepResult<std::vector<at::Tensor>> {
 
 }  // namespace detail
 
+// The stream that steps are warmed up and captured on, as the current one of this thread while it lives.
+// Autograd adds a gradient up on the stream that was current when its accumulator was made. Accumulators that
+// somebody keeps, as DistributedDataParallel does, must therefore be made, and used, within one of these.
+// Nothing where there is no CUDA.
+//
+//   lockstep::GraphStream stream(device);
+//   lockstep::DistributedDataParallel ddp(model, group);
+//   lockstep::StepGraph step(...);
+class GraphStream {
+ public:
+  explicit GraphStream(at::Device device = at::kCUDA);
+
+ private:
+  std::shared_ptr<void> stay_;
+};
+
 // Step: called with tensors; returns a tensor, a vector of tensors, or nothing.
 template <typename Step>
 class StepGraph {

@@ -73,7 +73,7 @@ TEST_F(StepGraphCuda, replayed_steps_learn_what_plain_steps_learn) {
     for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
       std::vector<float> with, without;
       const auto a = trained(true, to_none, dtype, with), b = trained(false, to_none, dtype, without);
-      expect_close(a, b, dtype == torch::kFloat ? 1e-5 : 1e-2);
+      expect_close(a, b, dtype == torch::kFloat ? 1e-4 : 1e-2);
       for (std::size_t i = 0; i < with.size(); ++i) EXPECT_NEAR(with[i], without[i], 1e-2) << i;
     }
 }
@@ -164,7 +164,7 @@ TEST_F(StepGraphCuda, a_checkpoint_that_is_loaded_between_replays_counts) {
   const auto first = values_of(model);
   load(path, {.model = model, .optimizer = optimizer});
   for (int i = 6; i < 12; ++i) step.run(input(i));
-  expect_close(first, values_of(model), 1e-5);
+  expect_close(first, values_of(model), 1e-4);
   EXPECT_TRUE(step.captured()) << step.reason();
 }
 
@@ -214,6 +214,7 @@ TEST_F(StepGraphCuda, masters_follow_a_model_that_is_written_to_between_replays)
 // DistributedDataParallel of a world of one, whose hooks run in the captured backward.
 TEST_F(StepGraphCuda, ddp_of_one_rank_can_be_captured) {
   auto world = World::from_environment();
+  const GraphStream stream;
   auto model = model_of(), plain = model_of();
   DistributedDataParallel ddp(model, world.group());
   AdamW optimizer(model->parameters(), {.capturable = true}),
@@ -231,7 +232,7 @@ TEST_F(StepGraphCuda, ddp_of_one_rank_can_be_captured) {
     (plain->forward(input(i)) - input(i)).square().mean().backward();
     other.step();
   }
-  expect_close(values_of(model), values_of(plain), 1e-5);
+  expect_close(values_of(model), values_of(plain), 1e-4);
   EXPECT_TRUE(step.captured()) << step.reason();
 }
 

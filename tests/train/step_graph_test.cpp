@@ -80,6 +80,7 @@ TEST(StepGraph, what_the_step_throws_is_the_callers) {
 }
 
 TEST(StepGraph, can_be_moved) {
+  const GraphStream nothing_here(at::kCPU);
   StepGraph first([](const Tensor& x) { return x * 2; });
   first.run(torch::ones({}));
   auto second = std::move(first);
