@@ -64,7 +64,8 @@ foreach(header
     train/lr_schedule.h
     train/lr_scheduler.h
     train/optimizer.h
-    train/sgd.h)
+    train/sgd.h
+    train/step_graph.h)
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES lockstep/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep/${folder})
 endforeach()

@@ -4,6 +4,7 @@
 #
 # Sets LOCKSTEP_KERNELS, what the library is made of, and LOCKSTEP_CUDA_RUNTIME, what it then links.
 set(LOCKSTEP_KERNEL_SOURCES
+  kernels/adam.cu
   kernels/columns.cu
   kernels/cross_entropy.cu
   kernels/gelu.cu

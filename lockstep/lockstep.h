@@ -40,4 +40,5 @@
 #include <lockstep/train/grad_scaler.h>
 #include <lockstep/train/lr_scheduler.h>
 #include <lockstep/train/sgd.h>
+#include <lockstep/train/step_graph.h>
 #include <lockstep/version.h>

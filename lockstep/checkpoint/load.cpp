@@ -153,7 +153,11 @@ class Loader {
     names_ = parameter_names(*optimizer_, model_);
     want_state(
         *optimizer_, names_, *manifest_->optimizer,
-        [&](const std::string& name) { return entries_.contains(name); },
+        [&](const std::string& name) -> std::optional<at::ScalarType> {
+          const auto found = entries_.find(name);
+          if (found == entries_.end()) return {};
+          return dtype_of(found->second->dtype);
+        },
         [&](const std::string& name, const at::Tensor& like) {
           want(*entries_.at(name), {name, like});
         });

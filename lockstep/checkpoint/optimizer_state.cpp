@@ -20,10 +20,13 @@ namespace {
 
 using namespace torch::optim;
 
-// Each kind's options and state, field by field: visit(name, reference).
+constexpr const char* kMaster = "master_param";
+
+// Each kind's options and state, field by field: visit(name, reference). Made: what is made of a file.
 struct AdamFields {
   using Options = AdamOptions;
   using State = AdamParamState;
+  using Made = OwnState<State>;
   static constexpr const char* kind = "Adam";
   template <typename O, typename V>
   static void options(O& o, V&& visit) {
@@ -39,11 +42,13 @@ struct AdamFields {
 struct AdamWFields : AdamFields {
   using Options = AdamWOptions;
   using State = AdamWParamState;
+  using Made = OwnState<State>;
   static constexpr const char* kind = "AdamW";
 };
 struct SGDFields {
   using Options = torch::optim::SGDOptions;
   using State = SGDParamState;
+  using Made = OwnState<State>;
   static constexpr const char* kind = "SGD";
   template <typename O, typename V>
   static void options(O& o, V&& visit) {
@@ -58,6 +63,7 @@ struct SGDFields {
 struct RMSpropFields {
   using Options = RMSpropOptions;
   using State = RMSpropParamState;
+  using Made = State;
   static constexpr const char* kind = "RMSprop";
   template <typename O, typename V>
   static void options(O& o, V&& visit) {
@@ -73,6 +79,7 @@ struct RMSpropFields {
 struct AdagradFields {
   using Options = AdagradOptions;
   using State = AdagradParamState;
+  using Made = State;
   static constexpr const char* kind = "Adagrad";
   template <typename O, typename V>
   static void options(O& o, V&& visit) {
@@ -106,6 +113,24 @@ void visit_options(OptimizerOptions& options, V&& visit) {
     visit("maximize", own->maximize);
 }
 
+// A parameter's state with what ours has beside LibTorch's.
+template <typename Fields, typename V>
+void visit_state(OptimizerParamState& state, V&& visit) {
+  auto* own = dynamic_cast<typename Fields::Made*>(&state);
+  if constexpr (requires { own->count_steps(); })
+    if (own != nullptr) own->count_steps();
+  Fields::state(dynamic_cast<typename Fields::State&>(state), visit);
+  if constexpr (requires { own->master; })
+    if (own != nullptr) visit(kMaster, own->master);
+}
+
+// What the optimizer keeps of a parameter is of this dtype.
+at::ScalarType state_dtype(const OptimizerParamGroup& group, const at::Tensor& parameter) {
+  const auto* manner = dynamic_cast<const Manner*>(&group.options());
+  const bool master = manner != nullptr && manner->master_weights && has_master(parameter);
+  return master ? at::kFloat : parameter.scalar_type();
+}
+
 std::vector<double> numbers(const std::tuple<double, double>& pair) {
   return {std::get<0>(pair), std::get<1>(pair)};
 }
@@ -133,12 +158,12 @@ std::string difference(const std::vector<std::string>& ours, const std::vector<s
                      fmt::join(only_saved, ", "));
 }
 
-// visit(parameter, name) for all.
+// visit(group, parameter, name) for all.
 template <typename Visit>
 void each_parameter(Optimizer& optimizer, const ParameterNames& names, Visit&& visit) {
   for (std::size_t g = 0; g < names.size(); ++g)
     for (std::size_t i = 0; i < names[g].size(); ++i)
-      visit(optimizer.param_groups()[g].params()[i], names[g][i]);
+      visit(optimizer.param_groups()[g], optimizer.param_groups()[g].params()[i], names[g][i]);
 }
 
 }  // namespace
@@ -171,12 +196,11 @@ OptimizerManifest describe(Optimizer& optimizer, const ParameterNames& names,
         group.options[name] = numbers(value);
       });
     }
-    each_parameter(optimizer, names, [&](const at::Tensor& parameter, const std::string& name) {
+    each_parameter(optimizer, names, [&](const auto&, const at::Tensor& parameter, const std::string& name) {
       const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
       if (found == optimizer.state().end() || found->second == nullptr) return;
-      auto& state = dynamic_cast<typename Fields::State&>(*found->second);
       manifest.counts[name];  // a state without numbers is one too
-      Fields::state(state, [&](const char* field, auto& value) {
+      visit_state<Fields>(*found->second, [&](const char* field, auto& value) {
         if constexpr (std::is_same_v<std::decay_t<decltype(value)>, at::Tensor>) {
           if (value.defined()) tensors.push_back({tensor_name(name, field), value});
         } else {
@@ -216,13 +240,18 @@ void want_state(Optimizer& optimizer, const ParameterNames& names, const Optimiz
               throw FormatError(fmt::format("its optimizer's option '{}' is missing or not right", option));
           });
     }
-    each_parameter(optimizer, names, [&](const at::Tensor& parameter, const std::string& name) {
+    each_parameter(optimizer, names, [&](auto& group, const at::Tensor& parameter, const std::string& name) {
       const auto counts = saved.counts.find(name);
       if (counts == saved.counts.end()) return;
-      typename Fields::State state;
-      Fields::state(state, [&](const char* field, auto& value) {
+      const auto dtype = state_dtype(group, parameter);
+      typename Fields::Made state;
+      visit_state<Fields>(state, [&](const char* field, auto& value) {
         if constexpr (std::is_same_v<std::decay_t<decltype(value)>, at::Tensor>) {
-          if (in_file(tensor_name(name, field))) want(tensor_name(name, field), parameter);
+          const auto there = in_file(tensor_name(name, field));
+          if (!there || (field == kMaster && dtype == parameter.scalar_type())) return;
+          const bool wide = there == at::kFloat && has_master(parameter);
+          want(tensor_name(name, field),
+               wide ? at::empty({}, at::kFloat).expand(parameter.sizes()) : parameter);
         } else if (!counts->second.contains(field)) {
           throw FormatError(fmt::format("its optimizer's '{}' of '{}' is missing", field, name));
         }
@@ -238,18 +267,20 @@ std::function<void()> prepare_state(Optimizer& optimizer, const ParameterNames& 
   return with_fields(optimizer, [&](auto fields) -> std::function<void()> {
     using Fields = decltype(fields);
     auto states = std::make_shared<States>();
-    each_parameter(optimizer, names, [&](const at::Tensor& parameter, const std::string& name) {
+    each_parameter(optimizer, names, [&](auto& group, const at::Tensor& parameter, const std::string& name) {
       auto& [key, made] = states->emplace_back(parameter.unsafeGetTensorImpl(), nullptr);
       const auto counts = saved.counts.find(name);
       if (counts == saved.counts.end()) return;  // had no state: shall have none
-      auto state = std::make_unique<typename Fields::State>();
-      Fields::state(*state, [&](const char* field, auto& value) {
+      const auto dtype = state_dtype(group, parameter);
+      auto state = std::make_unique<typename Fields::Made>();
+      visit_state<Fields>(*state, [&](const char* field, auto& value) {
         if constexpr (std::is_same_v<std::decay_t<decltype(value)>, at::Tensor>) {
           const auto found = read.find(tensor_name(name, field));
           if (found == read.end()) return;
           value = found->second;
-          if (parameter.is_cpu() && parameter.is_contiguous()) return;
-          value = at::empty_like(parameter.detach(), {}, at::MemoryFormat::Preserve);
+          if (parameter.is_cpu() && parameter.is_contiguous() && value.scalar_type() == dtype) return;
+          value = at::empty_like(parameter.detach(), parameter.options().dtype(dtype),
+                                 at::MemoryFormat::Preserve);
           value.copy_(found->second);
         } else {
           value = counts->second.at(field);

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,9 +30,10 @@ ParameterNames parameter_names(const torch::optim::Optimizer& optimizer,
 OptimizerManifest describe(torch::optim::Optimizer& optimizer, const ParameterNames& names,
                            std::vector<NamedTensor>& tensors);
 
-// Whether what was saved fits, and what is needed of the file: for each of the optimizer's tensors that
-// `in_file` says is there, a tensor like the parameter is asked for. FormatError where it does not fit.
-using InFile = std::function<bool(const std::string& name)>;
+// Whether what was saved fits, and what is needed of the file: for each of the optimizer's tensors of which
+// `in_file` says the dtype, a tensor like the parameter is asked for; of bfloat16 and float16 parameters in
+// float32, if it was saved so. FormatError where it does not fit.
+using InFile = std::function<std::optional<at::ScalarType>(const std::string& name)>;
 using Want = std::function<void(const std::string& name, const at::Tensor& like)>;
 void want_state(torch::optim::Optimizer& optimizer, const ParameterNames& names,
                 const OptimizerManifest& saved, const InFile& in_file, const Want& want);

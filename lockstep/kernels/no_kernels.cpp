@@ -24,5 +24,7 @@ void gelu_gradient(Number, const void*, const void*, std::int64_t, std::int64_t,
 void cross_entropy(const CrossEntropy&, Stream) { missing(); }
 void scale(const float*, std::int64_t, const float*, Number, void*, Stream) { missing(); }
 void pack_heads(const PackHeads&, Stream) { missing(); }
+void adam(const AdamCall&, std::span<const AdamTensor>, Stream) { missing(); }
+void put_adam_settings(const AdamSettings&, AdamSettings*, Stream) { missing(); }
 
 }  // namespace lockstep::kernels

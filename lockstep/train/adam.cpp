@@ -4,8 +4,12 @@
 #include <map>
 
 #include <ATen/ATen.h>
+#include <fmt/ostream.h>
+#include <lockstep/train/adam_launch.h>
+#include <lockstep/train/cuda_graph.h>
 #include <lockstep/train/group_options.h>
 #include <lockstep/train/step_memory.h>
+#include <lockstep/train/step_watch.h>
 #include <lockstep/train/sweep.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -20,7 +24,7 @@ using FusedAdam = void (*)(at::TensorList, at::TensorList, at::TensorList, at::T
                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&);
 struct AdamKind {
   using Base = torch::optim::AdamOptions;
-  using State = torch::optim::AdamParamState;
+  using State = OwnState<torch::optim::AdamParamState>;
   using Given = AdamOptions;
   static constexpr const char* name = "Adam";
   static constexpr bool decoupled = false;
@@ -28,7 +32,7 @@ struct AdamKind {
 };
 struct AdamWKind {
   using Base = torch::optim::AdamWOptions;
-  using State = torch::optim::AdamWParamState;
+  using State = OwnState<torch::optim::AdamWParamState>;
   using Given = AdamWOptions;
   static constexpr const char* name = "AdamW";
   static constexpr bool decoupled = true;
@@ -47,6 +51,8 @@ std::unique_ptr<Options<Kind>> group_options(const typename Kind::Given& given) 
   options->amsgrad(given.amsgrad);
   options->maximize = given.maximize;
   options->implementation = given.implementation;
+  options->master_weights = given.master_weights;
+  options->capturable = given.capturable;
   return options;
 }
 
@@ -58,6 +64,8 @@ typename Kind::Given given_options(const Options<Kind>& options) {
           .weight_decay = options.weight_decay(),
           .amsgrad = options.amsgrad(),
           .maximize = options.maximize,
+          .master_weights = options.master_weights,
+          .capturable = options.capturable,
           .implementation = options.implementation};
 }
 
@@ -149,27 +157,33 @@ bool adam_sweep_is_exact() {
 
 namespace {
 
-// One step of one optimizer: what can be swept is gathered, the rest is done at once.
+// One step of one optimizer: what can be swept or launched together is gathered, the rest is done at once.
 template <typename Kind>
 class Step {
  public:
-  explicit Step(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
+  Step(torch::optim::Optimizer& optimizer, AdamOnDevice& on_device)
+      : optimizer_(optimizer), on_device_(on_device) {}
 
   void run() {
     for (const auto& group : optimizer_.param_groups())  // before anything changes
       for (const auto& parameter : group.params())
         if (parameter.grad().defined() && parameter.grad().is_sparse())
           throw ConfigError(fmt::format("{} does not take sparse gradients: SGD does", Kind::name));
+    check_capture();
     slices().clear();
-    for (auto& group : optimizer_.param_groups()) {
+    for (std::size_t g = 0; g < optimizer_.param_groups().size(); ++g) {
+      auto& group = optimizer_.param_groups()[g];
       const auto& options = own_options<typename Kind::Base>(group, optimizer_.defaults());
       const auto settings = settings_of<Kind>(options);
       last_step_ = 0;
+      launches_.begin(options.maximize);
       for (auto& parameter : group.params())
-        if (parameter.grad().defined()) update(parameter, parameter.grad(), options, settings);
+        if (parameter.grad().defined()) update(g, parameter, parameter.grad(), options, settings);
       run_fused(options);
+      launches_.run(g, on_device_);
     }
-    sweep(slices());
+    finish();
+    for (auto [state, parameter] : launched_) note_written(*state, parameter);
   }
 
  private:
@@ -178,6 +192,9 @@ class Step {
     std::vector<at::Tensor> parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
     std::int64_t last_step = 0;
   };
+  using Written = std::vector<std::pair<State*, at::Tensor>>;
+  // Gradients in float32 that wait for the sweep: no more than this, in bytes.
+  static constexpr std::size_t kHeld = 64 << 20;
 
   // Kept between steps, so that small models do not pay for memory.
   static std::vector<AdamSlice>& slices() {
@@ -185,40 +202,138 @@ class Step {
     return kept;
   }
 
-  State& state_of(const at::Tensor& parameter, bool amsgrad) {
-    auto& slot = optimizer_.state()[parameter.unsafeGetTensorImpl()];
-    if (slot == nullptr) {
-      auto fresh = std::make_unique<State>();
-      fresh->exp_avg(at::zeros_like(parameter, {}, at::MemoryFormat::Preserve));
-      fresh->exp_avg_sq(at::zeros_like(parameter, {}, at::MemoryFormat::Preserve));
-      slot = std::move(fresh);
+  // What cannot be captured, or not rightly, is refused before anything changes.
+  void check_capture() {
+    std::optional<at::Device> asked;
+    for (auto& group : optimizer_.param_groups()) {
+      const auto& options = own_options<typename Kind::Base>(group, optimizer_.defaults());
+      for (const auto& parameter : group.params()) {
+        if (!parameter.is_cuda()) continue;
+        if (options.capturable) check_capturable(parameter, options);
+        if (asked != parameter.device()) captured_ = capturing(*(asked = parameter.device()));
+        if (!captured_) continue;
+        if (!options.capturable)
+          throw ConfigError(fmt::format(
+              "{} is captured in a CUDA graph, which would repeat this step's count and lr: make it with "
+              ".capturable = true",
+              Kind::name));
+        if (parameter.grad().defined() && !has_all_state(parameter, options))
+          throw ConfigError(
+              "a capturable optimizer was captured before its first step: run a step, then capture one");
+      }
     }
-    auto& state = static_cast<State&>(*slot);
-    if (amsgrad && !state.max_exp_avg_sq().defined())
-      state.max_exp_avg_sq(at::zeros_like(parameter, {}, at::MemoryFormat::Preserve));
+  }
+
+  // State that is made in a capture would be made anew by every replay.
+  bool has_all_state(const at::Tensor& parameter, const Options<Kind>& options) {
+    const auto found = optimizer_.state().find(parameter.unsafeGetTensorImpl());
+    if (found == optimizer_.state().end()) return false;
+    auto& state = own_state<State>(found->second);
+    return state.device_step.defined() && state.exp_avg().scalar_type() == at::kFloat &&
+           (!options.amsgrad() || state.max_exp_avg_sq().defined()) &&
+           (!has_master(parameter) || state.master.defined());
+  }
+
+  static void check_capturable(const at::Tensor& parameter, const Options<Kind>& options) {
+    const bool number =
+        parameter.scalar_type() == at::kFloat || (options.master_weights && has_master(parameter));
+    if (!number || !parameter.is_non_overlapping_and_dense())
+      throw ConfigError(fmt::format(
+          "{} with capturable was given a parameter of {}{}: float32 without holes is allowed, bfloat16 and "
+          "float16 with master_weights",
+          Kind::name, fmt::streamed(parameter.scalar_type()),
+          parameter.is_non_overlapping_and_dense() ? "" : " with holes"));
+    if (!kernels::available())
+      throw ConfigError(
+          fmt::format("{} with capturable needs the library's CUDA kernels, and this build has none: build "
+                      "it where there is nvcc",
+                      Kind::name));
+  }
+
+  State& state_of(const at::Tensor& parameter, const Options<Kind>& options) {
+    auto& state = own_state<State>(optimizer_.state()[parameter.unsafeGetTensorImpl()]);
+    if (options.master_weights && has_master(parameter))
+      follow(state, parameter);
+    else
+      state.master.reset();
+    const auto& target = state.master.defined() ? state.master : parameter;
+    fit(state.exp_avg(), target);
+    fit(state.exp_avg_sq(), target);
+    if (options.amsgrad()) fit(state.max_exp_avg_sq(), target);
     return state;
   }
 
-  void update(const at::Tensor& parameter, const at::Tensor& gradient, const Options<Kind>& options,
-              const AdamSettings& settings) {
-    auto& state = state_of(parameter, options.amsgrad());
-    state.step(state.step() + 1);
+  void update(std::size_t group, const at::Tensor& parameter, at::Tensor gradient,
+              const Options<Kind>& options, const AdamSettings& settings) {
+    auto& state = state_of(parameter, options);
+    const bool mastered = state.master.defined();
+    const at::Tensor& target = mastered ? state.master : parameter;
     Moments moments{state.exp_avg(), state.exp_avg_sq(), {}};
     if (options.amsgrad()) moments.max_exp_avg_sq = state.max_exp_avg_sq();
-    const auto& most = options.amsgrad() ? moments.max_exp_avg_sq : moments.exp_avg;
-    const bool fused = options.implementation == Implementation::fused;
-    if (fused && fusable(parameter, gradient, moments.exp_avg))
-      return gather(parameter, gradient, state, moments);
-    if (state.step() != last_step_) {
-      last_step_ = state.step();
-      scalars_ = adam_scalars(settings, last_step_);
-      factors_ = rounded(scalars_);
+    if (options.capturable && parameter.is_cuda())
+      return launch_capturable(group, parameter, gradient, state, moments, settings);
+    if (state.device_step.defined()) {  // no longer capturable
+      state.count_steps();
+      state.device_step.reset();
     }
-    if (rows_alike(parameter, {&gradient, &moments.exp_avg, &moments.exp_avg_sq, &most}) &&
-        adam_sweep_is_exact())
-      slices().push_back(slice_of(parameter, gradient, moments, factors_));
-    else
-      adam_by_operations(parameter, gradient, moments, scalars_);
+    state.step(state.step() + 1);
+    const bool fused = options.implementation == Implementation::fused;
+    if (fused && mastered && AdamLaunches::takes(parameter)) {
+      work_out(state.step(), settings);
+      launches_.add(row_of(parameter, gradient, state, moments), factors_);
+      launched_.emplace_back(&state, parameter);
+      return;
+    }
+    if (mastered) {
+      gradient = gradient.to(at::kFloat);
+      rounded_.emplace_back(&state, parameter);
+    }
+    if (fused && fusable(target, gradient, moments.exp_avg)) return gather(target, gradient, state, moments);
+    work_out(state.step(), settings);
+    const auto& most = options.amsgrad() ? moments.max_exp_avg_sq : moments.exp_avg;
+    if (rows_alike(target, {&gradient, &moments.exp_avg, &moments.exp_avg_sq, &most}) &&
+        adam_sweep_is_exact()) {
+      slices().push_back(slice_of(target, gradient, moments, factors_));
+      if (mastered) hold(gradient);
+    } else {
+      adam_by_operations(target, gradient, moments, scalars_);
+    }
+  }
+
+  void work_out(std::int64_t step, const AdamSettings& settings) {
+    if (step == last_step_) return;
+    last_step_ = step;
+    scalars_ = adam_scalars(settings, step);
+    factors_ = rounded(scalars_);
+  }
+
+  AdamRow row_of(const at::Tensor& parameter, const at::Tensor& gradient, State& state,
+                 const Moments& moments) {
+    // The kernel walks through memory, whatever the strides: state from elsewhere may have others.
+    auto alike = [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || tensor.strides() == parameter.strides()) return tensor;
+      return at::empty_like(parameter, tensor.options(), at::MemoryFormat::Preserve).copy_(tensor);
+    };
+    state.exp_avg(alike(moments.exp_avg));
+    state.exp_avg_sq(alike(moments.exp_avg_sq));
+    if (moments.max_exp_avg_sq.defined()) state.max_exp_avg_sq(alike(moments.max_exp_avg_sq));
+    state.master = alike(state.master);
+    return {.parameter = parameter,
+            .gradient = gradient,
+            .master = state.master.defined() ? state.master : parameter,
+            .exp_avg = state.exp_avg(),
+            .exp_avg_sq = state.exp_avg_sq(),
+            .max_exp_avg_sq = moments.max_exp_avg_sq.defined() ? state.max_exp_avg_sq() : at::Tensor(),
+            .device_step = state.device_step};
+  }
+
+  void launch_capturable(std::size_t group, const at::Tensor& parameter, const at::Tensor& gradient,
+                         State& state, const Moments& moments, const AdamSettings& settings) {
+    on_device_.put(group, parameter.device(), settings);
+    if (!state.device_step.defined() || state.device_step.device() != parameter.device())
+      state.device_step = at::full({}, state.step(), at::TensorOptions(at::kLong).device(parameter.device()));
+    launches_.add_capturable(row_of(parameter, gradient, state, moments));
+    launched_.emplace_back(&state, parameter);
   }
 
   // LibTorch's fused kernels walk through memory, whatever the strides.
@@ -255,23 +370,85 @@ class Step {
     fused_.clear();
   }
 
+  void hold(at::Tensor gradient) {
+    held_bytes_ += gradient.nbytes();
+    held_.push_back(std::move(gradient));
+    if (held_bytes_ > kHeld && fused_.empty()) finish();
+  }
+
+  // The sweep, and what then is rounded.
+  void finish() {
+    sweep(slices());
+    slices().clear();
+    held_.clear();
+    held_bytes_ = 0;
+    round_masters(rounded_);
+  }
+
   torch::optim::Optimizer& optimizer_;
+  AdamOnDevice& on_device_;
   std::int64_t last_step_ = 0;
   AdamScalars scalars_{};
   AdamFactors factors_{};
   std::map<FusedKind, Fused, FusedKindLess> fused_;
+  AdamLaunches launches_;
+  Written rounded_, launched_;  // whose parameters follow their masters yet, and those that the kernel writes
+  std::vector<at::Tensor> held_;  // gradients that slices point to
+  std::size_t held_bytes_ = 0;
+  bool captured_ = false;
 };
 
 template <typename Kind>
-at::Tensor run_step(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure) {
+void put_options(torch::optim::Optimizer& optimizer, AdamOnDevice& on_device) {
+  auto& groups = optimizer.param_groups();
+  on_device.put_again([&](std::size_t g) {
+    return settings_of<Kind>(own_options<typename Kind::Base>(groups.at(g), optimizer.defaults()));
+  });
+}
+
+// What a StepGraph must know of an optimizer that a step ran.
+template <typename Kind>
+StepWatch::User watched(torch::optim::Optimizer& optimizer, const std::shared_ptr<AdamOnDevice>& on_device) {
+  StepWatch::User user{.optimizer = &optimizer, .parameters = {}, .state = {}, .before_replay = {}};
+  std::vector<std::pair<void*, const void*>>
+      places;  // parameters, and which tensor is the first of their state
+  for (const auto& group : optimizer.param_groups())
+    for (const auto& parameter : group.params()) {
+      user.parameters.push_back(parameter);
+      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (found == optimizer.state().end()) continue;
+      auto& state = own_state<typename Kind::State>(found->second);
+      for (const auto& tensor :
+           {state.master, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), state.device_step})
+        if (tensor.defined()) user.state.push_back(tensor);
+      places.emplace_back(found->first, state.exp_avg().unsafeGetTensorImpl());
+    }
+  user.before_replay = [&optimizer, on_device, places = std::move(places)] {
+    for (const auto& [parameter, first] : places) {
+      const auto found = optimizer.state().find(parameter);
+      if (found == optimizer.state().end() ||
+          own_state<typename Kind::State>(found->second).exp_avg().unsafeGetTensorImpl() != first)
+        return false;
+    }
+    put_options<Kind>(optimizer, *on_device);
+    return true;
+  };
+  return user;
+}
+
+template <typename Kind>
+at::Tensor run_step(torch::optim::Optimizer& optimizer, std::shared_ptr<AdamOnDevice>& on_device,
+                    const torch::optim::Optimizer::LossClosure& closure) {
   at::NoGradGuard no_grad;
   auto loss = loss_of(closure);
   const Span span(SpanKind::optimizer, "optimizer");
-  Step<Kind>(optimizer).run();
+  if (on_device == nullptr) on_device = std::make_shared<AdamOnDevice>();
+  Step<Kind>(optimizer, *on_device).run();
+  if (auto* watch = StepWatch::current()) watch->saw(watched<Kind>(optimizer, on_device));
   tell_memory(optimizer, [](torch::optim::OptimizerParamState& each) {
     auto& state = static_cast<typename Kind::State&>(each);
     return bytes_if_defined(state.exp_avg()) + bytes_if_defined(state.exp_avg_sq()) +
-           bytes_if_defined(state.max_exp_avg_sq());
+           bytes_if_defined(state.max_exp_avg_sq()) + bytes_if_defined(state.master);
   });
   return loss;
 }
@@ -304,7 +481,14 @@ OptimizerParamGroup Adam::group(std::vector<at::Tensor> parameters, AdamOptions 
 }
 
 AdamOptions Adam::options(std::size_t group) const { return detail::options_of<AdamKind>(*this, group); }
-at::Tensor Adam::step(LossClosure closure) { return detail::run_step<AdamKind>(*this, closure); }
+at::Tensor Adam::step(LossClosure closure) { return detail::run_step<AdamKind>(*this, on_device_, closure); }
+at::Tensor Adam::master(const at::Tensor& parameter) const {
+  return detail::find_master<AdamKind::State>(*this, parameter);
+}
+void Adam::sync_masters() { detail::sync_all_masters<AdamKind::State>(*this); }
+void Adam::upload_options() {
+  if (on_device_ != nullptr) detail::put_options<AdamKind>(*this, *on_device_);
+}
 void Adam::save(torch::serialize::OutputArchive& archive) const {
   detail::save_optimizer<AdamKind::State, AdamKind::Base>(archive, *this);
 }
@@ -325,7 +509,16 @@ OptimizerParamGroup AdamW::group(std::vector<at::Tensor> parameters, AdamWOption
 }
 
 AdamWOptions AdamW::options(std::size_t group) const { return detail::options_of<AdamWKind>(*this, group); }
-at::Tensor AdamW::step(LossClosure closure) { return detail::run_step<AdamWKind>(*this, closure); }
+at::Tensor AdamW::step(LossClosure closure) {
+  return detail::run_step<AdamWKind>(*this, on_device_, closure);
+}
+at::Tensor AdamW::master(const at::Tensor& parameter) const {
+  return detail::find_master<AdamWKind::State>(*this, parameter);
+}
+void AdamW::sync_masters() { detail::sync_all_masters<AdamWKind::State>(*this); }
+void AdamW::upload_options() {
+  if (on_device_ != nullptr) detail::put_options<AdamWKind>(*this, *on_device_);
+}
 void AdamW::save(torch::serialize::OutputArchive& archive) const {
   detail::save_optimizer<AdamWKind::State, AdamWKind::Base>(archive, *this);
 }

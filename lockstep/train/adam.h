@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,10 @@
 
 namespace lockstep {
 
+namespace detail {
+class AdamOnDevice;
+}
+
 struct AdamOptions {
   double lr = 1e-3;
   std::pair<double, double> betas = {0.9, 0.999};
@@ -30,6 +35,8 @@ struct AdamOptions {
   double weight_decay = 0;  // added to the gradient
   bool amsgrad = false;
   bool maximize = false;
+  bool master_weights = false;  // of bfloat16 and float16 parameters: see optimizer.h
+  bool capturable = false;      // in a CUDA graph: see optimizer.h
   Implementation implementation = Implementation::single;
 };
 
@@ -40,6 +47,8 @@ struct AdamWOptions {
   double weight_decay = 1e-2;  // taken from the parameter
   bool amsgrad = false;
   bool maximize = false;
+  bool master_weights = false;  // of bfloat16 and float16 parameters: see optimizer.h
+  bool capturable = false;      // in a CUDA graph: see optimizer.h
   Implementation implementation = Implementation::single;
 };
 
@@ -55,6 +64,14 @@ class Adam : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
+
+  // See optimizer.h.
+  at::Tensor master(const at::Tensor& parameter) const;  // undefined where there is none
+  void sync_masters();
+  void upload_options();
+
+ private:
+  std::shared_ptr<detail::AdamOnDevice> on_device_;
 };
 
 class AdamW : public torch::optim::Optimizer {
@@ -68,6 +85,14 @@ class AdamW : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
+
+  // See optimizer.h.
+  at::Tensor master(const at::Tensor& parameter) const;  // undefined where there is none
+  void sync_masters();
+  void upload_options();
+
+ private:
+  std::shared_ptr<detail::AdamOnDevice> on_device_;
 };
 
 }  // namespace lockstep

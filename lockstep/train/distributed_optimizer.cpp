@@ -164,6 +164,11 @@ ShardedOptimizer::~ShardedOptimizer() {
 void ShardedOptimizer::require_same_options(const Optimizer& self) const {
   std::vector<std::string> lines;
   for (const auto& group : self.param_groups()) {
+    if (const auto* manner = dynamic_cast<const Manner*>(&group.options());
+        manner != nullptr && (manner->master_weights || manner->capturable))
+      throw ConfigError(
+          fmt::format("DistributedOptimizer was given {}, which it does not have: the plain optimizer does",
+                      manner->master_weights ? "master_weights" : "capturable"));
     std::vector<std::size_t> members;
     for (const auto& slice : group.params()) members.push_back(find(slice));
     lines.push_back(fmt::format("group {}: {}, parameters {}", lines.size(), text_of(group.options()),

@@ -7,20 +7,27 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/train/optimizer.h>
+#include <lockstep/train/own_state.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
 namespace lockstep::detail {
 
+// How a group is updated, which is not a matter of what was saved.
+struct Manner {
+  Implementation implementation = Implementation::single;
+  bool master_weights = false;
+  bool capturable = false;
+};
+
 // Base: torch::optim::AdamOptions, AdamWOptions or SGDOptions.
 template <typename Base>
-struct GroupOptions : Base {
+struct GroupOptions : Base, Manner {
   explicit GroupOptions(double lr) : Base(lr) {}
   explicit GroupOptions(const Base& base) : Base(base) {}
 
   bool maximize = false;
-  Implementation implementation = Implementation::single;
 
   std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
     return std::make_unique<GroupOptions>(*this);
@@ -49,7 +56,7 @@ GroupOptions<Base>& own_options(torch::optim::OptimizerParamGroup& group,
   auto own = std::make_unique<Own>(*base);
   const auto& fallback = static_cast<const Own&>(defaults);
   own->maximize = fallback.maximize;
-  own->implementation = fallback.implementation;
+  static_cast<Manner&>(*own) = fallback;
   auto& result = *own;
   group.set_options(std::move(own));
   return result;
@@ -82,21 +89,24 @@ void take_later_groups(torch::optim::Optimizer& optimizer) {
   for (auto& group : optimizer.param_groups()) own_options<Base>(group, optimizer.defaults());
 }
 
+// State: an OwnState.
 template <typename State, typename Base>
-void save_optimizer(torch::serialize::OutputArchive& archive, const torch::optim::Optimizer& optimizer) {
-  take_later_groups<Base>(const_cast<torch::optim::Optimizer&>(optimizer));
+void save_optimizer(torch::serialize::OutputArchive& archive, const torch::optim::Optimizer& given) {
+  auto& optimizer = const_cast<torch::optim::Optimizer&>(given);
+  take_later_groups<Base>(optimizer);
+  for (auto& [parameter, state] : optimizer.state()) own_state<State>(state).count_steps();
   torch::optim::serialize<State, GroupOptions<Base>>(archive, optimizer);
 }
 
 template <typename State, typename Base>
 void load_optimizer(torch::serialize::InputArchive& archive, torch::optim::Optimizer& optimizer) {
   take_later_groups<Base>(optimizer);
-  std::vector<Implementation> implementations;  // not a matter of what was saved
+  std::vector<Manner> manners;
   for (auto& group : optimizer.param_groups())
-    implementations.push_back(own_options<Base>(group, optimizer.defaults()).implementation);
+    manners.push_back(own_options<Base>(group, optimizer.defaults()));
   torch::optim::serialize<State, GroupOptions<Base>>(archive, optimizer);
-  for (std::size_t g = 0; g < implementations.size(); ++g)
-    own_options<Base>(optimizer.param_groups()[g], optimizer.defaults()).implementation = implementations[g];
+  for (std::size_t g = 0; g < manners.size(); ++g)
+    static_cast<Manner&>(own_options<Base>(optimizer.param_groups()[g], optimizer.defaults())) = manners[g];
 }
 
 inline void check_at_least_zero(const char* what, double value) {

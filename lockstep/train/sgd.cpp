@@ -4,6 +4,7 @@
 #include <map>
 
 #include <ATen/ATen.h>
+#include <lockstep/train/cuda_graph.h>
 #include <lockstep/train/group_options.h>
 #include <lockstep/train/step_memory.h>
 #include <lockstep/train/sweep.h>
@@ -14,7 +15,7 @@ namespace detail {
 namespace {
 
 using Base = torch::optim::SGDOptions;
-using State = torch::optim::SGDParamState;
+using State = OwnState<torch::optim::SGDParamState>;
 using Options = GroupOptions<Base>;
 
 std::unique_ptr<Options> group_options(const SGDOptions& given) {
@@ -25,6 +26,7 @@ std::unique_ptr<Options> group_options(const SGDOptions& given) {
   options->nesterov(given.nesterov);
   options->maximize = given.maximize;
   options->implementation = given.implementation;
+  options->master_weights = given.master_weights;
   return options;
 }
 
@@ -111,25 +113,35 @@ class Step {
   void run() {
     thread_local std::vector<SgdSlice> slices;  // kept between steps
     slices.clear();
+    check();
     for (auto& group : optimizer_.param_groups()) {
       const auto& options = own_options<Base>(group, optimizer_.defaults());
       const auto factors = factors_of(options);
       for (auto& parameter : group.params()) {
-        const auto& gradient = parameter.grad();
+        auto gradient = parameter.grad();
         if (!gradient.defined()) continue;
+        const bool mastered = options.master_weights && has_master(parameter);
         at::Tensor none;
-        auto& buffer = options.momentum() != 0 ? buffer_of(parameter) : none;
-        if (options.implementation == Implementation::fused && fusable(parameter, gradient, buffer))
-          gather(parameter, gradient, buffer, options.momentum() != 0);
-        else if (rows_alike(parameter, {&gradient, buffer.defined() ? &buffer : &gradient}) &&
+        auto* state = mastered || options.momentum() != 0 ? &state_of(parameter, mastered) : nullptr;
+        auto& buffer = options.momentum() != 0 ? state->momentum_buffer() : none;
+        const auto& target = mastered ? state->master : parameter;
+        if (buffer.defined()) fit(buffer, target);
+        if (mastered) {
+          held_.push_back(gradient = gradient.to(at::kFloat));
+          rounded_.emplace_back(state, parameter);
+        }
+        if (options.implementation == Implementation::fused && fusable(target, gradient, buffer))
+          gather(target, gradient, buffer, options.momentum() != 0);
+        else if (rows_alike(target, {&gradient, buffer.defined() ? &buffer : &gradient}) &&
                  sgd_sweep_is_exact())
-          slices.push_back(slice_of(parameter, gradient, buffer, options, factors));
+          slices.push_back(slice_of(target, gradient, buffer, options, factors));
         else
-          sgd_by_operations(parameter, gradient, buffer, options);
+          sgd_by_operations(target, gradient, buffer, options);
       }
       run_fused(options);
     }
     sweep(slices);
+    round_masters(rounded_);
   }
 
  private:
@@ -137,10 +149,31 @@ class Step {
     std::vector<at::Tensor> parameters, gradients, buffers;
   };
 
-  at::Tensor& buffer_of(const at::Tensor& parameter) {
-    auto& slot = optimizer_.state()[parameter.unsafeGetTensorImpl()];
-    if (slot == nullptr) slot = std::make_unique<State>();
-    return static_cast<State&>(*slot).momentum_buffer();
+  // Before anything changes.
+  void check() {
+    std::optional<at::Device> asked;
+    for (auto& group : optimizer_.param_groups()) {
+      const auto& options = own_options<Base>(group, optimizer_.defaults());
+      for (const auto& parameter : group.params()) {
+        if (!parameter.grad().defined()) continue;
+        if (options.master_weights && has_master(parameter) && parameter.grad().layout() != at::kStrided)
+          throw ConfigError("SGD with master_weights does not take sparse gradients of bfloat16 and float16");
+        if (parameter.is_cuda() && asked != parameter.device() && capturing(*(asked = parameter.device())))
+          throw ConfigError(
+              "SGD is captured in a CUDA graph, which would repeat this step's lr: Adam and AdamW can be "
+              "captured, "
+              "with .capturable = true");
+      }
+    }
+  }
+
+  State& state_of(const at::Tensor& parameter, bool mastered) {
+    auto& state = own_state<State>(optimizer_.state()[parameter.unsafeGetTensorImpl()]);
+    if (mastered)
+      follow(state, parameter);
+    else
+      state.master.reset();
+    return state;
   }
 
   static bool fusable(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& buffer) {
@@ -170,6 +203,8 @@ class Step {
   }
 
   torch::optim::Optimizer& optimizer_;
+  std::vector<std::pair<State*, at::Tensor>> rounded_;  // whose parameters follow their masters yet
+  std::vector<at::Tensor> held_;                        // gradients that slices point to
   std::map<FusedKind, Fused, FusedKindLess> first_,
       later_;  // whose buffers have no value yet, and the others
 };
@@ -202,6 +237,7 @@ SGDOptions SGD::options(std::size_t group) const {
           .weight_decay = options.weight_decay(),
           .nesterov = options.nesterov(),
           .maximize = options.maximize,
+          .master_weights = options.master_weights,
           .implementation = options.implementation};
 }
 
@@ -211,10 +247,16 @@ at::Tensor SGD::step(LossClosure closure) {
   const detail::Span span(detail::SpanKind::optimizer, "optimizer");
   detail::Step(*this).run();
   detail::tell_memory(*this, [](torch::optim::OptimizerParamState& each) {
-    return detail::bytes_if_defined(static_cast<detail::State&>(each).momentum_buffer());
+    auto& state = static_cast<detail::State&>(each);
+    return detail::bytes_if_defined(state.momentum_buffer()) + detail::bytes_if_defined(state.master);
   });
   return loss;
 }
+
+at::Tensor SGD::master(const at::Tensor& parameter) const {
+  return detail::find_master<detail::State>(*this, parameter);
+}
+void SGD::sync_masters() { detail::sync_all_masters<detail::State>(*this); }
 
 void SGD::save(torch::serialize::OutputArchive& archive) const {
   detail::save_optimizer<detail::State, detail::Base>(archive, *this);

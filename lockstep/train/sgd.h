@@ -21,6 +21,7 @@ struct SGDOptions {
   double weight_decay = 0;
   bool nesterov = false;
   bool maximize = false;
+  bool master_weights = false;  // of bfloat16 and float16 parameters: see optimizer.h
   Implementation implementation = Implementation::single;
 };
 
@@ -35,6 +36,10 @@ class SGD : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
+
+  // See optimizer.h.
+  at::Tensor master(const at::Tensor& parameter) const;  // undefined where there is none
+  void sync_masters();
 };
 
 }  // namespace lockstep

@@ -465,6 +465,9 @@ TEST(DistributedOptimizer, leaves_everything_as_it_was_when_it_is_gone_or_was_ne
     Wide plain_model, model;
     DistributedDataParallel plain_ddp(plain_model, world.group()), ddp(model, world.group());
     AdamW plain(plain_model->parameters(), {.lr = 1e-2});
+    EXPECT_THAT(
+        error_of<ConfigError>([&] { DistributedOptimizer<AdamW> wrong(ddp, {.master_weights = true}); }),
+        HasSubstr("was given master_weights, which it does not have"));
     EXPECT_THAT(error_of<ConfigError>([&] { DistributedOptimizer<AdamW> wrong(ddp, {.lr = -1}); }),
                 HasSubstr("lr is -1"));
     const bool share = world.size() == 1 || world.group().backend(at::kCPU) == "shm";

@@ -1,0 +1,131 @@
+// What our optimizers keep of a parameter: LibTorch's state, so that code which casts to it works, and what
+// that lacks.
+#pragma once
+
+#include <memory>
+#include <typeinfo>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+namespace lockstep::detail {
+
+// Base: torch::optim::AdamParamState, AdamWParamState or SGDParamState.
+template <typename Base>
+struct OwnState : Base {
+  OwnState() = default;
+  explicit OwnState(const Base& base) : Base(base) {}
+
+  // The parameter in float32, of which the parameter is the rounding. Undefined without master_weights.
+  at::Tensor master;
+  // The parameter as the last step left it; whoever writes to it changes one of them.
+  const void* written_at = nullptr;
+  std::int64_t written_version = -1;
+  // Where capturable: counts on the device, and step() is what it was when somebody last asked.
+  at::Tensor device_step;
+
+  void count_steps() {
+    if constexpr (requires(OwnState & s) { s.step(1); })
+      if (device_step.defined()) this->step(device_step.template item<std::int64_t>());
+  }
+
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
+    return std::make_unique<OwnState>(*this);
+  }
+  void serialize(torch::serialize::InputArchive& archive) override {
+    Base::serialize(archive);
+    c10::IValue value;
+    if (archive.try_read("master_param", value)) master = value.toTensor();
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    Base::serialize(archive);
+    if (master.defined()) archive.write("master_param", c10::IValue(master));
+  }
+};
+
+template <typename Own>
+struct BaseOf;
+template <typename Base>
+struct BaseOf<OwnState<Base>> {
+  using Type = Base;
+};
+
+// The state as ours. LibTorch's own, which somebody may have put there, is replaced.
+template <typename Own>
+Own& own_state(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
+  if (slot == nullptr) slot = std::make_unique<Own>();
+  if (typeid(*slot) != typeid(Own))
+    slot = std::make_unique<Own>(dynamic_cast<const typename BaseOf<Own>::Type&>(*slot));
+  return static_cast<Own&>(*slot);
+}
+
+// Whether a parameter has a master where masters are asked for.
+inline bool has_master(const at::Tensor& parameter) {
+  return parameter.scalar_type() == at::kBFloat16 || parameter.scalar_type() == at::kHalf;
+}
+
+// The master, made of the parameter where there is none yet. Where somebody has written to the parameter
+// since the last step, elements that are not their master's rounding any more become the master.
+at::Tensor followed_master(const at::Tensor& master, const at::Tensor& parameter);
+
+template <typename Own>
+void follow(Own& state, const at::Tensor& parameter, bool whatever_is_known = false) {
+  if (!state.master.defined() || whatever_is_known || state.written_at != parameter.const_data_ptr() ||
+      state.written_version != static_cast<std::int64_t>(parameter._version()))
+    state.master = followed_master(state.master, parameter);
+}
+
+template <typename Own>
+void note_written(Own& state, const at::Tensor& parameter) {
+  state.written_at = parameter.const_data_ptr();
+  state.written_version = static_cast<std::int64_t>(parameter._version());
+}
+
+// The parameters become their masters, rounded; the list is empty then.
+void copy_rounded(at::TensorList parameters, at::TensorList masters);
+template <typename Own>
+void round_masters(std::vector<std::pair<Own*, at::Tensor>>& written) {
+  if (written.empty()) return;
+  std::vector<at::Tensor> parameters, masters;
+  for (const auto& [state, parameter] : written) {
+    parameters.push_back(parameter.detach());
+    masters.push_back(state->master);
+  }
+  copy_rounded(parameters, masters);
+  for (auto& [state, parameter] : written) note_written(*state, parameter);
+  written.clear();
+}
+
+template <typename Own>
+at::Tensor find_master(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter) {
+  const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+  if (found == optimizer.state().end()) return {};
+  const auto* state = dynamic_cast<const Own*>(found->second.get());
+  return state != nullptr ? state->master : at::Tensor();
+}
+
+template <typename Own>
+void sync_all_masters(torch::optim::Optimizer& optimizer) {
+  at::NoGradGuard no_grad;
+  for (const auto& group : optimizer.param_groups())
+    for (const auto& parameter : group.params()) {
+      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (found == optimizer.state().end()) continue;
+      auto& state = own_state<Own>(found->second);
+      if (!state.master.defined()) continue;
+      follow(state, parameter, /*whatever_is_known=*/true);
+      note_written(state, parameter);
+    }
+}
+
+// A moment of what is updated: zeros where there is none yet. One that was saved in another manner is
+// converted.
+void make_fit(at::Tensor& moment, const at::Tensor& target);
+inline void fit(at::Tensor& moment, const at::Tensor& target) {
+  if (!moment.defined() || moment.scalar_type() != target.scalar_type() || moment.device() != target.device())
+    make_fit(moment, target);
+}
+
+}  // namespace lockstep::detail

@@ -1,0 +1,302 @@
+#include <lockstep/train/step_graph.h>
+
+#include <algorithm>
+#include <optional>
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <fmt/format.h>
+#include <fmt/ostream.h>
+#include <fmt/ranges.h>
+#include <lockstep/base/error.h>
+#include <lockstep/base/log.h>
+#include <lockstep/train/cuda_graph.h>
+#include <lockstep/train/step_watch.h>
+
+namespace lockstep::detail {
+namespace {
+
+using Tensors = StepGraphCore::Tensors;
+
+// While a step runs, its optimizers tell of themselves.
+class Watching {
+ public:
+  explicit Watching(StepWatch& watch) : before_(std::exchange(StepWatch::current(), &watch)) {}
+  ~Watching() { StepWatch::current() = before_; }
+  Watching(const Watching&) = delete;
+
+ private:
+  StepWatch* before_;
+};
+
+// The tensors' values, to be brought back.
+class Kept {
+ public:
+  explicit Kept(const Tensors& tensors) : tensors_(tensors) {
+    for (const auto& tensor : tensors) values_.push_back(tensor.detach().clone());
+  }
+  void restore() const {
+    for (std::size_t i = 0; i < tensors_.size(); ++i) tensors_[i].detach().copy_(values_[i]);
+  }
+
+ private:
+  Tensors tensors_, values_;
+};
+
+Tensors copies(const Tensors& tensors) {
+  Tensors result;
+  for (const auto& tensor : tensors) result.push_back(tensor.defined() ? tensor.detach().clone() : tensor);
+  return result;
+}
+
+// Where the largest difference of two tensors is more than the tolerance of the larger one's largest: its
+// text.
+std::optional<std::string> difference(const at::Tensor& replayed, const at::Tensor& run, double tolerance) {
+  if (!run.defined() || run.numel() == 0 || !run.is_floating_point()) return {};
+  const auto a = replayed.detach().to(at::kDouble), b = run.detach().to(at::kDouble);
+  const auto differ = (a - b).abs().nan_to_num().max().item<double>(),
+             size = b.abs().nan_to_num().max().item<double>();
+  const bool nan_alike = at::equal(a.isnan(), b.isnan());
+  if (nan_alike && differ <= tolerance * size + 1e-12) return {};
+  return fmt::format("differs by {:.3g}, of {:.3g} at most{}", differ, size,
+                     nan_alike ? "" : ", and in its NaNs");
+}
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+}  // namespace
+
+struct StepGraphCore::State {
+  // One for each shape of the inputs.
+  struct Graph {
+    Tensors like;  // without memory: sizes, dtypes, device
+    int warmed = 0;
+    Tensors inputs, outputs;
+    Tensors parameters, gradients;  // of the optimizers, and where the graph writes gradients
+    std::vector<std::pair<at::Tensor, const void*>> places;  // parameters, and where they were
+    std::unique_ptr<CudaGraph> graph;
+  };
+
+  Step step;
+  StepGraphOptions options;
+  StepWatch watch;
+  std::vector<Graph> graphs;
+  std::string reason;
+  bool given_up = false, captured = false, logged = false;
+  std::int64_t replays = 0;
+
+  Tensors as_it_is(const Tensors& inputs, std::string why = {}) {
+    if (!why.empty()) {
+      reason = std::move(why);
+      if (!logged && options.enabled) log(LogLevel::warn, "StepGraph: steps are not captured: {}", reason);
+      logged = true;
+    }
+    captured = false;
+    const Watching watching(watch);
+    return step(inputs);
+  }
+
+  // Why these inputs can have no graph; empty: they can.
+  std::string unfit(const Tensors& inputs) const {
+    if (!options.enabled) return "it is not enabled";
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      const auto& input = inputs[i];
+      if (!input.defined()) return fmt::format("input {} is undefined", i);
+      if (!input.is_cuda())
+        return fmt::format("input {} is on {}: CUDA is allowed", i, fmt::streamed(input.device()));
+      if (input.device() != inputs[0].device())
+        return fmt::format("inputs are on {} and {}: one device is allowed",
+                           fmt::streamed(inputs[0].device()), fmt::streamed(input.device()));
+      if (input.layout() != at::kStrided) return fmt::format("input {} is sparse", i);
+      if (input.requires_grad()) return fmt::format("input {} requires a gradient", i);
+    }
+    return no_graph_because();
+  }
+
+  Graph* find(const Tensors& inputs) {
+    for (auto& graph : graphs)
+      if (std::equal(inputs.begin(), inputs.end(), graph.like.begin(), graph.like.end(),
+                     [](const at::Tensor& a, const at::Tensor& b) {
+                       return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type();
+                     }))
+        return &graph;
+    if (graphs.size() == static_cast<std::size_t>(options.max_graphs)) return nullptr;
+    auto& graph = graphs.emplace_back();
+    for (const auto& input : inputs)
+      graph.like.push_back(at::empty({}, input.options().device(at::kMeta)).expand(input.sizes()));
+    return &graph;
+  }
+
+  static std::string text_of(const Tensors& inputs) {
+    std::vector<std::string> texts;
+    for (const auto& input : inputs)
+      texts.push_back(
+          fmt::format("{} [{}]", fmt::streamed(input.scalar_type()), fmt::join(input.sizes(), ", ")));
+    return fmt::format("{}", fmt::join(texts, ", "));
+  }
+
+  Tensors give_up(const Tensors& inputs, const std::string& why) {
+    graphs.clear();
+    given_up = true;
+    return as_it_is(inputs, why);
+  }
+
+  Tensors run(const Tensors& inputs) {
+    if (given_up) return as_it_is(inputs);
+    if (auto why = unfit(inputs); !why.empty()) return as_it_is(inputs, why);
+    auto* graph = find(inputs);
+    if (graph == nullptr)
+      return as_it_is(inputs, fmt::format("max_graphs is {}, and inputs of {} are others than those captured",
+                                          options.max_graphs, text_of(inputs)));
+    reason.clear();
+    const auto device = inputs.empty() ? current_device() : inputs[0].device();
+    if (graph->graph != nullptr && !in_place(*graph)) {  // warm up again
+      Graph fresh;
+      fresh.like = std::move(graph->like);
+      *graph = std::move(fresh);
+    }
+    if (graph->graph != nullptr) return replay(*graph, inputs);
+    if (graph->warmed < options.warmup) {
+      Tensors outputs;
+      on_side_stream(device, [&] { outputs = as_it_is(inputs); });
+      ++graph->warmed;
+      return outputs;
+    }
+    if (auto why = record(*graph, device, inputs); !why.empty()) return give_up(inputs, why);
+    if (!in_place(*graph)) return give_up(inputs, "an optimizer's state is not where it was captured");
+    if (options.check && replays == 0) return first_replay_checked(*graph, device, inputs);
+    return replay(*graph, inputs);
+  }
+
+  // Empty, or why it failed: then gradients are as before, and the step has not been done.
+  std::string record(Graph& graph, at::Device device, const Tensors& inputs) {
+    for (const auto& user : watch.users)
+      graph.parameters.insert(graph.parameters.end(), user.parameters.begin(), user.parameters.end());
+    const auto before = gradients_of(graph.parameters);
+    for (const auto& input : inputs)
+      graph.inputs.push_back(at::empty_like(input, {}, at::MemoryFormat::Preserve));
+    at::autocast::clear_cache();  // casts of the weights as they were
+    try {
+      graph.graph = capture(device, options.generators, [&] {
+        const Watching watching(watch);
+        graph.outputs = step(graph.inputs);
+      });
+    } catch (const std::exception& error) {
+      set_gradients(graph.parameters, before);
+      return fmt::format("the step cannot be captured: {}", first_line(error.what()));
+    }
+    at::autocast::clear_cache();  // casts that no step has filled yet
+    for (auto& output : graph.outputs)
+      if (output.defined())
+        output = output.detach();  // its graph of autograd is the captured step's, long gone
+    graph.gradients = gradients_of(graph.parameters);
+    for (const auto& user : watch.users)
+      for (const auto& parameter : user.parameters)
+        graph.places.emplace_back(parameter, parameter.const_data_ptr());
+    return {};
+  }
+
+  // Whether parameters and state are still where the graph writes to them. Optimizers bring their options
+  // there.
+  bool in_place(const Graph& graph) const {
+    return std::all_of(graph.places.begin(), graph.places.end(),
+                       [](const auto& place) { return place.first.const_data_ptr() == place.second; }) &&
+           std::all_of(watch.users.begin(), watch.users.end(),
+                       [](const auto& user) { return user.before_replay(); });
+  }
+
+  static Tensors gradients_of(const Tensors& parameters) {
+    Tensors gradients;
+    for (const auto& parameter : parameters) gradients.push_back(parameter.grad());
+    return gradients;
+  }
+  static void set_gradients(const Tensors& parameters, const Tensors& gradients) {
+    for (std::size_t i = 0; i < parameters.size(); ++i)
+      if (!parameters[i].grad().is_same(gradients[i]))
+        at::Tensor(parameters[i]).mutable_grad() = gradients[i];
+  }
+
+  Tensors replay(Graph& graph, const Tensors& inputs) {
+    at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < inputs.size(); ++i) graph.inputs[i].copy_(inputs[i], /*non_blocking=*/true);
+    // Somebody may have dropped them since, or another shape's step have left others.
+    set_gradients(graph.parameters, graph.gradients);
+    graph.graph->replay();
+    ++replays;
+    captured = true;
+    return graph.outputs;
+  }
+
+  // The step that counts is the one that is not replayed.
+  Tensors first_replay_checked(Graph& graph, at::Device device, const Tensors& inputs) {
+    Tensors written;
+    for (const auto& user : watch.users)
+      for (const auto* list : {&user.parameters, &user.state})
+        written.insert(written.end(), list->begin(), list->end());
+    at::NoGradGuard no_grad;
+    const Kept before(written);
+    const auto generator = at::globalContext().defaultGenerator(device);
+    const auto generator_before = generator.clone();
+    const auto replayed = copies(replay(graph, inputs));
+    const auto replayed_state = copies(written);
+    before.restore();
+    at::Generator(generator).set_state(generator_before.get_state());
+    Tensors outputs;
+    {
+      at::AutoGradMode enable_grad(true);
+      on_side_stream(device, [&] { outputs = as_it_is(inputs); });
+    }
+    auto compare = [&](const Tensors& a, const Tensors& b, const char* what) -> std::string {
+      for (std::size_t i = 0; i < b.size(); ++i)
+        if (const auto found = difference(a[i], b[i], options.tolerance))
+          return fmt::format("its replay is not what the step does: {} {} {}", what, i, *found);
+      return {};
+    };
+    auto why = compare(replayed, outputs, "returned tensor");
+    if (why.empty()) why = compare(replayed_state, copies(written), "tensor of the optimizers");
+    if (!why.empty()) {
+      graphs.clear();
+      given_up = true;
+      reason = why;
+      log(LogLevel::warn, "StepGraph: steps are not captured: {}", reason);
+    }
+    return outputs;
+  }
+};
+
+StepGraphCore::StepGraphCore(Step step, StepGraphOptions options) : state_(std::make_unique<State>()) {
+  if (options.warmup < 1)
+    throw ConfigError(
+        fmt::format("StepGraph: warmup is {}: 1 or more is allowed, since state is made in the first step",
+                    options.warmup));
+  if (options.max_graphs < 1)
+    throw ConfigError(fmt::format("StepGraph: max_graphs is {}: 1 or more is allowed", options.max_graphs));
+  if (!(options.tolerance >= 0))
+    throw ConfigError(fmt::format("StepGraph: tolerance is {}: 0 or more is allowed", options.tolerance));
+  state_->step = std::move(step);
+  state_->options = std::move(options);
+}
+StepGraphCore::~StepGraphCore() = default;
+StepGraphCore::StepGraphCore(StepGraphCore&&) noexcept = default;
+
+StepGraphCore::Tensors StepGraphCore::run(Tensors inputs) { return state_->run(inputs); }
+void StepGraphCore::reset() {
+  state_->graphs.clear();
+  state_->watch.users.clear();
+  state_->reason.clear();
+  state_->given_up = state_->captured = state_->logged = false;
+}
+bool StepGraphCore::captured() const { return state_->captured; }
+const std::string& StepGraphCore::reason() const { return state_->reason; }
+std::int64_t StepGraphCore::replays() const { return state_->replays; }
+
+}  // namespace lockstep::detail
+
+namespace lockstep {
+
+GraphStream::GraphStream(at::Device device) {
+  if (!device.is_cuda() || !detail::no_graph_because().empty()) return;
+  stay_ = detail::stay_on_side_stream(device.has_index() ? device : detail::current_device());
+}
+
+}  // namespace lockstep

@@ -1,0 +1,240 @@
+// StepGraph on CUDA: replayed steps learn what plain steps learn, and what cannot be captured runs as it is.
+#include <lockstep/kernels/kernels.h>
+#include <lockstep/lockstep.h>
+#include <torch/torch.h>
+
+#include "support/errors.h"
+#include "support/folder.h"
+
+namespace lockstep::testing {
+namespace {
+
+using torch::Tensor;
+
+class StepGraphCuda : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
+    if (!kernels::available()) GTEST_SKIP() << "this build has no CUDA kernels";
+  }
+};
+
+Tensor input(int step, std::int64_t rows = 8) {
+  torch::manual_seed(100 + step);
+  return torch::randn({rows, 16}).to(torch::kCUDA);
+}
+
+torch::nn::Sequential model_of(at::ScalarType dtype = torch::kFloat) {
+  torch::manual_seed(1);
+  torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(), torch::nn::Linear(64, 16));
+  model->to(at::kCUDA, dtype);
+  return model;
+}
+
+std::vector<Tensor> values_of(torch::nn::Sequential& model) {
+  std::vector<Tensor> values;
+  for (const auto& p : model->parameters()) values.push_back(p.detach().to(torch::kCPU, torch::kFloat));
+  return values;
+}
+
+void expect_close(const std::vector<Tensor>& a, const std::vector<Tensor>& b, double tolerance) {
+  for (std::size_t i = 0; i < a.size(); ++i)
+    EXPECT_TRUE(torch::allclose(a[i], b[i], tolerance, tolerance))
+        << i << ": " << (a[i] - b[i]).abs().max().item<float>();
+}
+
+// A learning rate that changes, both ways of clearing gradients, float32 and bfloat16 with masters.
+std::vector<Tensor> trained(bool graph, bool to_none, at::ScalarType dtype, std::vector<float>& losses) {
+  auto model = model_of(dtype);
+  AdamW optimizer(
+      model->parameters(),
+      {.lr = 1e-2, .master_weights = true, .capturable = true, .implementation = Implementation::fused});
+  LinearLR scheduler(optimizer, {.start_factor = 0.1, .total_iters = 8});
+  StepGraph step(
+      [&](const Tensor& x) {
+        optimizer.zero_grad(to_none);
+        const auto loss = (model->forward(x) - x).square().mean();
+        loss.backward();
+        optimizer.step();
+        return loss.detach();
+      },
+      {.enabled = graph});
+  for (int i = 0; i < 12; ++i) {
+    losses.push_back(step.run(input(i).to(dtype)).item<float>());
+    scheduler.step();
+    EXPECT_EQ(step.captured(), graph && i >= 3) << i << ": " << step.reason();
+  }
+  EXPECT_EQ(step.replays(), graph ? 9 : 0) << step.reason();
+  return values_of(model);
+}
+
+TEST_F(StepGraphCuda, replayed_steps_learn_what_plain_steps_learn) {
+  for (const bool to_none : {true, false})
+    for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
+      std::vector<float> with, without;
+      const auto a = trained(true, to_none, dtype, with), b = trained(false, to_none, dtype, without);
+      expect_close(a, b, dtype == torch::kFloat ? 1e-4 : 1e-2);
+      for (std::size_t i = 0; i < with.size(); ++i) EXPECT_NEAR(with[i], without[i], 1e-2) << i;
+    }
+}
+
+TEST_F(StepGraphCuda, an_optimizer_that_is_not_capturable_is_the_reason) {
+  auto model = model_of();
+  AdamW optimizer(model->parameters());
+  StepGraph step([&](const Tensor& x) {
+    optimizer.zero_grad();
+    const auto loss = model->forward(x).square().mean();
+    loss.backward();
+    optimizer.step();
+    return loss.detach();
+  });
+  for (int i = 0; i < 6; ++i) EXPECT_GT(step.run(input(i)).item<float>(), 0);
+  EXPECT_FALSE(step.captured());
+  EXPECT_THAT(step.reason(), HasSubstr("make it with .capturable = true"));
+  SGD sgd(model->parameters());
+  StepGraph other([&](const Tensor& x) {
+    sgd.zero_grad();
+    model->forward(x).square().mean().backward();
+    sgd.step();
+  });
+  for (int i = 0; i < 6; ++i) other.run(input(i));
+  EXPECT_THAT(other.reason(), HasSubstr("SGD is captured"));
+}
+
+TEST_F(StepGraphCuda, a_step_that_waits_for_the_device_runs_as_it_is) {
+  auto model = model_of();
+  AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
+  int steps = 0;
+  StepGraph step([&](const Tensor& x) {
+    optimizer.zero_grad();
+    const auto loss = torch::dropout(model->forward(x), 0.1, true).square().mean();
+    loss.backward();
+    if (loss.item<float>() > -1) optimizer.step();
+    ++steps;
+    return loss.detach();
+  });
+  for (int i = 0; i < 8; ++i) EXPECT_GT(step.run(input(i)).item<float>(), 0) << i;
+  EXPECT_THAT(step.reason(), HasSubstr("cannot be captured"));
+  EXPECT_EQ(steps, 8);
+  // Allocator and generator are as before: others can be captured.
+  Tensor x = torch::zeros({4}, torch::kCUDA);
+  StepGraph next([&](const Tensor& y) { return torch::dropout(x + y, 0.5, true); });
+  for (int i = 0; i < 6; ++i) next.run(torch::ones({4}, torch::kCUDA));
+  EXPECT_TRUE(next.captured()) << next.reason();
+}
+
+TEST_F(StepGraphCuda, random_numbers_are_new_in_every_replay) {
+  StepGraph step([](const Tensor& x) { return torch::dropout(x, 0.5, true); });
+  std::vector<Tensor> masks;
+  for (int i = 0; i < 8; ++i) masks.push_back(step.run(torch::ones({1000}, torch::kCUDA)).clone());
+  ASSERT_TRUE(step.captured()) << step.reason();
+  for (std::size_t i = 1; i < masks.size(); ++i) EXPECT_FALSE(torch::equal(masks[i], masks[i - 1])) << i;
+}
+
+TEST_F(StepGraphCuda, other_shapes_run_as_they_are_or_get_a_graph_of_their_own) {
+  auto body = [](const Tensor& x) { return x.sum(); };
+  StepGraph one(body), two(body, {.max_graphs = 2});
+  for (int i = 0; i < 10; ++i) {
+    const auto x = input(i, i % 2 ? 4 : 8);
+    EXPECT_NEAR(one.run(x).item<float>(), x.sum().item<float>(), 1e-3);
+    EXPECT_NEAR(two.run(x).item<float>(), x.sum().item<float>(), 1e-3);
+  }
+  EXPECT_THAT(one.reason(), HasSubstr("max_graphs is 1, and inputs of Float [4, 16]"));
+  EXPECT_EQ(one.replays(), 2);
+  EXPECT_EQ(two.replays(), 4);
+  one.run(input(0).cpu());
+  EXPECT_THAT(one.reason(), HasSubstr("input 0 is on cpu"));
+}
+
+TEST_F(StepGraphCuda, a_checkpoint_that_is_loaded_between_replays_counts) {
+  const Folder folder;
+  const auto path = (folder / "run.safetensors").string();
+  auto model = model_of();
+  AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
+  StepGraph step([&](const Tensor& x) {
+    optimizer.zero_grad();
+    const auto loss = (model->forward(x) - x).square().mean();
+    loss.backward();
+    optimizer.step();
+    return loss.detach();
+  });
+  for (int i = 0; i < 6; ++i) step.run(input(i));
+  save(path, {.model = model, .optimizer = optimizer});
+  for (int i = 6; i < 12; ++i) step.run(input(i));
+  const auto first = values_of(model);
+  load(path, {.model = model, .optimizer = optimizer});
+  for (int i = 6; i < 12; ++i) step.run(input(i));
+  expect_close(first, values_of(model), 1e-4);
+  EXPECT_TRUE(step.captured()) << step.reason();
+}
+
+TEST_F(StepGraphCuda, check_compares_the_first_replay_with_the_step) {
+  auto model = model_of();
+  AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
+  double factor = 1;  // the host's: a replay does not see it change
+  StepGraph step(
+      [&](const Tensor& x) {
+        optimizer.zero_grad();
+        const auto loss = torch::dropout(model->forward(x) - x, 0.2, true).square().mean() * factor;
+        loss.backward();
+        optimizer.step();
+        return loss.detach();
+      },
+      {.check = true, .tolerance = 1e-3});
+  for (int i = 0; i < 6; ++i) step.run(input(i));
+  EXPECT_TRUE(step.captured()) << step.reason();
+
+  int calls = 0;
+  StepGraph other([&](const Tensor& x) { return x * ++calls; }, {.check = true});
+  for (int i = 0; i < 6; ++i) other.run(torch::ones({4}, torch::kCUDA));
+  EXPECT_THAT(other.reason(), HasSubstr("its replay is not what the step does: returned tensor 0 differs"));
+}
+
+TEST_F(StepGraphCuda, masters_follow_a_model_that_is_written_to_between_replays) {
+  auto model = model_of(torch::kBFloat16);
+  AdamW optimizer(model->parameters(),
+                  {.lr = 0, .weight_decay = 0, .master_weights = true, .capturable = true});
+  StepGraph step([&](const Tensor& x) {
+    optimizer.zero_grad();
+    model->forward(x).square().mean().backward();
+    optimizer.step();
+  });
+  for (int i = 0; i < 5; ++i) step.run(input(i).to(torch::kBFloat16));
+  ASSERT_TRUE(step.captured()) << step.reason();
+  {
+    torch::NoGradGuard no_grad;
+    model->parameters()[0].fill_(0.5);
+  }
+  optimizer.sync_masters();
+  step.run(input(9).to(torch::kBFloat16));
+  ASSERT_TRUE(step.captured()) << step.reason();
+  EXPECT_EQ(model->parameters()[0][0][0].item<float>(), 0.5);
+}
+
+// DistributedDataParallel of a world of one, whose hooks run in the captured backward.
+TEST_F(StepGraphCuda, ddp_of_one_rank_can_be_captured) {
+  auto world = World::from_environment();
+  const GraphStream stream;
+  auto model = model_of(), plain = model_of();
+  DistributedDataParallel ddp(model, world.group());
+  AdamW optimizer(model->parameters(), {.capturable = true}),
+      other(plain->parameters(), {.capturable = true});
+  StepGraph step([&](const Tensor& x) {
+    optimizer.zero_grad();
+    const auto loss = (ddp(x) - x).square().mean();
+    loss.backward();
+    optimizer.step();
+    return loss.detach();
+  });
+  for (int i = 0; i < 8; ++i) {
+    step.run(input(i));
+    other.zero_grad();
+    (plain->forward(input(i)) - input(i)).square().mean().backward();
+    other.step();
+  }
+  expect_close(values_of(model), values_of(plain), 1e-4);
+  EXPECT_TRUE(step.captured()) << step.reason();
+}
+
+}  // namespace
+}  // namespace lockstep::testing
