@@ -4,7 +4,8 @@
 #
 # Sets LOCKSTEP_KERNELS, what the library is made of, and LOCKSTEP_CUDA_RUNTIME, what it then links.
 set(LOCKSTEP_KERNEL_SOURCES
-  kernels/columns.cu)
+  kernels/columns.cu
+  kernels/fold.cu)
 
 set(LOCKSTEP_KERNELS kernels/no_kernels.cpp)
 if(CMAKE_CUDA_COMPILER)
