@@ -61,8 +61,8 @@ TEST(World, init_process_group_is_the_same_thing) {
 TEST(World, backends_are_named_or_listed_by_device) {
   EXPECT_EQ(World::from_environment({.backend = "cpu:gloo"}).group().backend(), "gloo");
   EXPECT_EQ(World::from_environment({.backend = "shm"}).group().backend(), "shm");
-  for (const char* bad :
-       {"gluu", "cpu:", "cpu:gloo,cpu:mpi", "tpu:gloo", "cpu:nccl", "cuda:gloo", "cpu:gloo,", ":"})
+  for (const char* bad : {"gluu", "cpu:", "cpu:gloo,cpu:mpi", "tpu:gloo", "cpu:nccl", "cpu:cuda_ipc",
+                          "cuda:gloo", "cpu:gloo,", ":"})
     EXPECT_THAT(error_of<ConfigError>([&] { World::from_environment({.backend = bad}); }), HasSubstr(bad));
   EXPECT_THROW(run_threads(1, [](World&) {}, {.backend = "gloo"}), ConfigError);
   ScopedEnvironment scope("LOCKSTEP_BACKEND", "gloo");
