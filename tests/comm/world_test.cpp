@@ -9,6 +9,8 @@
 #include <future>
 #include <thread>
 
+#include <lockstep/comm/transport.h>
+
 #include "support/environment.h"
 #include "support/ranks.h"
 #include "support/values.h"
@@ -69,6 +71,13 @@ TEST(World, backends_are_named_or_listed_by_device) {
   EXPECT_EQ(World::from_environment().group().backend(), "gloo");
   run_threads(1,
               [](World& world) { EXPECT_EQ(world.group().backend(), "threads"); });  // it is about processes
+}
+
+TEST(World, a_gpu_that_is_not_there_is_named) {
+  if (detail::cuda_ipc_available()) GTEST_SKIP() << "there is one";
+  for (const char* backend : {"cuda_ipc", "cpu:gloo,cuda:cuda_ipc"})
+    EXPECT_THAT(error_of<ConfigError>([&] { World::from_environment({.backend = backend}); }),
+                HasSubstr("backend 'cuda_ipc'"));
 }
 
 TEST(World, bad_limits_are_refused) {

@@ -138,7 +138,8 @@ class CudaIpcBackend final : public PartBackend {
     mail_->interrupt(cause);
   }
   void leave() {
-    if (left_.exchange(true)) return;
+    // A child that was forked has the memory and none of the threads: what it does is not this rank's doing.
+    if (shm::fork_generation() != generation_ || left_.exchange(true)) return;
     // Peers may still read from here, behind events: not from a process that has ended.
     const auto until = shm::Clock::now() + kFarewell;
     auto busy = [&] { return !peers_->collectives->is_idle() || !peers_->messages->is_idle(); };
@@ -153,6 +154,8 @@ class CudaIpcBackend final : public PartBackend {
   at::Device device() const override { return {at::kCUDA, static_cast<c10::DeviceIndex>(device_)}; }
 
   WorkPtr post(Request request) override {
+    TORCH_CHECK(shm::fork_generation() == generation_,
+                "a process that was forked from a rank cannot use the rank's groups");
     TORCH_CHECK(!request.finish, "the cuda_ipc transport takes dense tensors");
     const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_.load();
     auto order = std::make_shared<Order>(device_);
@@ -183,11 +186,17 @@ class CudaIpcBackend final : public PartBackend {
     item->work = work;
     work->set_item(item);
     item->start(timeout);
-    lane_->post(std::move(item), request.asynchronous);
+    const bool soon = request.asynchronous || item->part.call.bytes >= kLarge;
+    lane_->post(std::move(item), soon);
     return work;
   }
 
  private:
+  // A device is kept waiting by an operation that lies on the host, and one of so many bytes is worth a
+  // thread's waking.
+  static constexpr std::int64_t kLarge = 256 << 10;
+
+  const std::uint64_t generation_ = shm::fork_generation();
   const int device_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<bool> interrupted_ = false, left_ = false;

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string_view>
+#include <deque>
 #include <unordered_map>
 #include <vector>
 
@@ -28,10 +28,11 @@ class LocalEvents {
   }
   cudaEvent_t take() {
     {
+      // Not one that a stream has yet to come to: somebody may wait for that.
       std::lock_guard lock(mutex_);
-      if (!free_.empty()) {
-        auto* event = free_.back();
-        free_.pop_back();
+      if (!free_.empty() && is_done(cudaEventQuery(free_.front()))) {
+        auto* event = free_.front();
+        free_.pop_front();
         return event;
       }
     }
@@ -46,7 +47,7 @@ class LocalEvents {
 
  private:
   std::mutex mutex_;
-  std::vector<cudaEvent_t> free_;
+  std::deque<cudaEvent_t> free_;
 };
 
 // What this process has opened, by the handles' bytes.

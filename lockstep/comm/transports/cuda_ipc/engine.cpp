@@ -27,7 +27,7 @@ std::size_t length(const Part& part, std::int64_t elements) {
 struct Engine::Offer {
   std::uint64_t digest;
   std::uint64_t is_direct;   // the data is the tensor itself, not a copy
-  std::int32_t ready, done;  // events of this rank's track
+  std::int32_t ready, done;  // events of this rank's track; kAtOnce: there is nothing to wait for
   Handle memory;
 
   static std::size_t size_for(int ranks) { return sizeof(Offer) + 3 * sizeof(std::int64_t) * at(ranks); }
@@ -38,6 +38,7 @@ struct Engine::Offer {
     return const_cast<Offer*>(this)->table(which, ranks);
   }
   enum { kOffsets, kTo, kFrom };
+  static constexpr std::int32_t kAtOnce = -1;
 };
 
 Engine::Engine(std::unique_ptr<shm::Engine> host, std::shared_ptr<Peers> peers)
@@ -140,7 +141,10 @@ void Engine::begin(Part& part) {
   const OnDevice here(peers_->device);
   const Call& call = part.call;
   const int ranks = peers_->ranks;
-  track_.wait(static_cast<Order*>(part.order.get())->ready);
+  // Where the device has nothing of this rank's to do, it need not take a turn just to say so.
+  auto* ready = static_cast<Order*>(part.order.get())->ready;
+  const bool at_once = track_.is_idle() && is_done(cudaEventQuery(ready));
+  if (!at_once) track_.wait(ready);
 
   std::vector<char> word(Offer::size_for(ranks), 0);
   Offer& own = *reinterpret_cast<Offer*>(word.data());
@@ -155,8 +159,12 @@ void Engine::begin(Part& part) {
     if (call.operation == Operation::gather) to[call.root] = call.count;
     if (call.operation == Operation::scatter) from[call.root] = call.count;
   }
-  show(pieces_of(part), own);
-  track_.record(own.ready);
+  const auto pieces = pieces_of(part);
+  show(pieces, own);
+  if (at_once && (pieces.empty() || own.is_direct != 0))
+    own.ready = Offer::kAtOnce;
+  else
+    track_.record(own.ready);
   under_way_ = true;
   exchange_.begin(std::move(word));
 }
@@ -210,13 +218,18 @@ void Engine::compare(const Part& part, Clock::time_point deadline) {
       "the ranks' calls differ in what cannot be shown: their number, or the size of an element"));
 }
 
+void Engine::wait_for(int rank) {
+  if (const auto ready = offer(rank).ready; ready != Offer::kAtOnce)
+    track_.wait(peers_->collective_event(rank, ready));
+}
+
 // A rank's data for this one, behind the event that says it is there.
 char* Engine::reach(int rank) {
   char*& known = reached_[at(rank)];
   if (known == nullptr) {
     const Offer& its = offer(rank);
     known = open_memory(its.memory) + its.table(Offer::kOffsets, peers_->ranks)[peers_->rank];
-    track_.wait(peers_->collective_event(rank, its.ready));
+    wait_for(rank);
   }
   return known;
 }
@@ -313,7 +326,7 @@ void Engine::take(Part& part) {
       return;
     case Operation::barrier:
       for (int r = 0; r < ranks; ++r)
-        if (r != rank) track_.wait(peers_->collective_event(r, offer(r).ready));
+        if (r != rank) wait_for(r);
       return;
     case Operation::send:
     case Operation::recv: break;

@@ -46,6 +46,7 @@ class Engine final : public detail::CollectiveEngine {
   std::vector<Piece> pieces_of(const Part& part) const;
   void show(const std::vector<Piece>& pieces, Offer& own);
   void compare(const Part& part, Clock::time_point deadline);
+  void wait_for(int rank);
   char* reach(int rank);
   const char* source(const Part& part, int rank);
   void take(Part& part);
