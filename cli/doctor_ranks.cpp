@@ -70,7 +70,7 @@ std::vector<std::string> mpi_launcher(const std::string& flavour, const std::str
 }  // namespace
 
 const std::vector<std::string>& transport_names() {
-  static const std::vector<std::string> names = {"threads", "shm", "gloo", "mpi", "nccl"};
+  static const std::vector<std::string> names = {"threads", "shm", "gloo", "mpi", "nccl", "cuda_ipc"};
   return names;
 }
 
@@ -109,6 +109,9 @@ Rows transport_rows(const std::string& transport, int ranks, bool asked_for, con
     if (asked_for)
       rows.push_back(absent(
           transport, fmt::format("{} ranks need as many GPUs, and {} can be used", ranks, installed.gpus)));
+  } else if (transport == "cuda_ipc" && !installed.cuda_ipc) {
+    if (asked_for)
+      rows.push_back(absent(transport, "there is no GPU, or the library was built without CUDA"));
   } else {
     rows.push_back(measured(
         transport, transport, ranks,

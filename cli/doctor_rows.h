@@ -28,6 +28,7 @@ struct Installed {
   std::filesystem::path probe;                // lockstep-probe; empty: not there, or it does not start
   std::map<std::string, std::string> mpirun;  // by flavour, where there is a module for it too
   int gpus = 0;                               // that NCCL could use
+  bool cuda_ipc = false;                      // there is a GPU, and a transport for ranks that share it
 };
 
 // ranks: as many as -n says, 0 where it was not given.

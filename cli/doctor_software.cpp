@@ -114,6 +114,7 @@ Row nccl(const Json& described, Installed& installed) {
     }
   }
   installed.gpus = transport ? usable : 0;
+  installed.cuda_ipc = described.value("cuda_ipc_transport", false);
   return row;
 }
 

@@ -87,7 +87,8 @@ int describe() {
                 {"threads", at::get_num_threads()},
                 {"nccl", nccl_version()},
                 {"usable_gpus", torch::cuda::device_count()},
-                {"nccl_transport", lockstep::detail::nccl_available()}};
+                {"nccl_transport", lockstep::detail::nccl_available()},
+                {"cuda_ipc_transport", lockstep::detail::cuda_ipc_available()}};
   describe_driver(found);
   std::cout << found.dump() << std::endl;
   return 0;
@@ -118,7 +119,7 @@ double rounded(double value) { return std::round(value * 1e4) / 1e4; }
 
 Json figures_of(lockstep::World& world, const std::string& transport) {
   auto group = world.group();
-  const auto device = transport == "nccl" ? world.device() : at::Device(at::kCPU);
+  const auto device = transport == "nccl" || transport == "cuda_ipc" ? world.device() : at::Device(at::kCPU);
   auto finish = [&](lockstep::Work work) {
     work.wait();
     if (device.is_cuda()) torch::cuda::synchronize(device.index());  // wait() holds the stream, not us
@@ -170,7 +171,8 @@ int main(int argc, char** argv) {
   std::string transport;
   int num_ranks = 1;
   auto* describe_option = app.add_flag("--describe", described, "LibTorch and the GPUs, as JSON");
-  app.add_option("--measure", transport, "A transport's times, as JSON: threads, shm, gloo, mpi or nccl")
+  app.add_option("--measure", transport,
+                 "A transport's times, as JSON: threads, shm, gloo, mpi, nccl or cuda_ipc")
       ->excludes(describe_option);
   app.add_option("--ranks", num_ranks, "How many ranks there are; for threads, how many to start")
       ->check(CLI::Range(1, 4096));

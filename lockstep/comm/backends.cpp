@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <optional>
 #include <sstream>
 
 #include <c10/core/DeviceType.h>
@@ -19,11 +20,16 @@ namespace lockstep::detail {
 namespace {
 
 constexpr const char* kAllowed =
-    "auto, shm, shm+gloo, shm+mpi, gloo, mpi, nccl, or a list by device such as cpu:gloo,cuda:nccl";
+    "auto, shm, shm+gloo, shm+mpi, gloo, mpi, nccl, cuda_ipc, or a list by device such as cpu:gloo,cuda:nccl";
 
 // Resolved for each group, when the hosts of its ranks are known.
 constexpr const char* kAuto = "auto";
 constexpr std::array kOfCpu = {"shm", "gloo", "mpi", "shm+gloo", "shm+mpi"};
+constexpr std::array kOfCuda = {"nccl", "cuda_ipc"};
+
+bool is_one_of(const auto& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
 
 void check_name(const std::string& whole, const std::string& name, bool threads) {
   if (name == kAuto) return;
@@ -32,7 +38,7 @@ void check_name(const std::string& whole, const std::string& name, bool threads)
     throw ConfigError(fmt::format(
         "backend '{}' is not allowed where ranks are threads of one process: auto or threads is", whole));
   }
-  if (name != "nccl" && std::find(kOfCpu.begin(), kOfCpu.end(), name) == kOfCpu.end())
+  if (!is_one_of(kOfCuda, name) && !is_one_of(kOfCpu, name))
     throw ConfigError(fmt::format("backend '{}' is not known: {} is", whole, kAllowed));
 }
 
@@ -41,7 +47,7 @@ Backends parse(const std::string& text, bool threads) {
   if (text.find(':') == std::string::npos) {
     check_name(text, text, threads);
     if (text == kAuto) return {{at::kCPU, kAuto}, {at::kCUDA, kAuto}};
-    return {{text == "nccl" ? at::kCUDA : at::kCPU, text}};
+    return {{is_one_of(kOfCuda, text) ? at::kCUDA : at::kCPU, text}};
   }
   for (std::size_t start = 0; start <= text.size();) {
     const auto end = std::min(text.find(',', start), text.size());
@@ -53,9 +59,9 @@ Backends parse(const std::string& text, bool threads) {
     if ((!cuda && device != "cpu") || name.empty() || backends.contains(cuda ? at::kCUDA : at::kCPU))
       throw ConfigError(fmt::format("backend '{}' is not allowed: {} is", text, kAllowed));
     check_name(text, name, threads);
-    if (name != kAuto && cuda != (name == "nccl"))
-      throw ConfigError(fmt::format("backend '{}' is not allowed: nccl serves cuda, {} serve cpu", text,
-                                    fmt::join(kOfCpu, ", ")));
+    if (name != kAuto && cuda != is_one_of(kOfCuda, name))
+      throw ConfigError(fmt::format("backend '{}' is not allowed: {} serve cuda, {} serve cpu", text,
+                                    fmt::join(kOfCuda, ", "), fmt::join(kOfCpu, ", ")));
     backends[cuda ? at::kCUDA : at::kCPU] = name;
     start = end + 1;
   }
@@ -66,23 +72,49 @@ Backends parse(const std::string& text, bool threads) {
 
 void check_backend_text(const std::string& text, bool threads) { parse(text, threads); }
 
-Backends choose_backends(const std::string& text, const Identity& identity, bool threads) {
+namespace {
+
+bool on_one_host(const std::vector<int>& nodes) {
+  return std::all_of(nodes.begin(), nodes.end(), [&](int node) { return node == nodes[0]; });
+}
+
+// Null: none.
+const char* choose_for_cuda(const Identity& identity, const std::vector<int>& nodes) {
+  const auto devices = static_cast<int>(torch::cuda::device_count());
+  const int ranks = identity.local_size.value_or(1);
+  if (devices == 0) return nullptr;
+  if (identity.size == 1) return "local";
+  if (devices >= ranks && nccl_available()) return "nccl";
+  if (on_one_host(nodes) && cuda_ipc_available()) return "cuda_ipc";
+  log(LogLevel::warn,
+      "{} ranks on this host share {} GPUs, which NCCL refuses, and cuda_ipc {}: CUDA tensors cannot be sent",
+      ranks, devices, cuda_ipc_available() ? "serves the ranks of one host" : "is not in this build");
+  return nullptr;
+}
+
+}  // namespace
+
+Backends choose_backends(const std::string& text, const Identity& identity, const std::vector<int>& nodes,
+                         bool threads) {
   auto backends = parse(text, threads);
   const bool alone = identity.size == 1;
   if (auto cpu = backends.find(at::kCPU); cpu != backends.end() && cpu->second == kAuto)
     cpu->second = threads ? "threads" : alone ? "local" : kAuto;
   if (auto cuda = backends.find(at::kCUDA); cuda != backends.end() && cuda->second == kAuto) {
-    const auto devices = threads || !nccl_available() ? 0 : static_cast<int>(torch::cuda::device_count());
-    if (devices > 0 && devices < identity.local_size.value_or(1))
-      log(LogLevel::warn,
-          "{} ranks on this host share {} GPUs, which NCCL refuses: CUDA tensors cannot be sent",
-          *identity.local_size, devices);
-    if (devices == 0 || devices < identity.local_size.value_or(1))
-      backends.erase(cuda);
+    if (const char* name = threads ? nullptr : choose_for_cuda(identity, nodes))
+      cuda->second = name;
     else
-      cuda->second = alone ? "local" : "nccl";
+      backends.erase(cuda);
   }
   return backends;
+}
+
+std::optional<int> choose_device(const Backends& backends, const Identity& identity) {
+  const auto cuda = backends.find(at::kCUDA);
+  if (cuda == backends.end()) return std::nullopt;
+  const int rank = identity.local_rank.value_or(0);
+  if (cuda->second != "cuda_ipc") return rank;
+  return rank % std::max(1, static_cast<int>(torch::cuda::device_count()));
 }
 
 std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout) {
@@ -124,13 +156,16 @@ namespace {
 
 // What serves this group.
 std::string resolve(const std::string& name, const TransportContext& context) {
-  const auto& nodes = context.nodes;
-  const bool one_host = std::all_of(nodes.begin(), nodes.end(), [&](int node) { return node == nodes[0]; });
-  if (one_host) return name == kAuto || name.starts_with("shm+") ? "shm" : name;
+  if (on_one_host(context.nodes)) return name == kAuto || name.starts_with("shm+") ? "shm" : name;
   if (name == "shm")
     throw ConfigError(
         "backend 'shm' is not allowed: the group's ranks are on several hosts; auto, shm+gloo, shm+mpi, gloo "
         "or mpi is");
+  if (name == "cuda_ipc")
+    throw ConfigError(
+        "backend 'cuda_ipc' is not allowed: the group's ranks are on several hosts; nccl is, where each rank "
+        "has "
+        "a GPU");
   return name == kAuto ? "shm+gloo" : name;
 }
 
@@ -149,6 +184,7 @@ Transports make_transports(const Backends& backends, const TransportContext& con
                          : name == "mpi"      ? make_mpi_transport(own)
                          : name == "shm+gloo" ? make_hierarchy_transport(own, name, make_gloo_transport)
                          : name == "shm+mpi"  ? make_hierarchy_transport(own, name, make_mpi_transport)
+                         : name == "cuda_ipc" ? make_cuda_ipc_transport(own)
                                               : make_nccl_transport(own);
   }
   return transports;

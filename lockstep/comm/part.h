@@ -27,6 +27,8 @@ struct Part {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
   std::size_t item_size = 0;  // bytes an element
+  // Of a device's memory: when it may be used and when that has ended, as its engine has it.
+  std::shared_ptr<void> order = {};
   // Called exactly once, by any thread, without a lock of the engine's; source is set for a receive.
   std::function<void(std::exception_ptr error, int source)> done;
 };

@@ -64,6 +64,8 @@ void check_operands(const Call& call, const Tensors& inputs, const Tensors& outp
 // where they belong when the operation has succeeded.
 class PartBackend::Operands {
  public:
+  explicit Operands(at::Device device) : device_(device) {}
+
   Tensors inputs, outputs, results;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
 
@@ -104,11 +106,11 @@ class PartBackend::Operands {
   }
 
  private:
-  static void check(const at::Tensor& tensor) {
-    TORCH_CHECK(tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided,
-                "this transport takes dense CPU tensors");
+  void check(const at::Tensor& tensor) const {
+    TORCH_CHECK(tensor.defined() && tensor.device() == device_ && tensor.layout() == at::kStrided,
+                "this transport takes dense tensors of ", device_.is_cpu() ? "the CPU" : device_.str());
   }
-  static at::Tensor source(const at::Tensor& tensor) {
+  at::Tensor source(const at::Tensor& tensor) const {
     check(tensor);
     return dense(tensor);
   }
@@ -130,13 +132,14 @@ class PartBackend::Operands {
         std::vector<std::int64_t>(static_cast<std::size_t>(size), flat.numel() / size));
   }
 
+  const at::Device device_;
   at::AutoDispatchBelowAutograd guard_;
 };
 
 WorkPtr PartBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (only(tensors).layout() == at::kSparse) return allreduce_sparse(tensors, options);
-  return start(Operation::all_reduce, OpType::ALLREDUCE, Operands().write(only(tensors), true), options,
-               from_c10d(options.reduceOp));
+  return start(Operation::all_reduce, OpType::ALLREDUCE, Operands(device()).write(only(tensors), true),
+               options, from_c10d(options.reduceOp));
 }
 
 WorkPtr PartBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
@@ -206,26 +209,26 @@ WorkPtr PartBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOpt
 }
 
 WorkPtr PartBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return start(Operation::reduce, OpType::REDUCE, Operands().write(only(tensors), true), options,
+  return start(Operation::reduce, OpType::REDUCE, Operands(device()).write(only(tensors), true), options,
                from_c10d(options.reduceOp), options.rootRank);
 }
 
 WorkPtr PartBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   return start(Operation::broadcast, OpType::BROADCAST,
-               Operands().write(only(tensors), options.rootRank == rank_), options, ReduceOp::SUM,
+               Operands(device()).write(only(tensors), options.rootRank == rank_), options, ReduceOp::SUM,
                options.rootRank);
 }
 
 WorkPtr PartBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::AllgatherOptions& options) {
   return start(Operation::all_gather, OpType::ALLGATHER,
-               Operands().read(only(inputs)).write(first_of(outputs)), options);
+               Operands(device()).read(only(inputs)).write(first_of(outputs)), options);
 }
 
 WorkPtr PartBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                      const c10d::AllgatherOptions& options) {
   return start(Operation::all_gather, OpType::_ALLGATHER_BASE,
-               Operands().read(input).write_pieces(output, size_), options);
+               Operands(device()).read(input).write_pieces(output, size_), options);
 }
 
 WorkPtr PartBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -259,26 +262,30 @@ WorkPtr PartBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& 
 
 WorkPtr PartBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                             const c10d::GatherOptions& options) {
-  return start(Operation::gather, OpType::GATHER, Operands().read(only(inputs)).write(first_of(outputs)),
-               options, ReduceOp::SUM, options.rootRank);
+  return start(Operation::gather, OpType::GATHER,
+               Operands(device()).read(only(inputs)).write(first_of(outputs)), options, ReduceOp::SUM,
+               options.rootRank);
 }
 
 WorkPtr PartBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                              const c10d::ScatterOptions& options) {
-  return start(Operation::scatter, OpType::SCATTER, Operands().read(first_of(inputs)).write(only(outputs)),
-               options, ReduceOp::SUM, options.rootRank);
+  return start(Operation::scatter, OpType::SCATTER,
+               Operands(device()).read(first_of(inputs)).write(only(outputs)), options, ReduceOp::SUM,
+               options.rootRank);
 }
 
 WorkPtr PartBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                     const c10d::ReduceScatterOptions& options) {
   return start(Operation::reduce_scatter, OpType::REDUCE_SCATTER,
-               Operands().read(first_of(inputs)).write(only(outputs)), options, from_c10d(options.reduceOp));
+               Operands(device()).read(first_of(inputs)).write(only(outputs)), options,
+               from_c10d(options.reduceOp));
 }
 
 WorkPtr PartBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::ReduceScatterOptions& options) {
   return start(Operation::reduce_scatter, OpType::_REDUCE_SCATTER_BASE,
-               Operands().read_pieces(input, size_).write(output), options, from_c10d(options.reduceOp));
+               Operands(device()).read_pieces(input, size_).write(output), options,
+               from_c10d(options.reduceOp));
 }
 
 WorkPtr PartBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -294,17 +301,19 @@ WorkPtr PartBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                    std::vector<std::int64_t>& output_splits,
                                    std::vector<std::int64_t>& input_splits,
                                    const c10d::AllToAllOptions& options) {
-  return start(Operation::all_to_all, OpType::ALLTOALL_BASE,
-               Operands().read_pieces(input, size_, input_splits).write_pieces(output, size_, output_splits),
-               options);
+  return start(
+      Operation::all_to_all, OpType::ALLTOALL_BASE,
+      Operands(device()).read_pieces(input, size_, input_splits).write_pieces(output, size_, output_splits),
+      options);
 }
 
 WorkPtr PartBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return start(Operation::all_to_all, OpType::ALLTOALL, Operands().read(inputs).write(outputs), options);
+  return start(Operation::all_to_all, OpType::ALLTOALL, Operands(device()).read(inputs).write(outputs),
+               options);
 }
 
 WorkPtr PartBackend::barrier(const c10d::BarrierOptions& options) {
-  Operands nothing;
+  Operands nothing(device());
   return start(Operation::barrier, OpType::BARRIER, nothing, options);
 }
 
@@ -370,7 +379,7 @@ PartBackend::Request PartBackend::request(Operation operation, OpType type, Oper
   if (current_call() == nullptr) part.call.sequence = (point_to_point(operation) ? messages_ : sequence_)++;
   for (const auto& tensor : operands.inputs) part.inputs.push_back(tensor.const_data_ptr());
   for (const auto& tensor : operands.outputs) part.outputs.push_back(tensor.mutable_data_ptr());
-  request.keep = copy_what_is_written_over(part);
+  request.keep = copy_what_is_written_over(part, device());
   request.finish = operands.copy_back();
   request.explain = explanation(part.call);
   for (auto* tensors : {&operands.inputs, &operands.outputs})
@@ -391,7 +400,7 @@ WorkPtr PartBackend::start(Operation operation, OpType type, Operands& operands,
 
 WorkPtr PartBackend::start_message(Operation operation, OpType type, const Tensors& tensors, int peer,
                                    int tag) {
-  Operands operands;
+  Operands operands(device());
   if (operation == Operation::send)
     operands.read(only(tensors));
   else

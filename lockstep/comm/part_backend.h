@@ -64,6 +64,8 @@ class PartBackend : public c10d::Backend {
     bool asynchronous = true;                                         // nobody waits for it at once
   };
   virtual WorkPtr post(Request request) = 0;
+  // Whose memory the engine takes.
+  virtual at::Device device() const { return at::kCPU; }
   // Request::explain for this call.
   virtual std::function<std::exception_ptr(std::exception_ptr)> explanation(const Call&) { return nullptr; }
 

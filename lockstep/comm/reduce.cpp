@@ -109,8 +109,9 @@ std::size_t item_size(Dtype dtype) {
 
 namespace {
 
-void reduce(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, std::span<void* const> outputs,
-            std::size_t count, std::size_t ranks) {
+template <typename Folding>
+void reduce(Folding&& folds, Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
+            std::span<void* const> outputs, std::size_t count, std::size_t ranks) {
   const auto number = number_of(dtype);
   LOCKSTEP_ASSERT(!inputs.empty() && number && reducible(dtype, op), "a reduction that does not exist");
   // One rank's average is its number as it is, also where a division would change a NaN.
@@ -118,8 +119,12 @@ void reduce(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, std::
   const FoldJob job{
       inputs.data(),      inputs.size(), outputs.data(), outputs.size(), count * item_size(dtype),
       divides ? ranks : 0};
-  const bool done = fold_at(simd_level(), *number, fold_of(dtype, op), job);
+  const bool done = folds(*number, fold_of(dtype, op), job);
   LOCKSTEP_ASSERT(done, "a reduction that its dtype does not have");
+}
+
+bool fold_here(Number number, Fold fold, const FoldJob& job) {
+  return fold_at(simd_level(), number, fold, job);
 }
 
 void convert(Dtype dtype, const ConvertJob& job) {
@@ -132,12 +137,17 @@ void convert(Dtype dtype, const ConvertJob& job) {
 
 void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, void* output,
                  std::size_t count, std::size_t ranks) {
-  reduce(dtype, op, inputs, {&output, 1}, count, ranks == 0 ? inputs.size() : ranks);
+  reduce(fold_here, dtype, op, inputs, {&output, 1}, count, ranks == 0 ? inputs.size() : ranks);
 }
 
 void reduce_tree_to_all(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
                         std::span<void* const> outputs, std::size_t count) {
-  reduce(dtype, op, inputs, outputs, count, inputs.size());
+  reduce(fold_here, dtype, op, inputs, outputs, count, inputs.size());
+}
+
+void reduce_tree_to_all(const Folds& folds, Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
+                        std::span<void* const> outputs, std::size_t count) {
+  reduce(folds, dtype, op, inputs, outputs, count, inputs.size());
 }
 
 Dtype accumulator(Dtype dtype) {

@@ -6,9 +6,11 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <span>
 
 #include <lockstep/comm/call.h>
+#include <lockstep/comm/reduce_kernels.h>
 
 namespace lockstep::detail {
 
@@ -34,6 +36,11 @@ void narrow(Dtype dtype, const void* input, void* output, std::size_t count);
 // The same into every output, in the same pass. Each output is one of the inputs, or apart from them all:
 // given p buffers as inputs and as outputs, it is an all-reduce in place.
 void reduce_tree_to_all(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
+                        std::span<void* const> outputs, std::size_t count);
+
+// The same by arithmetic of somebody else's, such as a device's; folds says false for a pair that it lacks.
+using Folds = std::function<bool(Number number, Fold fold, const FoldJob& job)>;
+void reduce_tree_to_all(const Folds& folds, Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
                         std::span<void* const> outputs, std::size_t count);
 
 }  // namespace lockstep::detail

@@ -1,7 +1,6 @@
 #include <lockstep/comm/tensors.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -70,7 +69,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
-std::vector<at::Tensor> copy_what_is_written_over(Part& part) {
+std::vector<at::Tensor> copy_what_is_written_over(Part& part, at::Device device) {
   std::vector<at::Tensor> copies;
   const Call& call = part.call;
   const auto rank = static_cast<std::size_t>(call.rank);
@@ -84,8 +83,10 @@ std::vector<at::Tensor> copy_what_is_written_over(Part& part) {
       if (given(i) == 0 || in >= out + taken(o) || out >= in + given(i)) continue;
       const bool own = (part.inputs.size() == 1 || i == rank) && (part.outputs.size() == 1 || o == rank);
       if (own && in == out) continue;
-      auto copy = at::empty({static_cast<std::int64_t>(given(i))}, at::kByte);
-      std::memcpy(copy.mutable_data_ptr(), in, given(i));
+      // On a device in the order of the current stream.
+      auto copy = at::from_blob(const_cast<char*>(in), {static_cast<std::int64_t>(given(i))},
+                                at::TensorOptions(at::kByte).device(device))
+                      .clone();
       part.inputs[i] = copies.emplace_back(std::move(copy)).const_data_ptr();
       break;
     }

@@ -77,11 +77,13 @@ std::unique_ptr<Transport> make_shm_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_gloo_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_mpi_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_nccl_transport(const TransportContext& context);
+std::unique_ptr<Transport> make_cuda_ipc_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_local_transport(const TransportContext& context);
 // Shared memory inside each host, and between hosts what make_between makes, a transport of the same ranks.
 using MakeTransport = std::unique_ptr<Transport>(const TransportContext&);
 std::unique_ptr<Transport> make_hierarchy_transport(const TransportContext& context, const std::string& name,
                                                     MakeTransport* make_between);
 bool nccl_available();
+bool cuda_ipc_available();
 
 }  // namespace lockstep::detail

@@ -82,9 +82,9 @@ void WorldState::join() {
   store_ = c10::make_intrusive<JobStore>(channel_, prefix_, join_timeout_, failed);
 
   if (cpu_allocator_) use_caching_cpu_allocator();
-  backends_ = choose_backends(backend_, identity_, threads_ != nullptr);
-  if (backends_.contains(at::kCUDA))
-    device_ = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(*identity_.local_rank));
+  backends_ = choose_backends(backend_, identity_, nodes_, threads_ != nullptr);
+  if (auto index = choose_device(backends_, identity_))
+    device_ = at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(*index));
   std::vector<int> all(static_cast<std::size_t>(identity_.size));
   for (int r = 0; r < identity_.size; ++r) all[static_cast<std::size_t>(r)] = r;
   auto group = make_group(std::move(all), {.name = "world"});
@@ -120,7 +120,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   context.timeout = options.timeout ? checked_timeout(*options.timeout) : timeout_;
   context.address = address_;
   context.local_ranks = identity_.local_size.value_or(0);
-  context.device_index = identity_.local_rank.value_or(0);
+  context.device_index = device_.is_cuda() ? device_.index() : identity_.local_rank.value_or(0);
   context.failed = [self = weak_from_this()] {
     auto state = self.lock();
     return !state || state->failed_;

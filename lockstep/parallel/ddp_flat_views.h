@@ -28,7 +28,8 @@ inline at::Tensor memory_of(const at::Tensor& tensor, std::int64_t begin, std::i
 // Memory for tensors like this one, that the transport reaches where it can.
 inline at::Tensor flat_memory(Group& group, std::int64_t elements, at::ScalarType type,
                               const at::Tensor& like) {
-  if (like.is_cpu() && group.size() > 1)
+  const bool reaches = like.is_cpu() || (like.is_cuda() && group.backend(at::kCUDA) == "cuda_ipc");
+  if (reaches && group.size() > 1)
     // In a job that uses CUDA it allocates there.
     if (auto memory = group.allocate({elements}, type); memory.device() == like.device()) return memory;
   return at::empty({elements}, like.options().dtype(type).requires_grad(false));

@@ -6,14 +6,13 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/parallel/ddp_flat_views.h>
 
 namespace lockstep {
 namespace {
 
 at::Tensor reachable(GradBucket& bucket, std::int64_t count, at::ScalarType type) {
-  auto& buffer = bucket.buffer();
-  return buffer.is_cpu() ? bucket.group().allocate({count}, type)
-                         : at::empty({count}, buffer.options().dtype(type));
+  return detail::flat_memory(bucket.group(), count, type, bucket.buffer());
 }
 
 std::shared_ptr<Work> start_average(GradBucket& bucket, const at::Tensor& tensor) {

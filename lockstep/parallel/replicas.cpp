@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
+#include <lockstep/parallel/ddp_flat_views.h>
 
 #define XXH_INLINE_ALL  // nothing to link
 #include <xxhash.h>
@@ -55,8 +56,7 @@ void broadcast_alike(Group& group, const std::vector<at::Tensor>& tensors, int r
     if (end == begin + 1 && model.is_contiguous()) {
       group.broadcast(model, {.root = root, .tag = "replicas"}).wait();
     } else if (count > 0) {
-      auto flat = model.is_cpu() ? group.allocate({count}, model.scalar_type())
-                                 : at::empty({count}, model.options().requires_grad(false));
+      auto flat = detail::flat_memory(group, count, model.scalar_type(), model);
       std::int64_t offset = 0;
       const auto place = [&](const at::Tensor& tensor) {
         auto part = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());

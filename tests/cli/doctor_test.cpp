@@ -280,7 +280,7 @@ TEST(Doctor, misuse_is_explained) {
   explained({"-n", "0"}, "0");
   explained({"-n", "many"}, "many");
   explained({"-n", "2", "--backend", "wibble"},
-            "--backend='wibble' is not allowed: threads, shm, gloo, mpi, nccl are");
+            "--backend='wibble' is not allowed: threads, shm, gloo, mpi, nccl, cuda_ipc are");
   explained({"--backend", "gloo"}, "-n");
   explained({"--hosts", "2,0"}, "0");
   explained({"--wibble"}, "--wibble");

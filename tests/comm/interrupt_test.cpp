@@ -10,6 +10,7 @@
 #include <lockstep/control/process.h>
 
 #include "support/ranks.h"
+#include "support/values.h"
 
 namespace lockstep::testing {
 namespace {
@@ -29,7 +30,7 @@ using Action = std::function<Work(Group&, at::Tensor)>;
 bool wait_and_be_told(World& world, const Action& action, std::optional<pid_t> peer, bool inside,
                       bool may_complete, Clock::time_point& told) {
   auto group = world.group();
-  auto tensor = at::ones({kLarge}, at::kByte);
+  auto tensor = at::ones({kLarge}, on(at::kByte));
   std::atomic<bool> over = false;
   std::thread teller([&] {
     if (inside) std::this_thread::sleep_for(milliseconds(20));
@@ -69,7 +70,7 @@ bool wait_and_be_told(World& world, const Action& action, std::optional<pid_t> p
     ::_exit(0);
   });
   auto group = world.group();
-  auto tensor = at::ones({kLarge}, at::kByte);
+  auto tensor = at::ones({kLarge}, on(at::kByte));
   group.barrier().wait();
   try {
     while (action) action(group, tensor).wait();

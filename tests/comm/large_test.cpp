@@ -23,6 +23,7 @@ std::int64_t available_memory() {
 
 // LibTorch's own way takes eight bytes an element.
 std::int64_t count_of(const at::Tensor& bytes, std::uint8_t value) {
+  if (bytes.is_cuda()) return bytes.eq(value).sum().item<std::int64_t>();
   const auto* begin = bytes.const_data_ptr<std::uint8_t>();
   return std::count(begin, begin + bytes.numel(), value);
 }
@@ -35,7 +36,7 @@ TEST(Large, tensors_above_2_gib) {
                  << (available_memory() >> 30);
   on_every_rank([](World& world) {
     auto group = world.group();
-    auto tensor = at::full({kCount}, 3 + group.rank(), at::kByte);
+    auto tensor = at::full({kCount}, 3 + group.rank(), on(at::kByte));
     tensor[kCount - 1] = 9 - group.rank();
     group.all_reduce(tensor).wait();
     EXPECT_EQ(tensor[0].item<int>(), 7);

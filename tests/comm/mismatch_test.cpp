@@ -11,7 +11,8 @@ namespace {
 // Rank 1 does `odd`, the others `even`, on a group of the test's own; returns this rank's error.
 using Action = std::function<Work(Group&, at::Tensor)>;
 void expect_mismatch(const Action& even, const Action& odd, const std::vector<std::string>& parts,
-                     at::Tensor even_tensor = at::ones({10}), at::Tensor odd_tensor = at::ones({10})) {
+                     at::Tensor even_tensor = at::ones({10}, on()),
+                     at::Tensor odd_tensor = at::ones({10}, on())) {
   on_every_rank([&](World& world) {
     auto group = world.group().split(0, 0, {.name = "mismatch"});
     auto tensor = (group.rank() == 1 ? odd_tensor : even_tensor).clone();
@@ -38,12 +39,13 @@ TEST(Mismatch, of_operations) {
 }
 
 TEST(Mismatch, of_sizes) {
-  expect_mismatch(sum, sum, {"size", "[10]", "[20]"}, at::ones({10}), at::ones({20}));
+  expect_mismatch(sum, sum, {"size", "[10]", "[20]"}, at::ones({10}, on()), at::ones({20}, on()));
 }
 
 // Equal bytes: PyTorch returns garbage here with exit status 0.
 TEST(Mismatch, of_dtypes_of_one_size) {
-  expect_mismatch(sum, sum, {"dtype", "float32", "int32"}, at::ones({10}), at::ones({10}, at::kInt));
+  expect_mismatch(sum, sum, {"dtype", "float32", "int32"}, at::ones({10}, on()),
+                  at::ones({10}, on(at::kInt)));
 }
 
 TEST(Mismatch, of_reductions) {
@@ -71,12 +73,12 @@ TEST(Mismatch, of_splits) {
     // Rank 1 sends one row too many to rank 0, which does not expect it.
     std::vector<std::int64_t> to(n, 1), from(n, 1);
     if (group.rank() == 1) to[0] = 2;
-    auto out = at::zeros({static_cast<std::int64_t>(n)});
-    auto in = at::ones({static_cast<std::int64_t>(n) + (group.rank() == 1)});
+    auto out = at::zeros({static_cast<std::int64_t>(n)}, on());
+    auto in = at::ones({static_cast<std::int64_t>(n) + (group.rank() == 1)}, on());
     EXPECT_THAT(
         error_of<CommError>([&] { group.all_to_all(out, in, {.out_splits = from, .in_splits = to}).wait(); }),
         AllOf(HasSubstr("rank 1 gives rank 0 2 elements"), HasSubstr("expects 1")));
-    EXPECT_SAME(out, at::zeros({static_cast<std::int64_t>(n)}));
+    EXPECT_SAME(out, at::zeros({static_cast<std::int64_t>(n)}, on()));
   });
 }
 
@@ -84,11 +86,11 @@ TEST(Mismatch, of_gathered_sizes) {
   on_every_rank([](World& world) {
     auto group = world.group().split(0, 0, {.name = "gathered"});
     std::vector<at::Tensor> out;
-    for (int r = 0; r < group.size() && group.rank() == 0; ++r) out.push_back(at::zeros({2}));
+    for (int r = 0; r < group.size() && group.rank() == 0; ++r) out.push_back(at::zeros({2}, on()));
     const auto text =
-        error_of<CommError>([&] { group.gather(out, at::ones({group.rank() == 1 ? 3 : 2})).wait(); });
+        error_of<CommError>([&] { group.gather(out, at::ones({group.rank() == 1 ? 3 : 2}, on())).wait(); });
     EXPECT_THAT(text, HasSubstr("rank 1 gives rank 0 3 elements"));
-    for (auto& tensor : out) EXPECT_SAME(tensor, at::zeros({2}));
+    for (auto& tensor : out) EXPECT_SAME(tensor, at::zeros({2}, on()));
   });
 }
 
@@ -100,7 +102,7 @@ TEST(Mismatch, of_the_order_of_groups) {
     auto first = world.group({0, 1}, {.name = "first", .timeout = std::chrono::milliseconds(700)});
     auto second = world.group({0, 1}, {.name = "second", .timeout = std::chrono::milliseconds(700)});
     auto& mine = world.rank() == 0 ? first : second;
-    const auto text = error_of<CommError>([&] { mine.all_reduce(at::ones({3})).wait(); });
+    const auto text = error_of<CommError>([&] { mine.all_reduce(at::ones({3}, on())).wait(); });
     EXPECT_THAT(text, HasSubstr("group '" + mine.name() + "'"));
     EXPECT_THAT(text, HasSubstr("mismatch_test.cpp:"));
     if (ranks_are_threads() && world.rank() == 0) {

@@ -119,6 +119,24 @@ TEST(Reduce, nan_wins_in_min_and_max_on_either_side) {
   }
 }
 
+TEST(Reduce, arithmetic_of_somebody_elses_gets_the_same_job) {
+  std::vector<float> a{1, 2}, b{3, 5}, result(2);
+  const void* inputs[] = {a.data(), b.data()};
+  void* outputs[] = {result.data()};
+  bool has_it = true;
+  const detail::Folds folds = [&](detail::Number number, detail::Fold fold, const detail::FoldJob& job) {
+    EXPECT_EQ(number, detail::Number::f32);
+    EXPECT_EQ(fold, detail::Fold::sum);
+    EXPECT_EQ(job.bytes, 8u);
+    EXPECT_EQ(job.divisor, 2u);
+    return has_it && detail::fold_portable(number, fold, job);
+  };
+  detail::reduce_tree_to_all(folds, Dtype::float32, ReduceOp::AVG, inputs, outputs, 2);
+  EXPECT_EQ(result, (std::vector<float>{2, 3.5}));
+  has_it = false;
+  EXPECT_THROW(detail::reduce_tree_to_all(folds, Dtype::float32, ReduceOp::AVG, inputs, outputs, 2), Error);
+}
+
 TEST(Reduce, what_does_not_exist_is_refused) {
   EXPECT_FALSE(detail::reducible(Dtype::int32, ReduceOp::AVG));
   EXPECT_FALSE(detail::reducible(Dtype::float32, ReduceOp::BAND));

@@ -9,6 +9,8 @@
 #include <future>
 #include <thread>
 
+#include <lockstep/comm/transport.h>
+
 #include "support/environment.h"
 #include "support/ranks.h"
 #include "support/values.h"
@@ -64,14 +66,21 @@ TEST(World, init_process_group_is_the_same_thing) {
 TEST(World, backends_are_named_or_listed_by_device) {
   EXPECT_EQ(World::from_environment({.backend = "cpu:gloo"}).group().backend(), "gloo");
   EXPECT_EQ(World::from_environment({.backend = "shm"}).group().backend(), "shm");
-  for (const char* bad :
-       {"gluu", "cpu:", "cpu:gloo,cpu:mpi", "tpu:gloo", "cpu:nccl", "cuda:gloo", "cpu:gloo,", ":"})
+  for (const char* bad : {"gluu", "cpu:", "cpu:gloo,cpu:mpi", "tpu:gloo", "cpu:nccl", "cpu:cuda_ipc",
+                          "cuda:gloo", "cpu:gloo,", ":"})
     EXPECT_THAT(error_of<ConfigError>([&] { World::from_environment({.backend = bad}); }), HasSubstr(bad));
   EXPECT_THROW(run_threads(1, [](World&) {}, {.backend = "gloo"}), ConfigError);
   ScopedEnvironment scope("LOCKSTEP_BACKEND", "gloo");
   EXPECT_EQ(World::from_environment().group().backend(), "gloo");
   run_threads(1,
               [](World& world) { EXPECT_EQ(world.group().backend(), "threads"); });  // it is about processes
+}
+
+TEST(World, a_gpu_that_is_not_there_is_named) {
+  if (detail::cuda_ipc_available()) GTEST_SKIP() << "there is one";
+  for (const char* backend : {"cuda_ipc", "cpu:gloo,cuda:cuda_ipc"})
+    EXPECT_THAT(error_of<ConfigError>([&] { World::from_environment({.backend = backend}); }),
+                HasSubstr("backend 'cuda_ipc'"));
 }
 
 TEST(World, bad_limits_are_refused) {

@@ -26,16 +26,16 @@ FOOT = """
 `mismatch` tests run with `LOCKSTEP_CHECK=1` except on threads; `interrupt` tests have 2 ranks, one of which never comes or is
 stopped by a signal, and require that the waiter and ~World return within 1 s of the failure being told. `large` is tensors
 above 2^31 bytes. A peer that is a thread cannot be stopped inside. nccl: one GPU was at hand, and NCCL refuses two ranks on
-one GPU.
+one GPU. cuda_ipc: all ranks on that GPU; an operation there is over before a signal stops a peer inside it.
 """
-ORDER = ["threads", "shm", "hierarchy", "gloo", "openmpi", "mpich", "nccl"]
+ORDER = ["threads", "shm", "hierarchy", "gloo", "openmpi", "mpich", "nccl", "cuda_ipc"]
 
 
 def read_results(folder):
     """{row: {transport: {ranks, ...}}}, rows in the order of the suite."""
     rows = {}
     for path in sorted(pathlib.Path(folder).glob("*.json")):
-        match = re.fullmatch(r"(conformance|mismatch|interrupt|large)\.([a-z]+)(?:\.(\w+))?\.json", path.name)
+        match = re.fullmatch(r"(conformance|mismatch|interrupt|large)\.([a-z_]+)(?:\.(\w+))?\.json", path.name)
         if not match:
             continue
         kind, transport, detail = match.groups()

@@ -1,4 +1,5 @@
-// DistributedDataParallel and SyncBatchNorm with models on CUDA, over NCCL: the same code, the same results.
+// DistributedDataParallel and SyncBatchNorm with models on CUDA, over NCCL or between ranks that share
+// a GPU: the same code, the same results.
 #include "parallel/models.h"
 #include "support/ranks.h"
 
@@ -67,8 +68,8 @@ TEST(DdpCuda, accumulation_under_no_sync_is_one_large_batch) {
   });
 }
 
-// NCCL itself, also with one rank, where DDP alone has nothing to send.
-TEST(DdpCuda, hooks_send_the_buckets_over_nccl) {
+// The transport itself, also with one rank, where DDP alone has nothing to send.
+TEST(DdpCuda, hooks_send_the_buckets_over_the_transport) {
   on_every_rank([](World& world) {
     auto group = world.group();
     for (int which = 0; which < 3; ++which) {

@@ -1,10 +1,12 @@
 #include "support/ranks.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <memory>
 #include <string_view>
 
 #include <fmt/format.h>
+#include <lockstep/comm/transport.h>
 #include <torch/cuda.h>
 
 namespace lockstep::testing {
@@ -19,6 +21,23 @@ std::string rank_of_process() {
   for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
     if (const char* rank = std::getenv(name)) return rank;
   return "0";
+}
+
+int local(const char* name, int fallback) {
+  const char* text = std::getenv(name);
+  return text != nullptr ? std::atoi(text) : fallback;
+}
+
+// Why this machine cannot run them, or nothing.
+std::string missing() {
+  const auto devices = static_cast<int>(torch::cuda::device_count());
+  const int needed = local("LOCAL_WORLD_SIZE", 1);
+  if (chosen_transport == "nccl" && devices < needed)
+    return fmt::format("NCCL needs a GPU for every rank; there are {} for {}", devices, needed);
+  if (chosen_transport == "cuda_ipc" && !detail::cuda_ipc_available())
+    return fmt::format("cuda_ipc needs a GPU, a LibTorch with CUDA and kernels by nvcc; there are {} GPUs",
+                       devices);
+  return {};
 }
 
 // Ranks other than 0 print only what failed, each line with the rank.
@@ -36,6 +55,11 @@ class FailuresOnly : public ::testing::EmptyTestEventListener {
 const std::string& transport() { return chosen_transport; }
 int num_ranks() {
   return ranks_are_threads() ? chosen_ranks : process_world ? process_world->size() : chosen_ranks;
+}
+at::Device test_device() {
+  if (chosen_transport != "nccl" && chosen_transport != "cuda_ipc") return at::kCPU;
+  const int devices = std::max(1, static_cast<int>(torch::cuda::device_count()));
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(local("LOCAL_RANK", 0) % devices)};
 }
 bool ranks_are_threads() { return chosen_transport == "threads"; }
 
@@ -61,14 +85,9 @@ int main(int argc, char** argv) {
     if (argument.starts_with("--transport=")) chosen_transport = argument.substr(12);
     if (argument.starts_with("--ranks=")) chosen_ranks = std::atoi(argv[i] + 8);
   }
-  if (chosen_transport == "nccl") {
-    const char* ranks = std::getenv("LOCAL_WORLD_SIZE");
-    const auto needed = ranks != nullptr ? std::atoi(ranks) : 1;
-    const auto devices = static_cast<int>(torch::cuda::device_count());
-    if (devices < needed) {
-      fmt::print("skipped: NCCL needs a GPU for every rank; there are {} for {}\n", devices, needed);
-      return 77;  // ctest's SKIP_RETURN_CODE
-    }
+  if (const auto reason = missing(); !reason.empty()) {
+    fmt::print("skipped: {}\n", reason);
+    return 77;  // ctest's SKIP_RETURN_CODE
   }
   if (rank_of_process() != "0") {
     auto& listeners = ::testing::UnitTest::GetInstance()->listeners();

@@ -17,9 +17,6 @@ inline const std::vector<ReduceOp> kReductions = {ReduceOp::SUM, ReduceOp::AVG, 
                                                   ReduceOp::MIN, ReduceOp::MAX, ReduceOp::BAND,
                                                   ReduceOp::BOR, ReduceOp::BXOR};
 
-inline at::Device test_device() {
-  return transport() == "nccl" ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
-}
 inline at::TensorOptions on(at::ScalarType type = at::kFloat) {
   return at::TensorOptions(type).device(test_device());
 }

@@ -16,7 +16,7 @@ namespace lockstep::detail {
 void abandon(std::vector<at::Tensor> tensors, bool shared_only);
 
 template <typename Engine>
-class LaneWork final : public EngineWork {
+class LaneWork : public EngineWork {
  public:
   using ItemPtr = std::shared_ptr<typename Engine::Item>;
   LaneWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,

@@ -1,0 +1,228 @@
+// Ranks of one host with its GPUs, or with one for all of them: CUDA memory and events between processes.
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include <ATen/ATen.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/comm/part_transport.h>
+#include <lockstep/comm/transports/cuda_ipc/engine.h>
+#include <lockstep/comm/transports/cuda_ipc/mail.h>
+#include <lockstep/comm/transports/shm/backend.h>
+#include <lockstep/comm/transports/shm/lane_work.h>
+#include <lockstep/kernels/kernels.h>
+
+namespace lockstep::detail {
+namespace {
+
+using cuda_ipc::Arena;
+using cuda_ipc::check;
+using cuda_ipc::Mail;
+using cuda_ipc::OnDevice;
+using cuda_ipc::Order;
+using cuda_ipc::Peers;
+
+// How long a rank that leaves in order waits for peers to have read what it gave them.
+constexpr std::chrono::seconds kFarewell(2);
+
+c10::cuda::CUDAStream current_stream(int device) {
+  return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
+}
+
+// Tensors in the arena of a device; they may grow, as LibTorch's own do.
+class ArenaAllocator final : public c10::Allocator {
+ public:
+  static ArenaAllocator& of(int device) {
+    static std::mutex mutex;
+    static auto& all = *new std::map<int, ArenaAllocator*>;
+    std::lock_guard lock(mutex);
+    auto& allocator = all[device];
+    if (allocator == nullptr) allocator = new ArenaAllocator(device);
+    return *allocator;
+  }
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    auto* memory = arena_.allocate(bytes, current_stream(device_));
+    auto* block = new Block{&arena_, memory};
+    return {memory, block, &free_block, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_))};
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    const OnDevice here(device_);
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, current_stream(device_)),
+          "a copy cannot begin");
+  }
+
+ private:
+  struct Block {
+    Arena* arena;
+    char* memory;
+  };
+  static void free_block(void* context) {
+    const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    block->arena->free(block->memory);
+  }
+  explicit ArenaAllocator(int device) : device_(device), arena_(Arena::of(device)) {}
+
+  const int device_;
+  Arena& arena_;
+};
+
+// Complete for the host when everything is enqueued; then the stream that asks waits for the rest. Until that
+// is done its tensors are kept.
+template <typename Engine>
+class DeviceWork final : public LaneWork<Engine> {
+ public:
+  DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+             std::shared_ptr<Engine> engine, std::shared_ptr<Order> order)
+      : LaneWork<Engine>(rank, type, std::move(inputs), std::move(outputs), std::move(engine),
+                         /*abandons_shared_only=*/false),
+        order_(std::move(order)) {}
+
+  bool isCompleted() override {
+    if (!c10d::Work::isCompleted()) return false;
+    return this->exception() || cuda_ipc::is_done(cudaEventQuery(order_->done));
+  }
+  void synchronize() override {
+    const OnDevice here(order_->device);
+    check(cudaStreamWaitEvent(current_stream(order_->device), order_->done, 0),
+          "an event cannot be waited for");
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    TORCH_CHECK(false, "the cuda_ipc transport has no futures: use wait()");
+  }
+
+ private:
+  const std::shared_ptr<Order> order_;
+};
+
+class CudaIpcBackend final : public PartBackend {
+ public:
+  explicit CudaIpcBackend(const TransportContext& context)
+      : PartBackend(context.rank, context.size()), device_(context.device_index), timeout_(context.timeout) {
+    auto options = shm_options(context);
+    ShmPlace place(*context.store, context.rank, context.size(), options);
+    auto& meeting = place.engine->meeting();
+    const auto deadline = shm::Clock::now() + context.timeout;
+    peers_ = std::make_shared<Peers>(*place.engine, context.rank, context.size(), device_, deadline);
+    lane_ = std::make_shared<shm::Lane>(std::make_unique<cuda_ipc::Engine>(std::move(place.engine), peers_),
+                                        place.station);
+    auto messages = std::make_shared<shm::Messages>(meeting, *place.station, place.tuning.spin, lane_);
+    mail_ = std::make_shared<Mail>(std::move(messages), peers_);
+    init();
+  }
+  ~CudaIpcBackend() override { leave(); }
+
+  const std::string getBackendName() const override { return "cuda_ipc"; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    std::int64_t bytes = 0;
+    TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(size, options.dtype().itemsize(), &bytes),
+                "a tensor of ", size, " elements cannot be allocated");
+    auto& allocator = ArenaAllocator::of(device_);
+    c10::Storage storage(c10::Storage::use_byte_size_t(), bytes,
+                         allocator.allocate(static_cast<std::size_t>(bytes)), &allocator, /*resizable=*/true);
+    auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+        std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), options.dtype());
+    tensor.unsafeGetTensorImpl()->set_sizes_contiguous({size});
+    return tensor;
+  }
+
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void interrupt(const std::string& cause) {
+    interrupted_ = true;
+    lane_->interrupt(cause);
+    mail_->interrupt(cause);
+  }
+  void leave() {
+    // A child that was forked has the memory and none of the threads: what it does is not this rank's doing.
+    if (shm::fork_generation() != generation_ || left_.exchange(true)) return;
+    // Peers may still read from here, behind events: not from a process that has ended.
+    const auto until = shm::Clock::now() + kFarewell;
+    auto busy = [&] { return !peers_->collectives->is_idle() || !peers_->messages->is_idle(); };
+    while (!interrupted_ && busy() && shm::Clock::now() < until)
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    mail_->close();
+    lane_->close();
+  }
+  std::string absent() const { return lane_->absent(); }
+
+ protected:
+  at::Device device() const override { return {at::kCUDA, static_cast<c10::DeviceIndex>(device_)}; }
+
+  WorkPtr post(Request request) override {
+    TORCH_CHECK(shm::fork_generation() == generation_,
+                "a process that was forked from a rank cannot use the rank's groups");
+    TORCH_CHECK(!request.finish, "the cuda_ipc transport takes dense tensors");
+    const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_.load();
+    auto order = std::make_shared<Order>(device_);
+    {
+      const OnDevice here(device_);
+      check(cudaEventRecord(order->ready, current_stream(device_)), "an event cannot be recorded");
+    }
+    request.part.order = order;
+    auto prepare = [&](const auto& engine) {
+      using Engine = typename std::decay_t<decltype(engine)>::element_type;
+      auto work = c10::make_intrusive<DeviceWork<Engine>>(rank_, request.type, std::move(request.keep),
+                                                          std::move(request.results), engine, order);
+      work->prepare(nullptr, std::move(request.explain));
+      return work;
+    };
+    if (point_to_point(request.part.call.operation)) {
+      auto work = prepare(mail_);
+      request.part.done = [work](const std::exception_ptr& error, int source) {
+        work->settle_or_abandon(error, source);
+      };
+      const int peer = request.part.call.root;
+      work->set_item(mail_->post(std::move(request.part), peer, request.tag, timeout));
+      return work;
+    }
+    auto work = prepare(lane_);
+    auto item = std::make_shared<LaneItem>();
+    item->part = std::move(request.part);
+    item->work = work;
+    work->set_item(item);
+    item->start(timeout);
+    const bool soon = request.asynchronous || item->part.call.bytes >= kLarge;
+    lane_->post(std::move(item), soon);
+    return work;
+  }
+
+ private:
+  // A device is kept waiting by an operation that lies on the host, and one of so many bytes is worth a
+  // thread's waking.
+  static constexpr std::int64_t kLarge = 256 << 10;
+
+  const std::uint64_t generation_ = shm::fork_generation();
+  const int device_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  std::atomic<bool> interrupted_ = false, left_ = false;
+  std::shared_ptr<Peers> peers_;
+  std::shared_ptr<shm::Lane> lane_;
+  std::shared_ptr<Mail> mail_;
+};
+
+class CudaIpcTransport final : public PartTransport<CudaIpcBackend> {
+ public:
+  using PartTransport::PartTransport;
+  std::string absent(std::uint64_t /*sequence*/) override { return own().absent(); }
+};
+
+}  // namespace
+
+bool cuda_ipc_available() { return kernels::available() && c10::cuda::device_count() > 0; }
+
+std::unique_ptr<Transport> make_cuda_ipc_transport(const TransportContext& context) {
+  const int devices = c10::cuda::device_count();
+  if (devices == 0)
+    throw ConfigError("backend 'cuda_ipc' needs a GPU: there is none; cpu backends are allowed");
+  if (context.device_index >= devices)
+    throw ConfigError(fmt::format("backend 'cuda_ipc' was given device cuda:{}: there are {}",
+                                  context.device_index, devices));
+  return std::make_unique<CudaIpcTransport>(c10::make_intrusive<CudaIpcBackend>(context));
+}
+
+}  // namespace lockstep::detail
