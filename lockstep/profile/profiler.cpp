@@ -234,7 +234,7 @@ class Session final : public Observer {
       callback = at::RecordFunctionCallback(operator_began, operator_ended)
                      .needsInputs(options_.flops)
                      .needsOutputs(options_.flops);
-    else if (options_.memory)
+    else if (options_.operators == OperatorSource::kineto && options_.memory)
       callback = at::RecordFunctionCallback(nullptr, operator_ended_elsewhere);
     if (callback) {
       callback->scopes({Scope::FUNCTION, Scope::BACKWARD_FUNCTION});
