@@ -14,6 +14,7 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/host.h>
 #include <lockstep/version.h>
 
 #include "doctor_rows.h"
@@ -33,12 +34,6 @@ struct DoctorPlan {
 
 const char* word_of(Verdict verdict) {
   return verdict == Verdict::ok ? "ok" : verdict == Verdict::note ? "note" : "bad";
-}
-
-std::string host_name() {
-  std::array<char, 256> name{};
-  ::gethostname(name.data(), name.size() - 1);
-  return name.data();
 }
 
 // Lines of at most `width`. A word that is longer, such as a path, goes on in the next line.
@@ -146,7 +141,7 @@ class Doctor {
   explicit Doctor(const DoctorPlan& plan) : plan_(plan) {}
 
   int examine() {
-    if (!plan_.json) std::cout << fmt::format("lockstep {} on {}\n\n", kVersion, host_name()) << std::flush;
+    if (!plan_.json) std::cout << fmt::format("lockstep {} on {}\n\n", kVersion, host::name()) << std::flush;
     Installed installed;
     std::error_code error;
     installed.program = std::filesystem::read_symlink("/proc/self/exe", error);
@@ -191,7 +186,7 @@ class Doctor {
   }
 
   void print_json() const {
-    Json report = {{"lockstep", kVersion},       {"host", host_name()},           {"ranks", plan_.ranks},
+    Json report = {{"lockstep", kVersion},       {"host", host::name()},          {"ranks", plan_.ranks},
                    {"bad", count(Verdict::bad)}, {"notes", count(Verdict::note)}, {"rows", Json::array()}};
     for (const Row& row : rows_)
       report["rows"].push_back({{"name", row.name},

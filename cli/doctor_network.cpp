@@ -20,6 +20,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/base/host.h>
 
 #include "doctor_rows.h"
 
@@ -140,9 +141,7 @@ std::optional<std::set<std::string>> addresses_of(const std::string& name) {
 }
 
 Row host_name() {
-  std::array<char, 256> buffer{};
-  ::gethostname(buffer.data(), buffer.size() - 1);
-  const std::string name = buffer.data();
+  const std::string name = host::name();
   const auto addresses = addresses_of(name);
   Row row{"host name", {}};
   row.values["name"] = name;

@@ -1,6 +1,7 @@
 #include <lockstep/base/host.h>
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -240,6 +241,11 @@ int gpu_count(const Root& root) {
     ++count;
   }
   return devices > 0 ? count : 0;
+}
+
+std::string name() {
+  char name[256] = {};
+  return ::gethostname(name, sizeof name - 1) == 0 && name[0] != 0 ? name : "localhost";
 }
 
 std::string bytes_text(std::uint64_t bytes) {

@@ -48,6 +48,9 @@ SystemMemory system_memory(const Root& root = "/");
 // NVIDIA's GPUs that CUDA would show to a program started here; CUDA_VISIBLE_DEVICES counts.
 int gpu_count(const Root& root = "/");
 
+// Of this host, as the kernel has it.
+std::string name();
+
 // "512.0 MiB"
 std::string bytes_text(std::uint64_t bytes);
 

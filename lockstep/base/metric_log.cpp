@@ -15,6 +15,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/event_file.h>
+#include <lockstep/base/host.h>
 #include <lockstep/base/log.h>
 
 namespace lockstep::detail {
@@ -24,11 +25,6 @@ constexpr std::size_t kLongestName = 256;
 
 double now() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
-std::string host_name() {
-  char name[256] = {};
-  return ::gethostname(name, sizeof name - 1) == 0 && name[0] != 0 ? name : "localhost";
 }
 
 // How long the character is that begins here; 0: it is none.
@@ -162,7 +158,7 @@ void MetricLog::open() {
   std::error_code error;
   std::filesystem::create_directories(run, error);
   for (int number = 0; number < 1000; ++number) {
-    events_.name = run + "/" + event_file_name(now(), host_name(), ::getpid(), number);
+    events_.name = run + "/" + event_file_name(now(), host::name(), ::getpid(), number);
     events_.fd = ::open(events_.name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0666);
     if (events_.fd >= 0 || errno != EEXIST)
       break;  // a World of this process may have come and gone in this second

@@ -14,6 +14,7 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/host.h>
 #include <lockstep/base/log.h>
 #include <lockstep/comm/group_state.h>
 #include <lockstep/comm/pending.h>
@@ -239,8 +240,6 @@ Membership join_job(Identity& identity, milliseconds timeout,
   std::lock_guard lock(meet.mutex);
   const auto name = agent_name(identity);
   if (identity.threads && *identity.threads != at::get_num_threads()) at::set_num_threads(*identity.threads);
-  char host[256] = {};
-  ::gethostname(host, sizeof host - 1);
   const control::Hello hello{.rank = identity.rank,
                              .size = identity.size,
                              .local_rank = identity.local_rank.value_or(-1),
@@ -250,7 +249,7 @@ Membership join_job(Identity& identity, milliseconds timeout,
                              .attempt = identity.restart_count,
                              .threads = at::get_num_threads(),
                              .version = kVersion,
-                             .host = host};
+                             .host = host::name()};
   auto join = [&] {
     for (;;) {
       if (!meet.client || !meet.client->usable() || meet.name != name) {

@@ -24,6 +24,7 @@ namespace lockstep {
 namespace detail {
 class WorldState;
 }
+class Profiler;
 
 struct WorldOptions {
   // "auto", or one for the CPU: "shm", "gloo", "mpi", "shm+gloo", "shm+mpi"; "nccl" or "cuda_ipc" for CUDA; or
@@ -73,14 +74,14 @@ class World {
   void add_observer(std::shared_ptr<Observer> observer);
   void remove_observer(const std::shared_ptr<Observer>& observer);
 
-  // Where this rank is in its training, at the beginning of each step: shown in errors, by who waits for it,
-  // and in the status of `lockstep run`; and a rank whose steps take far longer than the others' is named.
-  // Costs some 100 ns.
+  // Once a step, at its end, after the optimizer: step n is what lies between the call before and step(n).
+  // Shown in errors as where this rank is, by who waits for it, and in the status of `lockstep run`; a rank
+  // whose steps take far longer than the others' is named. Costs some 100 ns.
   void step(std::int64_t step);
-  // A value of this step, or of the one that is given, for the files of WorldOptions::metrics and, from rank
-  // 0, for the status of `lockstep run`. "samples" is how many samples the whole job has in a step. Any
-  // thread. ConfigError for a name that is empty, longer than 256 bytes, has control characters or is not
-  // UTF-8.
+  // A value of the step that was told last, or of the one that is given, for the files of
+  // WorldOptions::metrics and, from rank 0, for the status of `lockstep run`. "samples" is how many samples
+  // the whole job has in a step. Any thread. ConfigError for a name that is empty, longer than 256 bytes, has
+  // control characters or is not UTF-8.
   void log_metric(std::string_view name, double value);
   void log_metric(std::string_view name, double value, std::int64_t step);
   // Whether somebody wants the job to stop (SIGTERM or SIGINT, to the launcher or to any rank): turns true on
@@ -94,6 +95,7 @@ class World {
   void fail(const std::string& cause, std::optional<int> rank = std::nullopt);
 
  private:
+  friend class Profiler;  // which outlives a World that is moved or gone
   std::shared_ptr<detail::WorldState> state_;
   int exceptions_at_birth_;
 };

@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/span.h>
 #include <lockstep/comm/cpu_memory.h>
 #include <lockstep/parallel/ddp_flat_views.h>
 #include <lockstep/parallel/ddp_reducer.h>
@@ -250,6 +251,7 @@ void DdpReducer::launch_ready() {
 }
 
 void DdpReducer::launch(Bucket& bucket) {
+  const Span span(SpanKind::bucket, bucket.tag, bucket.bytes);
   for (const auto i : bucket.params) {
     auto& param = params_[i];
     if (param.ready()) continue;
@@ -392,6 +394,28 @@ void DdpReducer::settle(bool last, bool shadow) {
     param.used = false;
   }
   if (shards_) shards_->take_gradients();
+  tell_memory();
+}
+
+// To a profiler: what buckets take beside the gradients that lie in them, which the optimizer tells of.
+void DdpReducer::tell_memory() const {
+  const auto sink = span_sink();
+  if (!sink) return;
+  std::size_t bytes = 0;
+  for (const auto& bucket : buckets_) {
+    if (params_[bucket.params[0]].in_place) continue;  // its memory is the gradient's
+    bytes += static_cast<std::size_t>(bucket.bytes);
+    for (const auto i : bucket.params)
+      if (const auto& grad = params_[i].tensor.grad(); grad.defined() && grad.is_alias_of(params_[i].view))
+        bytes -= grad.nbytes();
+  }
+  for (std::size_t i = 0; shards_ && i < shards_->size(); ++i)
+    if (const auto& grad = shards_->slice(i).grad(); grad.defined())
+      for (const auto& bucket : buckets_)
+        if (const auto& buffer = bucket.shown.buffer_;
+            buffer.defined() && !params_[bucket.params[0]].in_place && grad.is_alias_of(buffer))
+          bytes -= grad.nbytes();
+  sink->note("memory.buckets", std::to_string(bytes));
 }
 
 }  // namespace lockstep::detail

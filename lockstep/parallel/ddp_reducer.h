@@ -91,6 +91,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   static constexpr char kNothing = 0, kKept = 1, kUsed = 2;
 
   void verify() const;
+  void tell_memory() const;
   void agree_on_zero_copy();
   std::vector<at::Tensor> parameters_and_buffers() const;
   bool direct() const { return alone_ && !hook_; }  // no buckets: gradients stay where autograd leaves them

@@ -14,10 +14,12 @@
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/host.h>
 #include <lockstep/base/log.h>
 #include <lockstep/comm/cpu_memory.h>
 #include <lockstep/comm/world_state.h>
 #include <lockstep/profile/flops.h>
+#include <lockstep/profile/kineto.h>
 #include <lockstep/profile/merge.h>
 #include <lockstep/profile/recorder.h>
 
@@ -51,6 +53,11 @@ std::unique_ptr<at::ObserverContext> operator_began(const at::RecordFunction& fu
   return context;
 }
 
+void sample_memory(detail::SpanSink* sink) {
+  auto* recorder = dynamic_cast<Recorder*>(sink);
+  if (recorder != nullptr && recorder->wants_memory()) recorder->memory(cpu_memory_stats().allocated);
+}
+
 void operator_ended(const at::RecordFunction& function, at::ObserverContext* context) {
   if (context == nullptr) return;  // beginning threw, which LibTorch has told of
   const auto& began = *static_cast<OperatorContext*>(context);
@@ -65,8 +72,12 @@ void operator_ended(const at::RecordFunction& function, at::ObserverContext* con
   }
   if (flops > 0) began.sink->flops(flops);
   began.sink->end();
-  auto* recorder = dynamic_cast<Recorder*>(began.sink.get());
-  if (recorder != nullptr && recorder->wants_memory()) recorder->memory(cpu_memory_stats().allocated);
+  sample_memory(began.sink.get());
+}
+
+// Where Kineto tells of operators.
+void operator_ended_elsewhere(const at::RecordFunction&, at::ObserverContext*) {
+  sample_memory(detail::span_sink().get());
 }
 
 std::string first_line(const char* path) {
@@ -76,19 +87,17 @@ std::string first_line(const char* path) {
   return line;
 }
 
-std::string host_name() {
-  char name[256] = {};
-  ::gethostname(name, sizeof name - 1);
-  return name;
-}
-
 std::string program_name() {
   char path[4096] = {};
   const auto length = ::readlink("/proc/self/exe", path, sizeof path - 1);
   return length > 0 ? std::filesystem::path(path).filename().string() : "";
 }
 
-void check(const ProfilerOptions& options) {
+void check(const ProfilerOptions& options, bool in_threads) {
+  if (in_threads && options.operators == OperatorSource::kineto)
+    throw ConfigError(
+        "OperatorSource::kineto is not allowed where ranks are threads, since a process has one Kineto: "
+        "OperatorSource::callbacks and none are");
   if (options.first < 1 || options.last < options.first)
     throw ConfigError(fmt::format("steps {} to {} cannot be profiled: from 1, and not back, is allowed",
                                   options.first, options.last));
@@ -102,13 +111,14 @@ void check(const ProfilerOptions& options) {
 // One rank's profile, from the World's making or the Profiler's to the end of the window.
 class Session final : public Observer {
  public:
-  Session(int rank, int size, const std::string& backend, bool in_threads, ProfilerOptions options)
-      : rank_(rank),
-        size_(size),
-        scope_(in_threads ? detail::SpanScope::thread : detail::SpanScope::process),
+  Session(const detail::WorldState& world, ProfilerOptions options)
+      : rank_(world.identity().rank),
+        size_(world.identity().size),
+        on_cuda_(world.device().is_cuda()),
+        scope_(world.in_threads() ? detail::SpanScope::thread : detail::SpanScope::process),
         options_(std::move(options)),
         recorder_(std::make_shared<Recorder>(options_.memory)) {
-    recorder_->note("backend", backend);
+    recorder_->note("backend", Group(world.default_group()).backend());
   }
   ~Session() override {
     std::lock_guard lock(mutex_);
@@ -198,7 +208,7 @@ class Session final : public Observer {
     auto profile = stop();
     profile.rank = rank_;
     profile.size = size_;
-    profile.host = host_name();
+    profile.host = host::name();
     profile.boot = first_line("/proc/sys/kernel/random/boot_id");
     profile.program = program_name();
     const auto note = [&](const char* what, auto value) {
@@ -216,16 +226,36 @@ class Session final : public Observer {
   }
 
   void listen() {
+    start_kineto();
     listening_.emplace(recorder_, scope_);
-    if (options_.operators) {
-      auto callback = at::RecordFunctionCallback(operator_began, operator_ended)
-                          .needsInputs(options_.flops)
-                          .needsOutputs(options_.flops)
-                          .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION});
-      operators_ = scope_ == detail::SpanScope::thread ? at::addThreadLocalCallback(callback)
-                                                       : at::addGlobalCallback(callback);
+    using Scope = at::RecordScope;
+    std::optional<at::RecordFunctionCallback> callback;
+    if (operators_by_callbacks_)
+      callback = at::RecordFunctionCallback(operator_began, operator_ended)
+                     .needsInputs(options_.flops)
+                     .needsOutputs(options_.flops);
+    else if (options_.operators == OperatorSource::kineto && options_.memory)
+      callback = at::RecordFunctionCallback(nullptr, operator_ended_elsewhere);
+    if (callback) {
+      callback->scopes({Scope::FUNCTION, Scope::BACKWARD_FUNCTION});
+      operators_ = scope_ == detail::SpanScope::thread ? at::addThreadLocalCallback(*callback)
+                                                       : at::addGlobalCallback(*callback);
     }
     recorder_->start();
+  }
+
+  // A process has one, whose ranks may be threads: then it is left alone.
+  void start_kineto() {
+    const bool of_operators = options_.operators == OperatorSource::kineto;
+    const bool of_device =
+        options_.device && scope_ == detail::SpanScope::process && (on_cuda_ || uses_cuda());
+    operators_by_callbacks_ = options_.operators == OperatorSource::callbacks;
+    if (!of_operators && !of_device) return;
+    const auto trouble = kineto_.start(of_device ? Kineto::Of::operators_and_cuda : Kineto::Of::operators);
+    if (!trouble) return;
+    operators_by_callbacks_ = options_.operators != OperatorSource::none;
+    detail::log(LogLevel::warn, "{}: the profile has {}", *trouble,
+                of_operators ? "operators from callbacks instead" : "no kernels of devices");
   }
 
   RankProfile stop() noexcept {
@@ -234,15 +264,23 @@ class Session final : public Observer {
     listening_.reset();
     over_ = true;
     recorder_->retire();
-    return recorder_->stop();
+    auto profile = recorder_->stop();
+    if (const auto activities = kineto_.stop()) {
+      if (options_.operators == OperatorSource::kineto) add_operators(profile, *activities, kineto_.clock());
+      add_device(profile, *activities, kineto_.clock());
+    }
+    return profile;
   }
 
   const int rank_, size_;
+  const bool on_cuda_;
   const detail::SpanScope scope_;
   const ProfilerOptions options_;
   const std::shared_ptr<Recorder> recorder_;
   std::optional<detail::SpanListening> listening_;
   std::optional<at::CallbackHandle> operators_;
+  bool operators_by_callbacks_ = false;
+  Kineto kineto_;
   std::int64_t last_seen_ = -1, own_count_ = 0, recorded_ = 0;
   std::atomic<bool> own_steps_ = false, over_ = false, written_ = false, world_left_ = false;
   std::mutex mutex_;  // of the window; operations are told of without it
@@ -250,7 +288,15 @@ class Session final : public Observer {
 
 namespace {
 
-// What `lockstep run --profile` asked for: LOCKSTEP_PROFILE=10:20, LOCKSTEP_PROFILE_DIR.
+OperatorSource operators_by_name(const std::string& name) {
+  if (name == "none") return OperatorSource::none;
+  if (name == "callbacks") return OperatorSource::callbacks;
+  if (name == "kineto") return OperatorSource::kineto;
+  throw ConfigError(
+      fmt::format("LOCKSTEP_PROFILE_OPERATORS={} is not allowed: none, callbacks and kineto are", name));
+}
+
+// What `lockstep run --profile` asked for: LOCKSTEP_PROFILE=10:20, LOCKSTEP_PROFILE_DIR; and how.
 std::optional<ProfilerOptions> asked_for(ProfilerOptions options) {
   const auto window = env::text("LOCKSTEP_PROFILE");
   if (!window || window->empty()) return std::nullopt;
@@ -263,7 +309,9 @@ std::optional<ProfilerOptions> asked_for(ProfilerOptions options) {
       !number(std::string_view(*window).substr(colon + 1), options.last))
     throw ConfigError(fmt::format("LOCKSTEP_PROFILE={} is not allowed: FIRST:LAST is, as 10:20", *window));
   options.directory = env::text("LOCKSTEP_PROFILE_DIR").value_or(options.directory);
-  check(options);
+  if (const auto source = env::text("LOCKSTEP_PROFILE_OPERATORS"))
+    options.operators = operators_by_name(*source);
+  check(options, /*in_threads=*/false);
   return options;
 }
 
@@ -276,9 +324,7 @@ thread_local std::weak_ptr<Session> of_thread;  // where ranks are threads
 void profile_if_asked(const std::shared_ptr<detail::WorldState>& world) {
   auto options = asked_for({});
   if (!options) return;
-  auto session =
-      std::make_shared<Session>(world->identity().rank, world->identity().size,
-                                Group(world->default_group()).backend(), false, std::move(*options));
+  auto session = std::make_shared<Session>(*world, std::move(*options));
   world->add_observer(session);
   session->begin();
   std::lock_guard lock(mutex);
@@ -303,9 +349,9 @@ void drop_others(const std::filesystem::path& directory, const std::vector<int>&
 }  // namespace
 }  // namespace profile
 
-Profiler::Profiler(World& world, ProfilerOptions options) : world_(world) {
-  profile::check(options);
+Profiler::Profiler(World& world, ProfilerOptions options) : world_(world.state_) {
   const bool in_threads = world.in_threads();
+  profile::check(options, in_threads);
   std::lock_guard lock(profile::mutex);
   auto& current = in_threads ? profile::of_thread : profile::of_process;
   if (const auto other = current.lock(); other && !other->over())
@@ -316,8 +362,7 @@ Profiler::Profiler(World& world, ProfilerOptions options) : world_(world) {
     if (auto other = profile::automatic.lock()) other->give_up();
     profile::automatic.reset();
   }
-  session_ = std::make_shared<profile::Session>(world.rank(), world.size(), world.group().backend(),
-                                                in_threads, std::move(options));
+  session_ = std::make_shared<profile::Session>(*world.state_, std::move(options));
   world.add_observer(session_);
   session_->begin();
   current = session_;
@@ -325,16 +370,17 @@ Profiler::Profiler(World& world, ProfilerOptions options) : world_(world) {
 
 Profiler::~Profiler() {
   session_->finish();
-  if (!session_->world_left()) world_.remove_observer(session_);
+  if (const auto world = world_.lock()) world->remove_observer(session_);
 }
 
 void Profiler::step() { session_->step(); }
 
 void Profiler::finish() {
   session_->finish();
-  if (session_->world_left()) throw ConfigError("the World of this Profiler has been left");
-  const auto written = world_.group().all_gather_values(static_cast<int>(session_->written()));
-  if (!world_.is_main()) return;
+  const auto world = world_.lock();
+  if (!world || session_->world_left()) throw ConfigError("the World of this Profiler has been left");
+  const auto written = Group(world->default_group()).all_gather_values(static_cast<int>(session_->written()));
+  if (world->identity().rank != 0) return;
   if (std::none_of(written.begin(), written.end(), [](int each) { return each != 0; }))
     throw ConfigError("there is no profile: no rank has recorded a step");
   profile::drop_others(session_->options().directory, written);

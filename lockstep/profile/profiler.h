@@ -6,7 +6,7 @@
 //   report
 //
 // `lockstep run --profile ./train` does the same without a line in the program, if that calls world.step(n).
-// For another window make another Profiler, when this one's is over. The World stays where it is meanwhile.
+// For another window make another Profiler, when this one's is over.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,21 @@
 
 namespace lockstep {
 
+// Who tells of LibTorch's operators. Callbacks know the thread's processor time and count FLOPs, also where
+// ranks are threads. Kineto is LibTorch's own profiler, one for a process: ranks must be processes.
+enum class OperatorSource { none, callbacks, kineto };
+
 struct ProfilerOptions {
   // Recorded are the steps that end with the call step(first) to step(last), counted from 1.
   std::int64_t first = 10, last = 20;
   std::string directory = "profile";
-  bool operators = true;  // LibTorch's, one by one; without them what they took counts as the program's code
-  bool flops = true;      // of those
-  bool memory = true;     // of CPU tensors, where Lockstep's allocator gives it
+  // LibTorch's, one by one; without them what they took counts as the program's code.
+  OperatorSource operators = OperatorSource::callbacks;
+  bool flops = true;   // of those that callbacks tell of
+  bool memory = true;  // of CPU tensors, where Lockstep's allocator gives it
+  // Kernels and copies of CUDA's devices, by Kineto, where this process computes on one and ranks are
+  // processes.
+  bool device = true;
   // Of one rank in one step; for samples and tokens per second. 0: not known.
   std::int64_t samples_per_step = 0, tokens_per_step = 0;
   double peak_flops = 0;  // of what one rank computes on, per second; for MFU. 0: not known
@@ -33,6 +41,9 @@ struct ProfilerOptions {
 
 namespace profile {
 class Session;
+}
+namespace detail {
+class WorldState;
 }
 
 class Profiler {
@@ -51,7 +62,7 @@ class Profiler {
 
  private:
   std::shared_ptr<profile::Session> session_;
-  World& world_;
+  std::weak_ptr<detail::WorldState> world_;  // also when the World is moved
 };
 
 // A part of the program by its name, on this thread, until the end of the scope; "optimizer" and "data" count

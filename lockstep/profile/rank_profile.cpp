@@ -34,6 +34,14 @@ json rows(const std::vector<Transfer>& transfers) {
   return list;
 }
 
+json rows(const std::vector<DeviceEvent>& events) {
+  auto list = json::array();
+  for (const DeviceEvent& d : events)
+    list.push_back(
+        {static_cast<int>(d.kind), d.name, d.row, d.begin, d.end, d.launched_by, d.thread, d.launched});
+  return list;
+}
+
 // A number of a row, which must lie within limits: what it is an index of was counted before.
 template <typename T>
 T number(const json& row, std::size_t place, std::int64_t least, std::int64_t most) {
@@ -78,6 +86,20 @@ Transfer transfer_of(const json& row, const RankProfile& profile) {
   return t;
 }
 
+DeviceEvent device_event_of(const json& row, const RankProfile& profile) {
+  const auto last = [](const auto& list) { return static_cast<std::int64_t>(list.size()) - 1; };
+  DeviceEvent d;
+  d.kind = static_cast<DeviceKind>(number<int>(row, 0, 0, kDeviceKinds - 1));
+  d.name = number<std::int32_t>(row, 1, 0, last(profile.names));
+  d.row = number<std::int32_t>(row, 2, 0, last(profile.device_rows));
+  d.begin = number<std::int64_t>(row, 3, -kAny, kAny);
+  d.end = number<std::int64_t>(row, 4, d.begin, kAny);
+  d.launched_by = number<std::int32_t>(row, 5, -1, last(profile.names));
+  d.thread = number<std::int32_t>(row, 6, -1, last(profile.threads));
+  d.launched = number<std::int64_t>(row, 7, -kAny, kAny);
+  return d;
+}
+
 RankProfile from(const json& text) {
   if (text.at("format") != kFormat)
     throw ConfigError(fmt::format("its format is {}, and '{}' is read", text.at("format").dump(), kFormat));
@@ -103,6 +125,11 @@ RankProfile from(const json& text) {
   for (const auto& row : text.at("transfers")) p.transfers.push_back(transfer_of(row, p));
   for (const auto& row : text.at("events")) p.events.push_back(event_of(row, p));
   for (const auto& row : text.at("memory")) p.memory.push_back({row.at(0), row.at(1)});
+  if (text.contains("device")) {  // of a run without one, or before there were any
+    for (const auto& row : text.at("device_rows"))
+      p.device_rows.push_back({number<int>(row, 0, 0, 1 << 20), row.at(1)});
+    for (const auto& row : text.at("device")) p.device.push_back(device_event_of(row, p));
+  }
   p.notes = text.at("notes").get<std::map<std::string, std::string>>();
   return p;
 }
@@ -121,22 +148,27 @@ std::filesystem::path write(const RankProfile& profile, const std::filesystem::p
   for (const auto& g : profile.groups) groups.push_back({g.key, g.name, g.place, g.size});
   for (const auto& s : profile.steps) steps.push_back({s.step, s.begin, s.end});
   for (const auto& m : profile.memory) memory.push_back({m.time, m.bytes});
-  const json text{{"format", kFormat},
-                  {"rank", profile.rank},
-                  {"size", profile.size},
-                  {"host", profile.host},
-                  {"boot", profile.boot},
-                  {"program", profile.program},
-                  {"origin", profile.origin},
-                  {"main_thread", profile.main_thread},
-                  {"names", profile.names},
-                  {"threads", profile.threads},
-                  {"groups", groups},
-                  {"steps", steps},
-                  {"events", rows(profile.events)},
-                  {"transfers", rows(profile.transfers)},
-                  {"memory", memory},
-                  {"notes", profile.notes}};
+  json text{{"format", kFormat},
+            {"rank", profile.rank},
+            {"size", profile.size},
+            {"host", profile.host},
+            {"boot", profile.boot},
+            {"program", profile.program},
+            {"origin", profile.origin},
+            {"main_thread", profile.main_thread},
+            {"names", profile.names},
+            {"threads", profile.threads},
+            {"groups", groups},
+            {"steps", steps},
+            {"events", rows(profile.events)},
+            {"transfers", rows(profile.transfers)},
+            {"memory", memory},
+            {"notes", profile.notes}};
+  if (!profile.device.empty()) {
+    auto& device_rows = text["device_rows"] = json::array();
+    for (const auto& row : profile.device_rows) device_rows.push_back({row.device, row.stream});
+    text["device"] = rows(profile.device);
+  }
   const auto path = directory / fmt::format("rank-{}.json", profile.rank);
   detail::PartialFile file(path.string());
   // Names may be any bytes: what is not UTF-8 is replaced.

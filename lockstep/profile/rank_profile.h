@@ -57,6 +57,25 @@ struct Sample {
   std::int64_t time = 0, bytes = 0;
 };
 
+// Something a device did, from its stream's view.
+enum class DeviceKind : std::uint8_t { kernel, copy, set };
+constexpr int kDeviceKinds = 3;
+
+struct DeviceRow {
+  int device = 0;
+  std::int64_t stream = 0;
+};
+
+struct DeviceEvent {
+  DeviceKind kind{};
+  std::int32_t name = 0;  // into names
+  std::int32_t row = 0;   // into device_rows
+  std::int64_t begin = 0, end = 0;
+  std::int32_t launched_by = -1;  // into names: the operator; -1: not known
+  std::int32_t thread = -1;       // which launched it, inside one of its spans; -1: not known
+  std::int64_t launched = 0;      // when
+};
+
 struct RankProfile {
   int rank = 0, size = 1;
   std::string host, boot;  // ranks with the same boot have the same clock
@@ -64,11 +83,14 @@ struct RankProfile {
   std::int64_t origin = 0;
   std::int32_t main_thread = 0;  // who called step()
   std::vector<std::string> names, threads;
+  std::vector<std::int64_t> thread_ids;  // the system's, of the threads; not in the file
   std::vector<GroupOf> groups;
   std::vector<StepOf> steps;
   std::vector<Event> events;
   std::vector<Transfer> transfers;
   std::vector<Sample> memory;
+  std::vector<DeviceRow> device_rows;
+  std::vector<DeviceEvent> device;
   std::map<std::string, std::string> notes;
 };
 

@@ -44,6 +44,7 @@ struct Recorder::Lane {
   };
   std::mutex mutex;
   std::int32_t number = 0;
+  std::int64_t id = 0;  // the system's
   std::string title;
   std::vector<Event> events;
   std::vector<Open> open;
@@ -68,7 +69,8 @@ Recorder::Lane& Recorder::lane() noexcept {
   if (!place) {
     place = std::make_unique<Lane>();
     place->number = static_cast<std::int32_t>(lanes_.size() - 1);
-    place->title = fmt::format("thread {}", ::syscall(SYS_gettid));
+    place->id = ::syscall(SYS_gettid);
+    place->title = fmt::format("thread {}", place->id);
   }
   owner = id_;
   mine = place.get();
@@ -260,11 +262,13 @@ RankProfile Recorder::stop() {
   profile.groups = groups_;
   profile.notes = notes_;
   profile.threads.resize(lanes_.size());
+  profile.thread_ids.resize(lanes_.size());
   for (auto& [thread, lane] : lanes_) {
     std::lock_guard inner(lane->mutex);
     const bool is_main = thread == main_thread_;
     if (is_main) profile.main_thread = lane->number;
     profile.threads[static_cast<std::size_t>(lane->number)] = is_main ? "main" : lane->title;
+    profile.thread_ids[static_cast<std::size_t>(lane->number)] = lane->id;
     for (Event& event : lane->events) {
       if (event.end == 0) event.end = std::max(now, event.begin);  // it may have begun since
       event.begin -= origin_;

@@ -40,8 +40,10 @@ class Timeline {
   Json json() {
     // With more events than a page can hold those that are too short to be seen are left out first.
     std::vector<std::int64_t> lengths;
-    for (const auto& profile : profiles_)
+    for (const auto& profile : profiles_) {
       for (const auto& event : profile.events) lengths.push_back(event.end - event.begin);
+      for (const auto& event : profile.device) lengths.push_back(event.end - event.begin);
+    }
     std::int64_t least = 0;
     if (lengths.size() > kMostEvents) {
       const auto place = lengths.end() - static_cast<std::ptrdiff_t>(kMostEvents);
@@ -50,16 +52,17 @@ class Timeline {
     }
     auto ranks = Json::array();
     for (const auto& profile : profiles_) ranks.push_back(rank(profile, least));
-    return {
-        {"kinds",
-         {"operator", "communication", "wait", "data", "optimizer", "pipeline", "bucket", "range", "step"}},
-        {"names", names_},
-        {"left_out_shorter_than_us", static_cast<double>(least) / 1e3},
-        {"ranks", std::move(ranks)}};
+    return {{"kinds",
+             {"operator", "communication", "wait", "data", "optimizer", "pipeline", "bucket", "range", "step",
+              "kernel", "copy"}},
+            {"names", names_},
+            {"left_out_shorter_than_us", static_cast<double>(least) / 1e3},
+            {"ranks", std::move(ranks)}};
   }
 
  private:
-  static constexpr int kStep = 8, kTransfer = 1;
+  static constexpr int kTransfer = 1, kStep = 8, kKernel = 9, kCopy = 10;
+  static constexpr int kDevice = 100'000;  // threads that are none: a device's streams
 
   int name(const std::string& text) {
     const auto [place, is_new] = numbers_.try_emplace(text, static_cast<int>(names_.size()));
@@ -89,7 +92,19 @@ class Timeline {
         add(static_cast<int>(event.kind), name(profile.names[static_cast<std::size_t>(event.name)]),
             event.thread == profile.main_thread ? 0 : event.thread + 1, event.depth, event.begin, event.end,
             event.bytes);
-    return {{"rank", profile.rank}, {"events", std::move(events)}};
+    for (const auto& event : profile.device) {
+      if (event.end - event.begin < least) continue;
+      const auto& text = profile.names[static_cast<std::size_t>(event.name)];
+      const int kind = event.kind != DeviceKind::kernel ? kCopy
+                       : is_communication(text)         ? kTransfer
+                                                        : kKernel;
+      add(kind, name(text), kDevice + event.row, 0, event.begin, event.end, 0);
+    }
+    auto streams = Json::object();
+    for (std::size_t i = 0; i < profile.device_rows.size(); ++i)
+      streams[std::to_string(kDevice + i)] =
+          fmt::format("GPU {} stream {}", profile.device_rows[i].device, profile.device_rows[i].stream);
+    return {{"rank", profile.rank}, {"events", std::move(events)}, {"streams", std::move(streams)}};
   }
 
   const std::vector<RankProfile>& profiles_;

@@ -10,6 +10,8 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/profile/intervals.h>
+#include <lockstep/profile/meetings.h>
 
 namespace lockstep::profile {
 
@@ -27,51 +29,6 @@ Parts Parts::operator/(double count) const {
 double Parts::sum() const { return compute + communication + data + optimizer + code + idle + other; }
 
 namespace {
-
-struct Interval {
-  std::int64_t begin, end;
-};
-using Intervals = std::vector<Interval>;
-
-double milliseconds(std::int64_t nanoseconds) { return static_cast<double>(nanoseconds) / 1e6; }
-
-// Joined where they touch or overlap.
-Intervals united(Intervals all) {
-  std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
-  Intervals joined;
-  for (const auto& each : all) {
-    if (each.end <= each.begin) continue;
-    if (!joined.empty() && each.begin <= joined.back().end)
-      joined.back().end = std::max(joined.back().end, each.end);
-    else
-      joined.push_back(each);
-  }
-  return joined;
-}
-
-// How much of [begin, end) they cover; both are sorted and disjoint.
-std::int64_t covered(const Intervals& joined, std::int64_t begin, std::int64_t end) {
-  auto at =
-      std::partition_point(joined.begin(), joined.end(), [&](const auto& each) { return each.end <= begin; });
-  std::int64_t sum = 0;
-  for (; at != joined.end() && at->begin < end; ++at)
-    sum += std::min(at->end, end) - std::max(at->begin, begin);
-  return sum;
-}
-
-std::int64_t covered(const Intervals& joined, const Intervals& where) {
-  std::int64_t sum = 0;
-  for (const auto& each : where) sum += covered(joined, each.begin, each.end);
-  return sum;
-}
-
-Intervals clipped(const Intervals& all, std::int64_t begin, std::int64_t end) {
-  Intervals inside;
-  for (const auto& each : all)
-    if (each.end > begin && each.begin < end)
-      inside.push_back({std::max(each.begin, begin), std::min(each.end, end)});
-  return inside;
-}
 
 double median(std::vector<double> values, double share = 0.5) {
   if (values.empty()) return 0;
@@ -119,6 +76,7 @@ class Walk {
     open_.pop_back();
     if (event->cpu_end >= 0) {
       gap_begin_ = event->end;
+      gap_operators_ = 0;
       gap_cpu_ = event->cpu_end;
     }
   }
@@ -136,16 +94,21 @@ class Walk {
 
   void reach(std::int64_t time) {
     if (time <= now_) return;
-    if (double Parts::*part = kind()) pieces_.push_back({now_, time, part});
+    if (double Parts::*part = kind()) {
+      pieces_.push_back({now_, time, part});
+      if (gap_cpu_ >= 0) gap_operators_ += time - std::max(now_, gap_begin_);
+    }
     now_ = time;
   }
 
   // Between operators a thread computes something of the program's, or sleeps: its processor time tells.
+  // Operators of Kineto have none and lie in the gap: they count as computing all the time.
   void gap_ends(std::int64_t end, std::int64_t cpu) {
     if (gap_cpu_ < 0 || end <= gap_begin_) return;
-    const auto busy = std::clamp<std::int64_t>(cpu - gap_cpu_, 0, end - gap_begin_);
-    pieces_.push_back({gap_begin_, gap_begin_ + busy, &Parts::code});
-    pieces_.push_back({gap_begin_ + busy, end, &Parts::idle});
+    const auto begin = std::min(gap_begin_ + gap_operators_, end);
+    const auto busy = std::clamp<std::int64_t>(cpu - gap_cpu_ - gap_operators_, 0, end - begin);
+    pieces_.push_back({begin, begin + busy, &Parts::code});
+    pieces_.push_back({begin + busy, end, &Parts::idle});
     gap_cpu_ = -1;
   }
 
@@ -153,38 +116,8 @@ class Walk {
   std::vector<const Event*> open_;
   std::vector<Piece> pieces_;
   std::int64_t now_ = std::numeric_limits<std::int64_t>::min();
-  std::int64_t gap_begin_ = 0, gap_cpu_ = -1;
+  std::int64_t gap_begin_ = 0, gap_cpu_ = -1, gap_operators_ = 0;
 };
-
-using Meeting = std::pair<std::int64_t, std::uint64_t>;  // group, sequence
-struct Arrivals {
-  std::vector<std::int64_t> begins;  // of all its ranks, in all ranks' clock
-  std::int64_t last_end = 0;
-  std::int64_t last() const { return *std::max_element(begins.begin(), begins.end()); }
-  std::int64_t middle() const {
-    auto sorted = begins;
-    std::nth_element(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>((sorted.size() - 1) / 2),
-                     sorted.end());
-    return sorted[(sorted.size() - 1) / 2];
-  }
-};
-using Met = std::map<Meeting, Arrivals>;
-
-const GroupOf& group_of(const RankProfile& profile, const Transfer& transfer) {
-  return profile.groups[static_cast<std::size_t>(transfer.group)];
-}
-
-Met meetings(const std::vector<RankProfile>& profiles) {
-  Met met;
-  for (const auto& profile : profiles)
-    for (const auto& transfer : profile.transfers) {
-      if (detail::point_to_point(transfer.operation)) continue;
-      auto& arrivals = met[{group_of(profile, transfer).key, transfer.sequence}];
-      arrivals.begins.push_back(profile.origin + transfer.begin);
-      arrivals.last_end = std::max(arrivals.last_end, profile.origin + transfer.end);
-    }
-  return met;
-}
 
 using Kinds = std::map<std::tuple<Operation, std::string, std::string, std::int64_t>, CollectiveSummary>;
 
@@ -201,7 +134,8 @@ class RankSteps {
     for (const auto& transfer : profile.transfers) {
       under_way.push_back({transfer.begin, transfer.end});
       if (detail::point_to_point(transfer.operation)) continue;
-      const auto last = met.at({group_of(profile, transfer).key, transfer.sequence}).last() - profile.origin;
+      const auto last =
+          met.at({group_of(profile, transfer).key, transfer.sequence}).last().begin - profile.origin;
       for_others.push_back({transfer.begin, std::min(transfer.end, last)});
     }
     under_way_ = united(std::move(under_way));
@@ -346,6 +280,33 @@ void find_slowest(Summary& summary) {
     }
 }
 
+// Of collectives that more than one rank has recorded.
+void add_arrivals(Kinds& kinds, const std::vector<RankProfile>& profiles, const Met& met) {
+  for (const auto& profile : profiles) {
+    std::map<CollectiveSummary*, ArrivalSummary> mine;
+    std::map<CollectiveSummary*, double> count;
+    for (const auto& transfer : profile.transfers) {
+      if (detail::point_to_point(transfer.operation)) continue;
+      const auto& group = group_of(profile, transfer);
+      const auto& arrivals = met.at({group.key, transfer.sequence});
+      if (arrivals.ranks.size() < 2) continue;
+      const auto& tag = profile.names[static_cast<std::size_t>(transfer.tag)];
+      auto* kind = &kinds.at({transfer.operation, group.name, tag, transfer.bytes});
+      const auto after = milliseconds(profile.origin + transfer.begin - arrivals.first().begin);
+      auto& arrival = mine[kind];
+      arrival.rank = profile.rank;
+      arrival.mean_ms += after;
+      arrival.most_ms = std::max(arrival.most_ms, after);
+      arrival.last_times += arrivals.last().rank == profile.rank;
+      ++count[kind];
+    }
+    for (auto& [kind, arrival] : mine) {
+      arrival.mean_ms /= count[kind];
+      kind->arrivals.push_back(arrival);
+    }
+  }
+}
+
 void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profiles, const Met& met,
                         Kinds kinds) {
   std::map<std::tuple<Operation, std::string, std::string, std::int64_t>, std::vector<double>> times;
@@ -362,8 +323,9 @@ void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profil
       const Meeting meeting{group.key, transfer.sequence};
       if (transfer.unfinished || !seen.insert({meeting, transfer.operation}).second) continue;
       const auto& arrivals = met.at(meeting);
-      list.push_back(milliseconds(arrivals.last_end - arrivals.last()));
+      list.push_back(milliseconds(arrivals.last_end - arrivals.last().begin));
     }
+  add_arrivals(kinds, profiles, met);
   const auto share = static_cast<double>(profiles.size()) * summary.num_steps;
   for (auto& [which, kind] : kinds) {
     const auto& list = times[which];
@@ -429,6 +391,10 @@ Summary summarize(const std::vector<RankProfile>& profiles) {
       if (steps.contains(step.step)) mine.push_back(rank.of(step));
     rank.add_to(kinds);
     summary.each.push_back(rank_summary(profile, mine));
+    std::vector<StepOf> common;
+    for (const auto& step : profile.steps)
+      if (steps.contains(step.step)) common.push_back(step);
+    summary.each.back().device = device_summary(profile, common);
     summary.steps.insert(summary.steps.end(), mine.begin(), mine.end());
     samples += number_in(profile, "samples_per_step");
     tokens += number_in(profile, "tokens_per_step");
@@ -438,6 +404,7 @@ Summary summarize(const std::vector<RankProfile>& profiles) {
   std::stable_sort(summary.steps.begin(), summary.steps.end(),
                    [](const auto& a, const auto& b) { return a.step < b.step; });
   sum_up_ranks(summary);
+  sum_up_devices(summary);
   find_slowest(summary);
   sum_up_collectives(summary, profiles, met, std::move(kinds));
   const double seconds = summary.overall.step_mean / 1e3;

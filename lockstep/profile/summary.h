@@ -39,15 +39,37 @@ struct StepSummary {
   double flops = 0;
 };
 
+// When a rank came to the collectives of a kind, after the first of its ranks.
+struct ArrivalSummary {
+  int rank = 0;
+  double mean_ms = 0, most_ms = 0;
+  std::size_t last_times = 0;
+};
+
 struct CollectiveSummary {
   Operation operation{};
   std::string group, tag;
   std::int64_t bytes = 0;
-  std::size_t count = 0;       // on all ranks together, once each
-  double ms_median = 0;        // from when the last rank had come to when the last was done
-  double gb_per_s = 0;         // bytes of a rank by that
-  double exposed_ms = 0;       // of a step, mean over ranks
-  double doctor_gb_per_s = 0;  // what `lockstep doctor` measured for such a size; 0: not known
+  std::size_t count = 0;                 // on all ranks together, once each
+  double ms_median = 0;                  // from when the last rank had come to when the last was done
+  double gb_per_s = 0;                   // bytes of a rank by that
+  double exposed_ms = 0;                 // of a step, mean over ranks
+  double doctor_gb_per_s = 0;            // what `lockstep doctor` measured for such a size; 0: not known
+  std::vector<ArrivalSummary> arrivals;  // by rank; none of messages
+};
+
+struct KernelSummary {
+  std::string name;
+  std::size_t count = 0;
+  double total_ms = 0;
+};
+
+// Of a rank's devices; milliseconds of a step, mean.
+struct DeviceSummary {
+  double busy_ms = 0;                           // something ran, on whichever stream
+  double kernel_ms = 0, copy_ms = 0;            // each by itself, also where several ran at once
+  double communication_ms = 0, exposed_ms = 0;  // NCCL's kernels; and with nothing else beside them
+  std::vector<KernelSummary> top;               // over the whole window, by total time
 };
 
 struct RankSummary {
@@ -58,6 +80,7 @@ struct RankSummary {
   double transfer_ms = 0, waiting_ms = 0;
   int slowest_times = 0;
   std::map<std::string, std::int64_t> memory;  // bytes by kind, at the peak
+  std::optional<DeviceSummary> device;
 };
 
 struct Summary {
@@ -78,6 +101,10 @@ struct Summary {
 
 // Of profiles on one clock. Throws ConfigError where no step was recorded by all ranks.
 Summary summarize(const std::vector<RankProfile>& profiles);
+// Nothing where no device was recorded.
+std::optional<DeviceSummary> device_summary(const RankProfile& profile, const std::vector<StepOf>& steps);
+bool is_communication(const std::string& kernel);
+void sum_up_devices(Summary& summary);
 std::vector<std::string> hints_for(const Summary& summary);
 
 // Adds what `lockstep doctor --json` said of the transport, where the file is there. Throws ConfigError where

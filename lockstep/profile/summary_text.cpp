@@ -43,6 +43,15 @@ Json json_of(const Parts& parts) {
   return json;
 }
 
+Json json_of(const DeviceSummary& device) {
+  auto top = Json::array();
+  for (const auto& kernel : device.top)
+    top.push_back({{"name", kernel.name}, {"count", kernel.count}, {"total_ms", kernel.total_ms}});
+  return {{"busy_ms", device.busy_ms},       {"kernel_ms", device.kernel_ms},
+          {"copy_ms", device.copy_ms},       {"communication_ms", device.communication_ms},
+          {"exposed_ms", device.exposed_ms}, {"top_kernels", std::move(top)}};
+}
+
 Json json_of(const RankSummary& rank) {
   const double exposed = std::min(rank.parts.communication, rank.transfer_ms);
   Json json{{"step_ms", {{"median", rank.step_median}, {"p90", rank.step_p90}, {"mean", rank.step_mean}}},
@@ -53,7 +62,32 @@ Json json_of(const RankSummary& rank) {
               {"waiting_ms", rank.waiting_ms},
               {"overlap_percent", rank.transfer_ms > 0 ? 100 * (1 - exposed / rank.transfer_ms) : 0.0}}}};
   if (!rank.memory.empty()) json["memory_peak"] = rank.memory;
+  if (rank.device) json["device"] = json_of(*rank.device);
   return json;
+}
+
+std::string row(const std::string& title, const RankSummary& rank, const DeviceSummary& device) {
+  return fmt::format("{:>8} {:9.2f} {:9.0f} {:9.2f} {:9.2f} {:9.2f} {:9.2f}\n", title, device.busy_ms,
+                     rank.step_mean > 0 ? 100 * device.busy_ms / rank.step_mean : 0.0, device.kernel_ms,
+                     device.copy_ms, device.communication_ms, device.exposed_ms);
+}
+
+std::string device_text(const Summary& summary) {
+  if (!summary.overall.device) return {};
+  auto text = fmt::format("\n{:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}   ms a step of the device\n", "rank",
+                          "busy", "% of step", "kernels", "copies", "nccl", "exposed");
+  std::size_t rows = 0;
+  for (const auto& rank : summary.each)
+    if (rank.device && ++rows <= kMostRows) text += row(std::to_string(rank.rank), rank, *rank.device);
+  if (rows > kMostRows) text += fmt::format("... and {} more ranks, in summary.json\n", rows - kMostRows);
+  text += row("all", summary.overall, *summary.overall.device);
+  text += fmt::format("\n{:>8} {:>12}   kernel\n", "times", "total ms");
+  for (const auto& kernel : summary.overall.device->top) {
+    constexpr std::size_t kMostLetters = 90;  // templates have names of many lines
+    text += fmt::format("{:8} {:12.3f}   {}{}\n", kernel.count, kernel.total_ms,
+                        kernel.name.substr(0, kMostLetters), kernel.name.size() > kMostLetters ? "..." : "");
+  }
+  return text;
 }
 
 std::string memory_text(const Summary& summary) {
@@ -122,7 +156,7 @@ std::string text_of(const Summary& summary) {
     text += fmt::format("computing: {}FLOP a step, {}FLOP/s{}\n", short_number(summary.flops_per_step),
                         short_number(summary.flops_per_step / all.step_mean * 1e3),
                         summary.mfu_percent > 0 ? fmt::format(", MFU {:.1f} %", summary.mfu_percent) : "");
-  text += memory_text(summary) + collectives_text(summary);
+  text += memory_text(summary) + collectives_text(summary) + device_text(summary);
   for (std::size_t i = 0; i < summary.hints.size(); ++i)
     text += fmt::format("{}{}. {}\n", i == 0 ? "\n" : "", i + 1, summary.hints[i]);
   return text;
@@ -179,9 +213,15 @@ Json json_of(const Summary& summary) {
                            {"ms_median", each.ms_median},
                            {"gb_per_s", each.gb_per_s},
                            {"exposed_ms", each.exposed_ms}});
-  for (std::size_t i = 0; i < summary.collectives.size(); ++i)
+  for (std::size_t i = 0; i < summary.collectives.size(); ++i) {
     if (const double figure = summary.collectives[i].doctor_gb_per_s; figure > 0)
       collectives[i]["doctor_gb_per_s"] = figure;
+    for (const auto& each : summary.collectives[i].arrivals)
+      collectives[i]["arrivals"].push_back({{"rank", each.rank},
+                                            {"mean_ms", each.mean_ms},
+                                            {"most_ms", each.most_ms},
+                                            {"last_times", each.last_times}});
+  }
   return json;
 }
 

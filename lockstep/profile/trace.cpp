@@ -9,6 +9,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/profile/meetings.h>
 #include <lockstep/profile/merge.h>
 #include <nlohmann/json.hpp>
 
@@ -16,7 +17,8 @@ namespace lockstep::profile {
 
 namespace {
 
-constexpr int kSteps = 1'000'000, kTransfers = 1'000'001;  // threads that are none
+// Threads that are none.
+constexpr int kSteps = 1'000'000, kTransfers = 1'000'001, kDevice = 2'000'000;
 
 std::string quoted(const std::string& text) {
   return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
@@ -83,9 +85,9 @@ class Lines {
 };
 
 struct Drawn {
-  int rank, line;
-  std::int64_t begin, end;
-  Operation operation;
+  int rank = 0, line = 0;
+  std::int64_t begin = 0, end = 0;
+  Operation operation{};
 };
 
 class Writer {
@@ -94,6 +96,7 @@ class Writer {
       : profiles_(profiles), file_(file) {
     zero_ = profiles.front().origin;
     for (const auto& profile : profiles) zero_ = std::min(zero_, profile.origin);
+    met_ = meetings(profiles);
   }
 
   void run() {
@@ -144,6 +147,7 @@ class Writer {
       file_.put("}}");
     }
     put_transfers(profile);
+    put_device(profile);
     for (const auto& sample : profile.memory) {
       next();
       file_.put(R"({{"ph":"C","name":"memory","pid":{},"ts":{:.3f},"args":{{"bytes":{}}}}})", profile.rank,
@@ -168,8 +172,7 @@ class Writer {
           quoted(tag.empty() ? std::string(name(t.operation))
                              : fmt::format("{} ({})", name(t.operation), tag)),
           profile.rank, line, micro(profile, t.begin), seconds * 1e6, quoted(group.name), t.sequence, t.bytes,
-          seconds > 0 ? static_cast<double>(t.bytes) / seconds / 1e9 : 0.0,
-          t.unfinished ? R"(,"unfinished":true)" : "");
+          seconds > 0 ? static_cast<double>(t.bytes) / seconds / 1e9 : 0.0, more_of(t, group));
       const Drawn drawn{profile.rank, line, profile.origin + t.begin, profile.origin + t.end, t.operation};
       if (detail::point_to_point(t.operation)) {
         const bool sends = t.operation == Operation::send;
@@ -182,6 +185,38 @@ class Writer {
     for (std::size_t i = 0; i < lines.count(); ++i)
       title(profile.rank, "thread_name", kTransfers + static_cast<int>(i),
             i == 0 ? "communication" : fmt::format("communication {}", i + 1));
+  }
+
+  std::string more_of(const Transfer& t, const GroupOf& group) const {
+    std::string more = t.unfinished ? R"(,"unfinished":true)" : "";
+    if (detail::point_to_point(t.operation)) return more;
+    return more + R"(,"arrival_ms":)" + arrival_text(met_.at({group.key, t.sequence}));
+  }
+
+  void put_device(const RankProfile& profile) {
+    constexpr const char* kKinds[] = {"kernel", "copy", "set"};
+    for (std::size_t i = 0; i < profile.device_rows.size(); ++i)
+      title(profile.rank, "thread_name", kDevice + static_cast<int>(i),
+            fmt::format("GPU {} stream {}", profile.device_rows[i].device, profile.device_rows[i].stream));
+    for (const auto& event : profile.device) {
+      const Drawn drawn{.rank = profile.rank,
+                        .line = kDevice + event.row,
+                        .begin = profile.origin + event.begin,
+                        .end = profile.origin + event.end};
+      next();
+      file_.put(R"({{"ph":"X","cat":"{}","name":{},"pid":{},"tid":{},"ts":{:.3f},"dur":{:.3f})",
+                kKinds[static_cast<std::size_t>(event.kind)],
+                quoted(profile.names[static_cast<std::size_t>(event.name)]), profile.rank, drawn.line,
+                micro(profile, event.begin), static_cast<double>(event.end - event.begin) / 1e3);
+      if (event.launched_by >= 0)
+        file_.put(R"(,"args":{{"operator":{}}})",
+                  quoted(profile.names[static_cast<std::size_t>(event.launched_by)]));
+      file_.put("}}");
+      if (event.thread < 0) continue;
+      const Drawn launch{
+          .rank = profile.rank, .line = event.thread, .begin = profile.origin + event.launched};
+      arrow(launch, {.rank = drawn.rank, .line = drawn.line, .end = drawn.begin});
+    }
   }
 
   void arrow(const Drawn& from, const Drawn& to) {
@@ -213,6 +248,7 @@ class Writer {
   const std::vector<RankProfile>& profiles_;
   Zipped file_;
   std::int64_t zero_ = 0;
+  Met met_;
   bool first_ = true;
   std::uint64_t arrows_ = 0;
   std::map<std::tuple<std::int64_t, int, int, std::string, std::int64_t>, std::vector<Drawn>> messages_;

@@ -155,6 +155,12 @@ TEST(RealHost, says_something_that_can_be) {
   EXPECT_EQ(host::cgroup_memory("/", ::getpid()).limit, memory.limit);
 }
 
+TEST(RealHost, has_a_name) {
+  char name[256] = {};
+  ASSERT_EQ(::gethostname(name, sizeof name - 1), 0);
+  EXPECT_EQ(host::name(), name);
+}
+
 TEST(BytesText, has_a_unit_that_a_person_reads) {
   EXPECT_EQ(host::bytes_text(17), "17 B");
   EXPECT_EQ(host::bytes_text(512 << 20), "512.0 MiB");

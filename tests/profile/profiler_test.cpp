@@ -117,7 +117,8 @@ TEST(Profiler, a_run_that_ends_early_leaves_what_there_is) {
 TEST(Profiler, without_operators_there_are_none) {
   const auto directory = folder("without");
   run_threads(1, [&](World& world) {
-    Profiler profiler(world, {.first = 2, .last = 2, .directory = directory.string(), .operators = false});
+    Profiler profiler(
+        world, {.first = 2, .last = 2, .directory = directory.string(), .operators = OperatorSource::none});
     profiler.step();
     at::mm(torch::ones({2, 2}), torch::ones({2, 2}));
     profiler.step();
@@ -196,11 +197,57 @@ TEST(Profiler, may_outlive_its_world) {
   EXPECT_THROW(profiler.finish(), ConfigError);
 }
 
+TEST(Profiler, its_world_may_be_moved) {
+  const auto directory = folder("moved");
+  World world = World::from_environment();
+  Profiler profiler(world, {.first = 1, .last = 2, .directory = directory.string()});
+  profiler.step();
+  World elsewhere = std::move(world);
+  elsewhere.group().barrier().wait();
+  elsewhere.step(1);
+  profiler.step();
+  profiler.finish();
+  EXPECT_EQ(profile::read(directory / "rank-0.json").transfers.size(), 1u);
+  EXPECT_TRUE(std::filesystem::exists(directory / "summary.json"));
+}
+
+// Bytes are those of one bucket, whose gradients begin at multiples of 64 bytes.
+TEST(Profiler, buckets_are_what_gradients_leave_of_them) {
+  for (const bool wide : {false, true}) {
+    const auto directory = folder(wide ? "wide_buckets" : "buckets");
+    run_threads(2, [&](World& world) {
+      Profiler profiler(world, {.first = 1, .last = 2, .directory = directory.string()});
+      torch::nn::Linear model(100, 10);
+      const auto type = wide ? at::kBFloat16 : at::kFloat;
+      model->to(type);
+      DistributedDataParallel<torch::nn::Linear> ddp(model, world.group(), {.micro_batches = wide ? 2 : 1});
+      SGD optimizer(model->parameters(), {.lr = 0.1});
+      for (int step = 0; step < 2; ++step) {
+        optimizer.zero_grad();
+        for (int i = 0; i < (wide ? 2 : 1); ++i) ddp(torch::ones({4, 100}, type)).sum().backward();
+        optimizer.step();
+        profiler.step();
+      }
+      profiler.finish();
+    });
+    const auto profile = profile::read(directory / "rank-1.json");
+    const std::int64_t whole = (1008 + 16) * 4, gradients = (1000 + 10) * 4;
+    EXPECT_EQ(profile.notes.at("memory.gradients"), std::to_string(wide ? gradients / 2 : gradients));
+    // Sums of bfloat16 are float, in buckets that no gradient is a view of.
+    EXPECT_EQ(profile.notes.at("memory.buckets"), std::to_string(wide ? whole : whole - gradients));
+    std::ifstream stream(directory / "summary.json");
+    const auto summary = nlohmann::json::parse(stream);
+    EXPECT_EQ(summary["ranks"][1]["memory_peak"]["buckets"], wide ? whole : whole - gradients);
+    EXPECT_THAT(names_of(profile, profile::SpanKind::bucket), Contains("ddp bucket 0"));
+  }
+}
+
 TEST(Profiler, says_what_is_allowed) {
   run_threads(1, [&](World& world) {
     EXPECT_THROW(Profiler(world, {.first = 0}), ConfigError);  // steps count from 1
     EXPECT_THROW(Profiler(world, {.first = 5, .last = 4}), ConfigError);
     EXPECT_THROW(Profiler(world, {.directory = ""}), ConfigError);
+    EXPECT_THROW(Profiler(world, {.operators = OperatorSource::kineto}), ConfigError);  // ranks are threads
     EXPECT_THROW(Profiler(world, {.samples_per_step = -1}), ConfigError);
     Profiler never(world, {.first = 100, .last = 200, .directory = folder("never").string()});
     never.step();

@@ -9,6 +9,12 @@ import tempfile
 
 lockstep, probe, gpt = sys.argv[1:4]
 failures = []
+folders = tempfile.TemporaryDirectory(prefix="lockstep-profile-")  # of all runs; gone with this process
+
+
+def new_folder():
+    return tempfile.mkdtemp(dir=folders.name)
+
 
 
 def check(what, condition, told=""):
@@ -18,7 +24,7 @@ def check(what, condition, told=""):
 
 
 def profile(ranks, command, window="4:13", more=()):
-    directory = tempfile.mkdtemp(prefix="lockstep-profile-")
+    directory = new_folder()
     run = subprocess.run([lockstep, "run", "-n", str(ranks), "--quiet", f"--profile={window}", "--profile-dir", directory, *more, *command],
                          capture_output=True, text=True, timeout=300)
     check(f"{command} ends well", run.returncode == 0, run.stdout + run.stderr)
@@ -37,6 +43,25 @@ def planted(what, words, holds):
         if all(holds(summary)):
             return
     check(what, False, (holds(summary), summary["ranks"], summary["hints"]))
+
+
+def arrival(summary, rank):
+    [known] = [c for c in summary["collectives"] if c["tag"] == "known"]
+    [mine] = [a for a in known["arrivals"] if a["rank"] == rank]
+    return mine
+
+
+def check_arrivals(events):
+    """What a collective's args say of the ranks' arrival is what their spans show."""
+    collectives = {}
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == "communication" and "arrival_ms" in event["args"]:
+            collectives.setdefault((event["args"]["group"], event["args"]["sequence"]), []).append(event)
+    check("collectives tell of arrivals", collectives)
+    for spans in collectives.values():
+        first = min(span["ts"] for span in spans)
+        for span in spans:
+            check("an arrival", abs(span["args"]["arrival_ms"][str(span["pid"])] - (span["ts"] - first) / 1e3) < 0.002, span)
 
 
 def check_trace(directory, ranks):
@@ -82,7 +107,7 @@ def check_page(directory, words):
 
 def of_64_ranks(directory):
     """The files of 4 ranks as if each stood for 16."""
-    larger = tempfile.mkdtemp(prefix="lockstep-profile-")
+    larger = new_folder()
     for rank in range(64):
         with open(os.path.join(directory, f"rank-{rank % 4}.json")) as file:
             profile = json.load(file)
@@ -116,6 +141,7 @@ def main():
     check("operators are there", any(e["name"] == "aten::matmul" for e in events))
     check("an arrow for each collective", len(arrows) == 10, len(arrows))
     check("memory is there", any(e["ph"] == "C" for e in events))
+    check_arrivals(events)
 
     planted("a sleep in one rank is idle there, and waiting for a late rank on the other", ["sleep", "1", "20"], lambda s: [
         close(s["ranks"][1]["parts_ms"]["idle"], 20), s["ranks"][0]["parts_ms"]["idle"] < 1,
@@ -123,7 +149,9 @@ def main():
         s["overall"].get("slowest", {}).get("rank") == 1, any("rank 1" in hint and "sleeping" in hint for hint in s["hints"])])
     planted("code of the program's own is code there", ["late", "0", "30"], lambda s: [
         close(s["ranks"][0]["parts_ms"]["code"], 30), close(s["ranks"][1]["communication"]["waiting_ms"], 30),
-        any("rank 0" in hint and "own code" in hint for hint in s["hints"])])
+        any("rank 0" in hint and "own code" in hint for hint in s["hints"]),
+        # The collective's own figures say the same: rank 1 comes first, rank 0 last, each time.
+        close(arrival(s, 0)["mean_ms"], 30), arrival(s, 1)["mean_ms"] < 1, arrival(s, 0)["last_times"] == 10])
     planted("a loader that waits is data", ["data", "50"], lambda s: [
         *(close(rank["parts_ms"]["data"], 50) for rank in s["ranks"]), any("wait for data" in hint for hint in s["hints"])])
 
@@ -133,6 +161,8 @@ def main():
         events, arrows = check_trace(directory, ranks)
         check("messages have arrows", any(e["ph"] == "s" for e in events))
         check("the pipeline's actions", any(e.get("cat") == "pipeline" for e in events))
+        buckets = {e["name"] for e in events if e.get("cat") == "bucket"}
+        check("DDP's buckets", ("ddp bucket 0" in buckets) == ("--dp" in layout), buckets)
         with open(os.path.join(directory, "report.html")) as file:
             check("planned and measured", '"planned"' in file.read())
 
@@ -144,7 +174,7 @@ def main():
     for arguments, words in ((["--profile=20:10"], "FIRST:LAST"), (["--profile=x"], "FIRST:LAST"), (["--profile=0:3"], "FIRST:LAST")):
         run = subprocess.run([lockstep, "run", "-n", "1", *arguments, "true"], capture_output=True, text=True)
         check(f"{arguments} is refused", run.returncode == 2 and words in run.stderr, run.stderr)
-    directory = tempfile.mkdtemp()
+    directory = new_folder()
     run = subprocess.run([lockstep, "run", "-n", "2", "--profile=100:110", "--profile-dir", directory, probe, "5"], capture_output=True, text=True)
     check("a window that never came is told", run.returncode == 1 and "steps 100 to 110 were to be, and the last was 5" in run.stdout + run.stderr,
           run.stdout + run.stderr)
