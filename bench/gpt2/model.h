@@ -43,7 +43,8 @@ struct Gpt2Impl : torch::nn::Module {
     for (std::int64_t i = 0; i < shape.layers; ++i)
       blocks.push_back(register_module("block" + std::to_string(i), Block(shape)));
     register_module("last", last);
-    // Smaller where a block adds to what goes past it.
+    // As step.py draws them. Smaller where a block adds to what goes past it.
+    torch::manual_seed(2);
     at::NoGradGuard no_grad;
     const double residual = 0.02 / std::sqrt(2.0 * static_cast<double>(shape.layers));
     for (auto& each : {tokens->weight, positions->weight}) torch::nn::init::normal_(each, 0, 0.02);

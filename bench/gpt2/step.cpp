@@ -66,51 +66,55 @@ double list_kernels(int steps, const std::function<void()>& step) {
   return total;
 }
 
-void run(const Shape& shape, std::int64_t batch) {
+void run(const Shape& shape, std::int64_t batch, bool captured) {
   torch::manual_seed(1);
   auto world = World::from_environment();
   const at::Device device = torch::cuda::is_available() ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);
-  const auto type = device.is_cuda() ? at::kBFloat16 : at::kFloat;
+  const bool cuda = device.is_cuda();
+  std::optional<GraphStream> stream;
+  if (captured) stream.emplace(device);
   const auto text = torch::randint(shape.vocabulary, {batch, shape.context + 1}).to(device);
   const auto inputs = text.narrow(1, 0, shape.context).contiguous();
   const auto targets = text.narrow(1, 1, shape.context).contiguous();
   Gpt2 model(shape);
-  model->to(device, type);
+  model->to(device, cuda ? at::kBFloat16 : at::kFloat);
   auto group = world.group();
-  const auto make_optimizer = [&](const Gpt2& of) {
-    return std::make_unique<AdamW>(
-        of->parameters(),
-        AdamWOptions{
-            .lr = 3e-4, .betas = {0.9, 0.95}, .weight_decay = 0.1, .implementation = Implementation::fused});
-  };
+  AdamW optimizer(model->parameters(), {.lr = 3e-4,
+                                        .betas = {0.9, 0.95},
+                                        .weight_decay = 0.1,
+                                        .implementation = Implementation::fused,
+                                        .master_weights = cuda,
+                                        .capturable = cuda && captured});
   at::Tensor loss;
-  std::unique_ptr<DistributedDataParallel<Gpt2>> ddp;
-  std::unique_ptr<torch::optim::Optimizer> optimizer;
-  const auto step = [&](auto&& call) {
-    optimizer->zero_grad();
-    loss = call(inputs, targets);
-    loss.backward();
-    optimizer->step();
+  std::unique_ptr<DistributedDataParallel<Gpt2>> ddp;  // made when asked for: its hooks stay
+  const auto step = [&](auto&& call, const at::Tensor& x, const at::Tensor& y) {
+    optimizer.zero_grad();
+    auto result = call(x, y);
+    result.backward();
+    optimizer.step();
+    return result.detach();
   };
+  StepGraph graph([&](const at::Tensor& x, const at::Tensor& y) { return step(*ddp, x, y); });
   const std::map<std::string, std::function<void()>> kinds = {
-      {"ddp", [&] { step(*ddp); }},
-      {"local", [&] { step([&](const auto& x, const auto& y) { return model->forward(x, y); }); }},
+      {"ddp", [&] { loss = captured ? graph.run(inputs, targets) : step(*ddp, inputs, targets); }},
+      {"local",
+       [&] {
+         loss = step([&](const auto& x, const auto& y) { return model->forward(x, y); }, inputs, targets);
+       }},
   };
-  std::string now;
   serve(group, [&](const std::string& kind, int steps) {
     if (kind == "memory") return peak_gib();
     if (kind == "loss") return loss.item<double>();
-    const auto& wanted = kind == "kernels" ? std::string("ddp") : kind;
-    if (!optimizer) optimizer = make_optimizer(model);
-    if (wanted == "ddp" && !ddp) ddp = std::make_unique<DistributedDataParallel<Gpt2>>(model, group);
-    if (kind == "kernels") return list_kernels(steps, kinds.at(wanted));
+    if (kind != "local" && !ddp) ddp = std::make_unique<DistributedDataParallel<Gpt2>>(model, group);
+    if (kind == "kernels") return list_kernels(steps, kinds.at("ddp"));
     settle();
-    return milliseconds_of_a_step(1,
-                                  [&] {
-                                    for (int i = 0; i < steps; ++i) kinds.at(wanted)();
-                                    settle();
-                                  }) /
-           steps;
+    const auto ms = milliseconds_of_a_step(1, [&] {
+      for (int i = 0; i < steps; ++i) kinds.at(kind)();
+      settle();
+    });
+    if (captured && cuda && !graph.captured() && steps > 10)
+      fmt::print(stderr, "not captured: {}\n", graph.reason());
+    return ms / steps;
   });
 }
 
@@ -118,11 +122,12 @@ void run(const Shape& shape, std::int64_t batch) {
 }  // namespace lockstep::bench
 
 int main(int argc, char** argv) {
-  if (argc != 3) {
-    fmt::print(stderr, "usage: gpt2_step gpt2|tiny BATCH\n");
+  const bool captured = argc == 4 && std::string(argv[3]) == "graph";
+  if (argc != 3 && !captured) {
+    fmt::print(stderr, "usage: gpt2_step gpt2|tiny BATCH [graph]\n");
     return 2;
   }
   const bool tiny = std::string(argv[1]) == "tiny";
   const lockstep::bench::Shape small{.layers = 2, .heads = 2, .width = 32, .context = 16, .vocabulary = 64};
-  lockstep::bench::run(tiny ? small : lockstep::bench::Shape{}, std::stoll(argv[2]));
+  lockstep::bench::run(tiny ? small : lockstep::bench::Shape{}, std::stoll(argv[2]), captured);
 }

@@ -37,6 +37,7 @@ class Gpt2(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape["layers"]))
         self.last = nn.LayerNorm(width)
         self.head = nn.Linear(width, shape["vocabulary"], bias=False)
+        torch.manual_seed(2)  # as model.h draws them
         residual = 0.02 / (2 * shape["layers"]) ** 0.5
         for each in (self.tokens, self.positions):
             nn.init.normal_(each.weight, 0, 0.02)

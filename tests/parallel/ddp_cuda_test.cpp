@@ -1,5 +1,11 @@
 // DistributedDataParallel and SyncBatchNorm with models on CUDA, over NCCL or between ranks that share
 // a GPU: the same code, the same results.
+#include <numeric>
+#include <set>
+#include <thread>
+
+#include <torch/csrc/autograd/profiler_kineto.h>
+
 #include "parallel/models.h"
 #include "support/ranks.h"
 
@@ -144,6 +150,83 @@ TEST(DdpCuda, sync_batch_norm_normalises_as_one_with_the_global_batch) {
     EXPECT_TRUE(all_close(on_cpu(gradients_of(*model)), expected, 1e-4));
     EXPECT_TRUE(at::allclose(model->buffers()[0].cpu(), norm->running_mean, 1e-4, 1e-5));
     EXPECT_TRUE(at::allclose(model->buffers()[1].cpu(), norm->running_var, 1e-4, 1e-5));
+  });
+}
+
+// What the program asks the driver for in one step, by LibTorch's profiler: launches, and nothing that waits.
+TEST(DdpCuda, a_step_does_not_wait_for_the_device) {
+  if (transport() != "nccl") GTEST_SKIP() << "ranks that share a GPU meet on the host";
+  on_every_rank([](World& world) {
+    namespace profiler = torch::autograd::profiler;
+    auto group = world.group();
+    Mlp model;
+    model->to(world.device());
+    DistributedDataParallel ddp(model, group, {.bucket_bytes = 200, .first_bucket_bytes = 1});
+    ddp.register_comm_hook([&](GradBucket& bucket) -> std::function<void()> {
+      auto work = std::make_shared<Work>(group.all_reduce(bucket.buffer(), {.op = ReduceOp::AVG}));
+      return [work] { work->wait(); };
+    });
+    AdamW optimizer(model->parameters(), {.implementation = Implementation::fused});
+    const auto input = input_of(world.rank(), 0).to(world.device());
+    const auto step = [&] {
+      optimizer.zero_grad();
+      ddp(input).square().mean().backward();
+      optimizer.step();
+    };
+    for (int i = 0; i < 3; ++i) step();
+    torch::cuda::synchronize();
+    const profiler::ProfilerConfig config(profiler::ProfilerState::KINETO);
+    const std::set<profiler::ActivityType> activities = {profiler::ActivityType::CPU,
+                                                         profiler::ActivityType::CUDA};
+    profiler::prepareProfiler(config, activities);
+    profiler::enableProfiler(config, activities);
+    {
+      RECORD_USER_SCOPE("the step");
+      step();
+    }
+    torch::cuda::synchronize();
+    const auto result = profiler::disableProfiler();
+    std::uint64_t begin = 0, end = 0;
+    for (const auto& event : result->events())
+      if (event.name() == "the step" && event.deviceType() == at::kCPU)
+        begin = event.startNs(), end = event.endNs();
+    ASSERT_GT(end, begin);
+    int launches = 0;
+    for (const auto& event : result->events()) {
+      if (event.deviceType() != at::kCPU || event.startNs() < begin || event.startNs() > end) continue;
+      const auto name = event.name();
+      launches += name.find("LaunchKernel") != std::string::npos;
+      EXPECT_EQ(name.find("Synchronize"), std::string::npos) << name;
+      EXPECT_NE(name, "cudaMemcpy");
+    }
+    EXPECT_GT(launches, 10);  // it has seen what it should
+  });
+}
+
+// A wait is the stream's; that the device is not done in time is told all the same.
+TEST(DdpCuda, a_deadline_passes_on_the_device) {
+  if (transport() != "nccl") GTEST_SKIP() << "others wait for one another on the host";
+  on_every_rank([](World& world) {
+    std::vector<int> ranks(static_cast<std::size_t>(world.size()));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    auto group = world.group(ranks);
+    auto tensor = at::ones({16}, at::TensorOptions(world.device()));
+    group.all_reduce(tensor).wait();
+    // Some seconds of work before it.
+    auto busy = at::rand({8192, 8192}, at::TensorOptions(world.device()).dtype(at::kDouble));
+    for (int i = 0; i < 100; ++i) busy = at::mm(busy, busy).div_(8192);
+    group.all_reduce(tensor, {.timeout = std::chrono::milliseconds(100)}).wait();
+    std::string told;
+    for (int i = 0; i < 300 && told.empty(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      try {
+        group.all_reduce(tensor).wait();
+      } catch (const CommError& error) {
+        told = error.what();
+      }
+    }
+    EXPECT_THAT(told, ::testing::HasSubstr("all_reduce #1 was not complete on the device within"));
+    torch::cuda::synchronize();
   });
 }
 
