@@ -82,9 +82,9 @@ void run(const Shape& shape, std::int64_t batch, bool captured) {
   AdamW optimizer(model->parameters(), {.lr = 3e-4,
                                         .betas = {0.9, 0.95},
                                         .weight_decay = 0.1,
-                                        .implementation = Implementation::fused,
                                         .master_weights = cuda,
-                                        .capturable = cuda && captured});
+                                        .capturable = cuda && captured,
+                                        .implementation = Implementation::fused});
   at::Tensor loss;
   std::unique_ptr<DistributedDataParallel<Gpt2>> ddp;  // made when asked for: its hooks stay
   const auto step = [&](auto&& call, const at::Tensor& x, const at::Tensor& y) {

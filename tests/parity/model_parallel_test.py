@@ -5,6 +5,7 @@ usage: model_parallel_test.py --lockstep PROGRAM --probe PROGRAM
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -138,6 +139,15 @@ def parse(lines):
     return found
 
 
+def pipelines():
+    """Those that this PyTorch can do itself: before 2.13 a rank with neighbouring stages sends to itself, which gloo refuses."""
+    version = importlib.metadata.version("torch")
+    if tuple(map(int, version.split(".")[:2])) >= (2, 13):
+        return list(SCHEDULES)
+    print(f"zbv and dualpipev are left out: PyTorch {version} fails at them")
+    return [name for name in SCHEDULES if name not in ("zbv", "dualpipev")]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", nargs="+")
@@ -146,9 +156,10 @@ def main():
     options = parser.parse_args()
     if options.rank:
         return rank_main(options.rank)
+    schedules = pipelines()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCHEDULES"] = folder
-        expected = torch_run([*SCHEDULES, *TENSOR])
+        expected = torch_run([*schedules, *TENSOR])
         # What PyTorch writes is read, and passes the check.
         files = sorted(pathlib.Path(folder).iterdir())
         for path in files:
@@ -156,9 +167,9 @@ def main():
                                               timeout=60).stdout)
             if (shown["ranks"], len(shown["rank_of_stage"]), shown["microbatches"]) != (2, 4, 4):
                 sys.exit(f"{path}: {shown}")
-        if len(files) != 8:
+        if len(files) != 2 * len([name for name in schedules if name not in ("gpipe", "1f1b")]):
             sys.exit(f"PyTorch wrote {files}")
-    for name in (*SCHEDULES, *TENSOR):
+    for name in (*schedules, *TENSOR):
         kind = "tensor" if name in TENSOR else "pipeline"
         output = subprocess.run([options.lockstep, "run", "-n", "2", "--prefix", "never", options.probe, kind, name], check=True,
                                 stdout=subprocess.PIPE, text=True, timeout=60).stdout
