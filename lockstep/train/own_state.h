@@ -61,6 +61,12 @@ Own& own_state(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
   return static_cast<Own&>(*slot);
 }
 
+template <typename Own>
+std::size_t master_bytes(const torch::optim::OptimizerParamState& state) {
+  const auto* own = dynamic_cast<const Own*>(&state);  // LibTorch's own has none
+  return own != nullptr && own->master.defined() ? own->master.nbytes() : 0;
+}
+
 // Whether a parameter has a master where masters are asked for.
 inline bool has_master(const at::Tensor& parameter) {
   return parameter.scalar_type() == at::kBFloat16 || parameter.scalar_type() == at::kHalf;
