@@ -48,14 +48,15 @@ T* data_or_null(const at::Tensor& tensor) {
 }  // namespace
 
 void AdamOnDevice::put(std::size_t group, at::Device device, const AdamSettings& settings) {
-  auto& block = blocks_[{group, device.index()}];
+  const auto found = blocks_.find({group, device.index()});
   const auto wanted = for_device(settings);
-  if (block.memory.defined() && same(block.there, wanted)) return;
+  if (found != blocks_.end() && same(found->second.there, wanted)) return;
   if (capturing(device)) {
-    if (block.memory.defined()) return;  // before the replay somebody brings them there
+    if (found != blocks_.end()) return;  // before the replay somebody brings them there
     throw ConfigError(
         "a capturable optimizer was captured before its first step: run a step, then capture one");
   }
+  auto& block = blocks_[{group, device.index()}];
   if (!block.memory.defined())
     block.memory =
         at::empty({static_cast<std::int64_t>(sizeof(wanted))}, at::TensorOptions(at::kByte).device(device));

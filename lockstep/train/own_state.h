@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -59,6 +60,12 @@ Own& own_state(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
   if (typeid(*slot) != typeid(Own))
     slot = std::make_unique<Own>(dynamic_cast<const typename BaseOf<Own>::Type&>(*slot));
   return static_cast<Own&>(*slot);
+}
+
+template <typename Own>
+std::size_t master_bytes(const torch::optim::OptimizerParamState& state) {
+  const auto* own = dynamic_cast<const Own*>(&state);  // LibTorch's own has none
+  return own != nullptr && own->master.defined() ? own->master.nbytes() : 0;
 }
 
 // Whether a parameter has a master where masters are asked for.

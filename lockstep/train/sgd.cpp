@@ -247,8 +247,8 @@ at::Tensor SGD::step(LossClosure closure) {
   const detail::Span span(detail::SpanKind::optimizer, "optimizer");
   detail::Step(*this).run();
   detail::tell_memory(*this, [](torch::optim::OptimizerParamState& each) {
-    auto& state = static_cast<detail::State&>(each);
-    return detail::bytes_if_defined(state.momentum_buffer()) + detail::bytes_if_defined(state.master);
+    auto& state = static_cast<torch::optim::SGDParamState&>(each);
+    return detail::bytes_if_defined(state.momentum_buffer()) + detail::master_bytes<detail::State>(each);
   });
   return loss;
 }
