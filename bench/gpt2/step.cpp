@@ -66,6 +66,31 @@ double list_kernels(int steps, const std::function<void()>& step) {
   return total;
 }
 
+// A model with its optimizer.
+struct Learner {
+  Learner(const Shape& shape, at::Device device, bool capturable) : model(shape) {
+    model->to(device, device.is_cuda() ? at::kBFloat16 : at::kFloat);
+    optimizer =
+        std::make_unique<AdamW>(model->parameters(), AdamWOptions{.lr = 3e-4,
+                                                                  .betas = {0.9, 0.95},
+                                                                  .weight_decay = 0.1,
+                                                                  .master_weights = device.is_cuda(),
+                                                                  .capturable = capturable,
+                                                                  .implementation = Implementation::fused});
+  }
+  template <typename Call>
+  at::Tensor step(Call&& call, const at::Tensor& inputs, const at::Tensor& targets) {
+    optimizer->zero_grad();
+    auto loss = call(inputs, targets);
+    loss.backward();
+    optimizer->step();
+    return loss.detach();
+  }
+
+  Gpt2 model;
+  std::unique_ptr<AdamW> optimizer;
+};
+
 void run(const Shape& shape, std::int64_t batch, bool captured) {
   torch::manual_seed(1);
   auto world = World::from_environment();
@@ -76,37 +101,25 @@ void run(const Shape& shape, std::int64_t batch, bool captured) {
   const auto text = torch::randint(shape.vocabulary, {batch, shape.context + 1}).to(device);
   const auto inputs = text.narrow(1, 0, shape.context).contiguous();
   const auto targets = text.narrow(1, 1, shape.context).contiguous();
-  Gpt2 model(shape);
-  model->to(device, cuda ? at::kBFloat16 : at::kFloat);
   auto group = world.group();
-  AdamW optimizer(model->parameters(), {.lr = 3e-4,
-                                        .betas = {0.9, 0.95},
-                                        .weight_decay = 0.1,
-                                        .master_weights = cuda,
-                                        .capturable = cuda && captured,
-                                        .implementation = Implementation::fused});
+  Learner with(shape, device, cuda && captured);
+  DistributedDataParallel ddp(with.model, group);
+  std::optional<Learner> without;  // made when asked for: it takes as much memory
   at::Tensor loss;
-  std::unique_ptr<DistributedDataParallel<Gpt2>> ddp;  // made when asked for: its hooks stay
-  const auto step = [&](auto&& call, const at::Tensor& x, const at::Tensor& y) {
-    optimizer.zero_grad();
-    auto result = call(x, y);
-    result.backward();
-    optimizer.step();
-    return result.detach();
-  };
-  StepGraph graph([&](const at::Tensor& x, const at::Tensor& y) { return step(*ddp, x, y); });
+  StepGraph graph([&](const at::Tensor& x, const at::Tensor& y) { return with.step(ddp, x, y); });
   const std::map<std::string, std::function<void()>> kinds = {
-      {"ddp", [&] { loss = captured ? graph.run(inputs, targets) : step(*ddp, inputs, targets); }},
+      {"ddp", [&] { loss = captured ? graph.run(inputs, targets) : with.step(ddp, inputs, targets); }},
       {"local",
        [&] {
-         loss = step([&](const auto& x, const auto& y) { return model->forward(x, y); }, inputs, targets);
+         const auto call = [&](const auto& x, const auto& y) { return without->model->forward(x, y); };
+         loss = without->step(call, inputs, targets);
        }},
   };
   serve(group, [&](const std::string& kind, int steps) {
     if (kind == "memory") return peak_gib();
     if (kind == "loss") return loss.item<double>();
-    if (kind != "local" && !ddp) ddp = std::make_unique<DistributedDataParallel<Gpt2>>(model, group);
     if (kind == "kernels") return list_kernels(steps, kinds.at("ddp"));
+    if (kind == "local" && !without) without.emplace(shape, device, false);
     settle();
     const auto ms = milliseconds_of_a_step(1, [&] {
       for (int i = 0; i < steps; ++i) kinds.at(kind)();

@@ -89,7 +89,7 @@ def main():
             settle()
         rows = collections.defaultdict(lambda: [0.0, 0])
         for event in profile.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
                 rows[event.name[:110]][0] += event.device_time_total / 1e3 / steps
                 rows[event.name[:110]][1] += 1
         total = sum(ms for ms, _ in rows.values())
