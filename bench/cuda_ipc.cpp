@@ -36,10 +36,10 @@ struct Peer {
 };
 
 // LibTorch's ProcessGroupGloo as it is, in a group of its own.
-std::unique_ptr<detail::Transport> make_gloo(Group& group) {
+std::unique_ptr<lockstep::detail::Transport> make_gloo(Group& group) {
   auto path = fmt::format("/tmp/bench_cuda_ipc.{}.{}", ::getpid(), Clock::now().time_since_epoch().count());
   path = group.broadcast_value(path);
-  detail::TransportContext context;
+  lockstep::detail::TransportContext context;
   context.group = "bench";
   context.ranks.resize(static_cast<std::size_t>(group.size()));
   std::iota(context.ranks.begin(), context.ranks.end(), 0);
@@ -47,7 +47,7 @@ std::unique_ptr<detail::Transport> make_gloo(Group& group) {
   context.world_size = group.size();
   context.store = c10::make_intrusive<c10d::FileStore>(path, group.size());
   context.timeout = std::chrono::minutes(5);
-  return detail::make_gloo_transport(context);
+  return lockstep::detail::make_gloo_transport(context);
 }
 
 double slowest(Group& group, double seconds) {
@@ -133,7 +133,7 @@ int main(int argc, char** argv) {
     fmt::print(stderr, "usage: lockstep run -n RANKS bench_cuda_ipc [MiB], where MiB is a number above 0\n");
     return 2;
   }
-  if (torch::cuda::device_count() == 0 || !detail::cuda_ipc_available()) {
+  if (torch::cuda::device_count() == 0 || !lockstep::detail::cuda_ipc_available()) {
     fmt::print("skipped: no GPU, or no cuda_ipc in this build\n");
     return 0;
   }
