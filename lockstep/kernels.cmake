@@ -7,7 +7,7 @@ set(LOCKSTEP_KERNEL_SOURCES
   kernels/adam.cu
   kernels/columns.cu
   kernels/cross_entropy.cu
-  kernels/fold.cu
+  comm/transports/cuda_ipc/fold.cu
   kernels/gelu.cu
   kernels/layer_norm.cu
   kernels/pack_heads.cu)

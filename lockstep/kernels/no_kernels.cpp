@@ -1,7 +1,6 @@
 // Built where there is no nvcc, or LibTorch has no CUDA.
 #include <stdexcept>
 
-#include <lockstep/kernels/fold.h>
 #include <lockstep/kernels/kernels.h>
 
 namespace lockstep::kernels {
@@ -27,6 +26,5 @@ void scale(const float*, std::int64_t, const float*, Number, void*, Stream) { mi
 void pack_heads(const PackHeads&, Stream) { missing(); }
 void adam(const AdamCall&, std::span<const AdamTensor>, Stream) { missing(); }
 void put_adam_settings(const AdamSettings&, AdamSettings*, Stream) { missing(); }
-bool fold(detail::Number, detail::Fold, const detail::FoldJob&, Stream) { missing(); }
 
 }  // namespace lockstep::kernels

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <lockstep/comm/reduce_kernels.h>
-#include <lockstep/kernels/fold.h>
+#include <lockstep/comm/transports/cuda_ipc/fold.h>
 
 namespace {
 

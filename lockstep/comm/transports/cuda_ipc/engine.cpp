@@ -6,7 +6,7 @@
 
 #include <lockstep/base/error.h>
 #include <lockstep/comm/reduce.h>
-#include <lockstep/kernels/fold.h>
+#include <lockstep/comm/transports/cuda_ipc/fold.h>
 #include <lockstep/memory/align.h>
 
 namespace lockstep::cuda_ipc {

@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/kernels/fold.h>
+#include <lockstep/comm/transports/cuda_ipc/fold.h>
 
 namespace lockstep::cuda_ipc {
 namespace {

@@ -2,7 +2,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include <lockstep/kernels/fold.h>
+#include <lockstep/comm/transports/cuda_ipc/fold.h>
 #include <lockstep/kernels/device.cuh>
 
 namespace lockstep::kernels {
