@@ -106,6 +106,7 @@ void run(const Shape& shape, std::int64_t batch, bool captured) {
   DistributedDataParallel ddp(with.model, group);
   std::optional<Learner> without;  // made when asked for: it takes as much memory
   at::Tensor loss;
+  std::int64_t count = 0;
   StepGraph graph([&](const at::Tensor& x, const at::Tensor& y) { return with.step(ddp, x, y); });
   const std::map<std::string, std::function<void()>> kinds = {
       {"ddp", [&] { loss = captured ? graph.run(inputs, targets) : with.step(ddp, inputs, targets); }},
@@ -122,7 +123,10 @@ void run(const Shape& shape, std::int64_t batch, bool captured) {
     if (kind == "local" && !without) without.emplace(shape, device, false);
     settle();
     const auto ms = milliseconds_of_a_step(1, [&] {
-      for (int i = 0; i < steps; ++i) kinds.at(kind)();
+      for (int i = 0; i < steps; ++i) {
+        kinds.at(kind)();
+        world.step(++count);  // for a profile
+      }
       settle();
     });
     if (captured && cuda && !graph.captured() && steps > 10)
