@@ -16,6 +16,14 @@ set(LOCKSTEP_KERNELS kernels/no_kernels.cpp)
 if(CMAKE_CUDA_COMPILER)
   add_library(lockstep_kernels OBJECT ${LOCKSTEP_KERNEL_SOURCES})
   target_include_directories(lockstep_kernels PRIVATE ${PROJECT_SOURCE_DIR})
+  # Older GPUs than those it is compiled for cannot run it. A name ("native") says nothing.
+  set(least 0)
+  foreach(each ${CMAKE_CUDA_ARCHITECTURES})
+    if(each MATCHES "^([0-9]+)" AND (least EQUAL 0 OR CMAKE_MATCH_1 LESS least))
+      set(least ${CMAKE_MATCH_1})
+    endif()
+  endforeach()
+  target_compile_definitions(lockstep_kernels PRIVATE LOCKSTEP_LEAST_CUDA_ARCHITECTURE=${least})
   target_compile_options(lockstep_kernels PRIVATE "-Xcompiler=-Wall,-Wextra"
                          $<$<BOOL:${LOCKSTEP_WERROR}>:-Werror=all-warnings>)
   set_target_properties(lockstep_kernels PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON

@@ -85,7 +85,14 @@ const char* choose_for_cuda(const Identity& identity, const std::vector<int>& no
   if (devices == 0) return nullptr;
   if (identity.size == 1) return "local";
   if (devices >= ranks && nccl_available()) return "nccl";
-  if (on_one_host(nodes) && cuda_ipc_available()) return "cuda_ipc";
+  if (on_one_host(nodes) && cuda_ipc_available()) {
+    log(LogLevel::info,
+        "{} ranks on this host see {} GPUs and share them over cuda_ipc; where each rank sees one of its "
+        "own, "
+        "LOCKSTEP_BACKEND=cuda:nccl asks for NCCL",
+        ranks, devices);
+    return "cuda_ipc";
+  }
   log(LogLevel::warn,
       "{} ranks on this host share {} GPUs, which NCCL refuses, and cuda_ipc {}: CUDA tensors cannot be sent",
       ranks, devices, cuda_ipc_available() ? "serves the ranks of one host" : "is not in this build");

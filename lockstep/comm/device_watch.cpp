@@ -1,72 +1,103 @@
 #include <lockstep/comm/device_watch.h>
 
 #include <chrono>
+#include <condition_variable>
+#include <deque>
 #include <exception>
+#include <mutex>
+#include <optional>
+#include <thread>
 
+#include <c10/core/DeviceGuard.h>
 #include <fmt/format.h>
-#include <lockstep/base/log.h>
 #include <lockstep/comm/pending.h>
 
 namespace lockstep::detail {
 namespace {
 
+using Clock = DeviceWatch::Clock;
+
 // Between two looks: a step's works are mostly done when it looks, so that it asks the driver little.
 constexpr std::chrono::milliseconds kLook{50};
 
+struct Entry {
+  c10::intrusive_ptr<c10d::Work> work;
+  std::string what;
+  Clock::time_point begun, deadline;
+};
+
+// Whether it is complete; what is wrong with it, or nothing.
+std::pair<bool, std::string> ask(const Entry& entry) {
+  try {
+    if (entry.work->isCompleted()) {
+      if (const auto error = entry.work->exception()) std::rethrow_exception(error);
+      return {true, {}};
+    }
+  } catch (const std::exception& error) {
+    return {true, fmt::format("{} failed on the device: {}", entry.what, plain_text(error))};
+  }
+  if (Clock::now() < entry.deadline) return {false, {}};
+  return {false, fmt::format("{} was not complete on the device within {:.3f} s, its deadline", entry.what,
+                             std::chrono::duration<double>(Clock::now() - entry.begun).count())};
+}
+
 }  // namespace
 
-DeviceWatch::~DeviceWatch() {
-  {
-    std::lock_guard lock(mutex_);
-    over_ = true;
+// The thread has a share: the driver may keep it, as long as somebody else waits in it for the device.
+struct DeviceWatch::State {
+  const c10::Device device;
+  const std::function<void(std::string)> fail;
+  std::mutex mutex;
+  std::condition_variable condition;
+  std::deque<Entry> entries;
+  bool over = false, started = false;
+
+  // The oldest, and of those behind it the first whose time is over. Under the mutex.
+  std::optional<Entry> next() const {
+    if (over || entries.empty()) return std::nullopt;
+    const auto now = Clock::now();
+    for (const auto& entry : entries)
+      if (now >= entry.deadline) return entry;
+    return entries.front();
   }
-  condition_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  void look() {
+    const c10::OptionalDeviceGuard here(device);  // asking must not make a context on another one
+    std::unique_lock lock(mutex);
+    while (!over) {
+      condition.wait_for(lock, kLook, [this] { return over; });
+      while (auto entry = next()) {
+        lock.unlock();
+        auto [complete, cause] = ask(*entry);
+        lock.lock();
+        if (!cause.empty() && !over) {
+          over = true;  // nothing more is added or looked at
+          entries.clear();
+          lock.unlock();
+          return fail(std::move(cause));
+        }
+        if (!complete) break;
+        std::erase_if(entries, [&](const Entry& each) { return each.work == entry->work; });
+      }
+    }
+  }
+};
+
+DeviceWatch::DeviceWatch(c10::Device device, std::function<void(std::string cause)> fail)
+    : state_(new State{device, std::move(fail), {}, {}, {}, false, false}) {}
+
+DeviceWatch::~DeviceWatch() {
+  std::lock_guard lock(state_->mutex);
+  state_->over = true;
+  state_->entries.clear();
+  state_->condition.notify_all();
 }
 
 void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clock::time_point begun,
                       Clock::time_point deadline) {
-  std::lock_guard lock(mutex_);
-  if (over_) return;
-  entries_.push_back({std::move(work), std::move(what), begun, deadline});
-  if (!thread_.joinable()) thread_ = std::thread([this] { look(); });
-}
-
-std::string DeviceWatch::trouble(const Entry& entry, bool& complete) {
-  try {
-    complete = entry.work->isCompleted();
-    if (complete) {
-      if (const auto error = entry.work->exception()) std::rethrow_exception(error);
-      return {};
-    }
-  } catch (const std::exception& error) {
-    return fmt::format("{} failed on the device: {}", entry.what, plain_text(error));
-  }
-  if (Clock::now() < entry.deadline) return {};
-  return fmt::format("{} was not complete on the device within {:.3f} s, its deadline", entry.what,
-                     std::chrono::duration<double>(Clock::now() - entry.begun).count());
-}
-
-void DeviceWatch::look() {
-  std::unique_lock lock(mutex_);
-  while (!over_) {
-    condition_.wait_for(lock, kLook, [this] { return over_; });
-    while (!over_ && !entries_.empty()) {
-      const auto entry = entries_.front();  // a copy: asking takes a lock of the engine's
-      lock.unlock();
-      bool complete = false;
-      auto cause = trouble(entry, complete);
-      lock.lock();
-      if (!cause.empty()) {
-        over_ = true;  // nothing more is added or looked at
-        entries_.clear();
-        lock.unlock();
-        return fail_(std::move(cause));
-      }
-      if (!complete) break;
-      entries_.pop_front();
-    }
-  }
+  std::lock_guard lock(state_->mutex);
+  if (state_->over) return;
+  state_->entries.push_back({std::move(work), std::move(what), begun, deadline});
+  if (!std::exchange(state_->started, true)) std::thread([state = state_] { state->look(); }).detach();
 }
 
 }  // namespace lockstep::detail

@@ -3,13 +3,11 @@
 // engine's work here, and a thread looks whether it is done in time.
 #pragma once
 
-#include <condition_variable>
-#include <deque>
 #include <functional>
-#include <mutex>
+#include <memory>
 #include <string>
-#include <thread>
 
+#include <c10/core/Device.h>
 #include <lockstep/base/awake_clock.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -18,8 +16,8 @@ namespace lockstep::detail {
 class DeviceWatch {
  public:
   using Clock = AwakeClock;
-  // fail(cause) is called once, by the watch's thread.
-  explicit DeviceWatch(std::function<void(std::string cause)> fail) : fail_(std::move(fail)) {}
+  // fail(cause) is called at most once, by the watch's thread, and possibly after the watch is gone.
+  DeviceWatch(c10::Device device, std::function<void(std::string cause)> fail);
   ~DeviceWatch();  // waits for no device
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
@@ -29,21 +27,8 @@ class DeviceWatch {
            Clock::time_point deadline);
 
  private:
-  struct Entry {
-    c10::intrusive_ptr<c10d::Work> work;
-    std::string what;
-    Clock::time_point begun, deadline;
-  };
-  void look();
-  // What is wrong with the oldest; empty: nothing.
-  static std::string trouble(const Entry& entry, bool& complete);
-
-  const std::function<void(std::string)> fail_;
-  std::mutex mutex_;
-  std::condition_variable condition_;
-  std::deque<Entry> entries_;
-  bool over_ = false;
-  std::thread thread_;  // from the first work on
+  struct State;
+  const std::shared_ptr<State> state_;
 };
 
 }  // namespace lockstep::detail

@@ -132,10 +132,13 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   call.size = size();
   call.sequence = point_to_point(call.operation) ? messages_ : collectives_;
   check_usable(call);
-  ++(point_to_point(call.operation) ? messages_ : collectives_);
-
   auto engine = transport(device.type());
   if (!engine) throw gone();  // closed since
+  if (!engine->traits().captures && engine->capturing())
+    throw ConfigError(fmt::format("{} over {} cannot be captured in a CUDA graph: over nccl it can",
+                                  lockstep::name(call.operation), engine->backend().getBackendName()));
+  ++(point_to_point(call.operation) ? messages_ : collectives_);
+
   auto pending = std::make_shared<Pending>(shared_from_this(), engine, std::move(call), limit);
   pending->by_messages = point_to_point(pending->call().operation);
   pending->record = note_begin(*pending);
@@ -273,9 +276,10 @@ void GroupState::watch_device(c10::intrusive_ptr<c10d::Work> work, const Call& c
   std::lock_guard lock(state_mutex_);
   if (closed_ || verdict_) return;
   if (!device_watch_)
-    device_watch_ = std::make_unique<DeviceWatch>([this](std::string cause) {
-      fail({std::move(cause), std::nullopt});
-    });
+    device_watch_ =
+        std::make_unique<DeviceWatch>(world_->device(), [group = weak_from_this()](std::string cause) {
+          if (const auto still = group.lock()) still->fail({std::move(cause), std::nullopt});
+        });
   device_watch_->add(std::move(work), std::move(what), begun, deadline);
 }
 
@@ -312,14 +316,13 @@ void GroupState::close(bool in_order) noexcept {
       }
     }
   if (!in_order) fail({"this rank is leaving", std::nullopt});
+  std::unique_ptr<DeviceWatch> watch;  // goes after the engines
   Transports engines;
-  std::unique_ptr<DeviceWatch> watch;
   {
     std::lock_guard lock(state_mutex_);
     engines.swap(transports_);
     watch.swap(device_watch_);
   }
-  watch.reset();  // its works are the engines'
   // Others see by themselves that our connections end, and must know that it is in order.
   const bool looked_at = std::any_of(engines.begin(), engines.end(),
                                      [](const auto& each) { return !each.second->traits().wakes_waiters; });

@@ -186,7 +186,8 @@ void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
   const auto traits = transport_->traits();
   if (!traits.blocks_host) {
     work.wait();  // with a limit NCCL would hold the program, not the stream
-    group_->watch_device(c10::intrusive_ptr<c10d::Work>::reclaim_copy(&work), call(), start_, deadline_);
+    if (!transport_->capturing())
+      group_->watch_device(c10::intrusive_ptr<c10d::Work>::reclaim_copy(&work), call(), start_, deadline_);
   } else if (traits.wakes_waiters || work.isCompleted()) {
     wait_in_engine(work, deadline);
   } else if (by_messages) {

@@ -29,6 +29,7 @@ class Transport {
     bool keeps_inputs = false;        // reduce leaves the tensors of ranks other than the root alone
     bool wakes_waiters = true;        // interrupt() ends every wait() of its works; else Group's own waits do
     bool blocks_host = true;          // wait() returns when the data is there (not: when a stream will wait)
+    bool captures = false;            // what it does can be recorded in a CUDA graph
   };
 
   virtual ~Transport() = default;
@@ -39,6 +40,8 @@ class Transport {
   // Ends every wait inside the engine, now and later, with an error. Any thread, any number of times.
   // The engine is of no use afterwards, and destroying it does not wait for peers.
   virtual void interrupt(const std::string& cause) noexcept = 0;
+  // The current stream is being recorded for a CUDA graph: what is issued runs later, any number of times.
+  virtual bool capturing() const { return false; }
   // Where collectives may be given as parts, without c10d; null elsewhere.
   virtual PartEngine* parts() { return nullptr; }
   // Of a part that failed: peers may still read or write them.

@@ -27,11 +27,11 @@ class WorldState;
 class Profiler;
 
 struct WorldOptions {
-  // "auto", or one for the CPU: "shm", "gloo", "mpi", "shm+gloo", "shm+mpi"; "nccl" or "cuda_ipc" for CUDA; or
-  // by device: "cpu:gloo,cuda:nccl". Those with a plus are shared memory inside a host and the other between
-  // hosts. Unset: LOCKSTEP_BACKEND, else auto: for CUDA nccl where each rank has a GPU, cuda_ipc where ranks of
-  // one host share them; for the CPU shm in groups whose ranks are all on one host, shm+gloo in the others.
-  // Group::backend() tells which it is.
+  // "auto", or one for the CPU: "shm", "gloo", "mpi", "shm+gloo", "shm+mpi"; "nccl" or "cuda_ipc" for CUDA;
+  // or by device: "cpu:gloo,cuda:nccl". Those with a plus are shared memory inside a host and the other
+  // between hosts. Unset: LOCKSTEP_BACKEND, else auto: for CUDA nccl where each rank has a GPU, cuda_ipc
+  // where ranks of one host share them; for the CPU shm in groups whose ranks are all on one host, shm+gloo
+  // in the others. Group::backend() tells which it is.
   std::string backend = {};
   // The deadline of each operation. Unset: LOCKSTEP_TIMEOUT, else 30 minutes.
   Timeout timeout = {};

@@ -9,7 +9,14 @@ namespace lockstep::kernels {
 bool available() {
   static const bool found = [] {
     int devices = 0;
-    return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess) return false;
+    for (int device = 0; device < devices; ++device) {
+      int major = 0, minor = 0;
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+      if (10 * major + minor < LOCKSTEP_LEAST_CUDA_ARCHITECTURE) return false;
+    }
+    return devices > 0;
   }();
   return found;
 }

@@ -9,11 +9,11 @@ constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr std::size_t kCacheBytes = 112 * 1024;  // two blocks on a multiprocessor of 228 KiB
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Without what exp2f does for the smallest numbers, which are nothing beside a sum of at least 1.
-__device__ inline float power_of_2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+// exp(x - from), in the precision of T; from2 is from in powers of two.
+template <typename T>
+__device__ inline float exp_from(float x, float from, float from2) {
+  if constexpr (sizeof(T) == 4) return power_of_2((x - from) * kLog2E);
+  return power_of_2(fmaf(x, kLog2E, -from2));
 }
 
 template <typename Combine>
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
     float v[8];
     load8(source + at, v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) total += power_of_2(fmaf(v[i], kLog2E, -base));
+    for (int i = 0; i < 8; ++i) total += exp_from<T>(v[i], largest, base);
   }
   total = block_combine(total, shared, add);
   const float log_sum = largest + logf(total);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
     load8(source + at, v);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      v[i] = power_of_2(fmaf(v[i], kLog2E, -bottom)) * scale;
+      v[i] = exp_from<T>(v[i], log_sum, bottom) * scale;
       if constexpr (kSmooth) v[i] -= everywhere;
     }
     store8(gradient + at, v);
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
   // The thread that wrote the target's place mends it.
   if (threadIdx.x == target / 8 % kThreads)
     gradient[target] =
-        from_float<T>(power_of_2(fmaf(wanted, kLog2E, -bottom)) * scale - everywhere - (1 - smooth) * scale);
+        from_float<T>(exp_from<T>(wanted, log_sum, bottom) * scale - everywhere - (1 - smooth) * scale);
 }
 
 template <typename T>
@@ -123,15 +123,28 @@ __global__ void scale_all(const float* in, std::int64_t count, const float* scal
   }
 }
 
+constexpr std::size_t kPlainShared =
+    47 * 1024;  // what a kernel may have without being asked for, less its own
+
+// What a block can have of this device.
+std::size_t most_shared_bytes() {
+  int device = 0, bytes = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+    return kPlainShared;
+  return static_cast<std::size_t>(bytes) - 1024;
+}
+
 }  // namespace
 
 void cross_entropy(const CrossEntropy& entropy, Stream stream) {
   const auto blocks = static_cast<unsigned>(entropy.rows);
   with_type(entropy.number, [&]<typename T>(T) {
     const auto bytes = static_cast<std::size_t>(entropy.classes) * sizeof(T);
-    const bool cached = bytes <= kCacheBytes;
+    const bool cached = bytes <= std::min(kCacheBytes, most_shared_bytes());
     const auto launch = [&](auto* kernel) {
-      if (cached) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCacheBytes);
+      if (cached && bytes > kPlainShared)
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
       kernel<<<blocks, kThreads, cached ? bytes : 0, of(stream)>>>(entropy);
     };
     if (entropy.label_smoothing > 0)

@@ -71,6 +71,13 @@ __device__ inline float warp_max(float x) {
   return x;
 }
 
+// Without what exp2f does for the smallest numbers.
+__device__ inline float power_of_2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Calls a template with the type that the number names.
 template <typename Body>
 void with_type(Number number, Body&& body) {

@@ -13,6 +13,7 @@ namespace lockstep::kernels {
 enum class Number : std::uint8_t { float32, bfloat16, float16 };
 using Stream = void*;  // a cudaStream_t
 
+// There is a GPU, and they were compiled for every GPU that there is.
 bool available();
 
 // Columns are taken 8 at a time: their number must be a multiple of it, and rows must lie on 16 bytes.

@@ -29,7 +29,11 @@ Heads heads_of(const at::Tensor& qkv, std::int64_t heads) {
 }
 
 // [batch, heads, length, size] to [batch, length, heads * size], and back.
-at::Tensor joined(const at::Tensor& seen) { return seen.transpose(1, 2).flatten(2); }
+at::Tensor joined(const at::Tensor& seen) {
+  const auto rows = seen.transpose(1, 2).contiguous();
+  // No view to autograd: it may be changed in place.
+  return at::_unsafe_view(rows, {rows.size(0), rows.size(1), rows.size(2) * rows.size(3)});
+}
 
 // cuDNN's kernels are the fastest, but whether they take a shape is known only by asking.
 bool cudnn_refused(const at::Tensor& q) {
@@ -39,9 +43,17 @@ bool cudnn_refused(const at::Tensor& q) {
   const auto [found, is_new] = known.try_emplace({q.get_device(), q.scalar_type(), q.size(3)}, false);
   if (is_new) {
     try {
+      at::NoGradGuard no_grad;
       const auto small = at::zeros({1, 1, 64, q.size(3)}, q.options());
-      at::_scaled_dot_product_cudnn_attention(small, small, small, {}, /*compute_log_sumexp=*/true, 0.0,
-                                              /*is_causal=*/true);
+      const auto [out, log_sums, cum_q, cum_k, max_q, max_k, seed, offset, debug] =
+          at::_scaled_dot_product_cudnn_attention(small, small, small, {}, /*compute_log_sumexp=*/true, 0.0,
+                                                  /*is_causal=*/true);
+      at::_scaled_dot_product_cudnn_attention_backward_symint(small, small, small, small, out, log_sums, seed,
+                                                              offset, {}, cum_q, cum_k, max_q, max_k, 0.0,
+                                                              /*is_causal=*/true);
+    } catch (const c10::OutOfMemoryError&) {
+      known.erase(found);  // which says nothing of the kernel
+      throw;
     } catch (const std::exception& error) {
       lockstep::detail::log(LogLevel::info, "nn::attention: cuDNN does not serve heads of {}: {}", q.size(3),
                             std::string_view(error.what()).substr(0, 200));
@@ -52,10 +64,14 @@ bool cudnn_refused(const at::Tensor& q) {
 }
 
 SDPBackend choose(const Heads& h, const AttentionOptions& options) {
+  // Other sizes are padded by scaled_dot_product_attention itself.
+  if (h.q.size(3) % 8 != 0) return SDPBackend::math;
   const auto choice =
       static_cast<SDPBackend>(at::_fused_sdp_choice(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale));
-  if (choice == SDPBackend::flash_attention && at::globalContext().userEnabledCuDNNSDP() &&
-      !cudnn_refused(h.q))
+  // What LibTorch, too, asks before it takes cuDNN's.
+  const auto& context = at::globalContext();
+  if (choice == SDPBackend::flash_attention && context.userEnabledCuDNNSDP() &&
+      !context.deterministicAlgorithms() && h.q.size(2) > 1 && !cudnn_refused(h.q))
     return SDPBackend::cudnn_attention;
   return choice;
 }
@@ -148,7 +164,7 @@ at::Tensor attention(const at::Tensor& qkv, const AttentionOptions& options) {
         options.heads));
   if (detail::has_kernel(qkv) && detail::alike({&qkv})) {
     const c10::DeviceGuard device(qkv.device());
-    const auto dense = qkv.contiguous();
+    const auto dense = detail::dense(qkv);
     const auto choice = choose(heads_of(dense, options.heads), options);
     const bool cudnn = choice == SDPBackend::cudnn_attention;
     if (cudnn || choice == SDPBackend::flash_attention)

@@ -44,7 +44,7 @@ class FusedCrossEntropy : public torch::autograd::Function<FusedCrossEntropy> {
     context->save_for_backward({logits, targets, scale});
     context->saved_data["ignore_index"] = ignore_index;
     context->saved_data["smoothing"] = smoothing;
-    return losses.sum().mul_(scale);
+    return losses.sum().mul_(scale).to(logits.scalar_type());
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -86,15 +86,16 @@ class FusedLinearCrossEntropy : public torch::autograd::Function<FusedLinearCros
       const auto count = std::min(step, rows - row);
       const auto some = hidden.narrow(0, row, count);
       const auto logits = at::mm(some, weight.t());
+      // Not scaled yet: in float16 a row's share of the mean would be nothing.
       entropy(logits, targets.narrow(0, row, count), ignore_index, smoothing, losses.narrow(0, row, count),
-              of_hidden || of_weight ? logits : at::Tensor(), scale);
+              of_hidden || of_weight ? logits : at::Tensor(), {});
       if (of_hidden) {
         auto out = hidden_gradient.narrow(0, row, count);
         at::mm_out(out, logits, weight);
       }
       if (of_weight) add_product(weight_gradient, row == 0, logits, some);
     }
-    context->save_for_backward({hidden_gradient, weight_gradient});
+    context->save_for_backward({hidden_gradient, weight_gradient, scale});
     context->saved_data["type"] = weight.scalar_type();
     return losses.sum().mul_(scale);
   }
@@ -102,7 +103,7 @@ class FusedLinearCrossEntropy : public torch::autograd::Function<FusedLinearCros
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     detail::refuse_second_derivative("nn::linear_cross_entropy");
     const auto saved = context->get_saved_variables();
-    const auto& factor = gradients[0];
+    const auto factor = gradients[0].mul(saved[2]);
     at::Tensor of_hidden, of_weight;
     const c10::DeviceGuard device(factor.device());
     if (saved[0].defined() && context->needs_input_grad(0)) of_hidden = saved[0].mul(factor);
@@ -146,10 +147,11 @@ at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& targets,
   check(logits, targets, options);
   const auto rows = logits.reshape({-1, logits.size(-1)});
   const auto flat = targets.reshape({-1});
-  if (!detail::has_kernel(rows) || !flat.is_cuda() || rows.size(1) % kernels::kColumnStep != 0)
+  if (!detail::has_kernel(rows) || !detail::alike({&rows}) || flat.device() != rows.device() ||
+      rows.size(1) % kernels::kColumnStep != 0)
     return plain(rows, flat, options);
   const c10::DeviceGuard device(rows.device());
-  return FusedCrossEntropy::apply(rows.contiguous(), flat.contiguous(), options.ignore_index,
+  return FusedCrossEntropy::apply(detail::dense(rows), flat.contiguous(), options.ignore_index,
                                   options.label_smoothing, options.mean);
 }
 
@@ -161,9 +163,11 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
                                   shape_text(hidden), shape_text(weight), hidden.size(-1)));
   const auto rows = hidden.reshape({-1, hidden.size(-1)});
   const auto flat = targets.reshape({-1});
-  if (!detail::has_kernel(rows) || !flat.is_cuda() || !detail::alike({&rows, &weight}) ||
-      weight.size(0) % kernels::kColumnStep != 0 || weight.numel() % kernels::kColumnStep != 0)
-    return plain(at::linear(rows, weight), flat, options);
+  if (!detail::has_kernel(rows) || flat.device() != rows.device() || !detail::alike({&rows, &weight}) ||
+      weight.size(0) == 0 || weight.size(0) % kernels::kColumnStep != 0 ||
+      weight.numel() % kernels::kColumnStep != 0)
+    return plain(at::linear(rows, weight), flat, options)
+        .to(at::promote_types(rows.scalar_type(), at::kFloat));
   const c10::DeviceGuard device(rows.device());
   const bool grads = at::GradMode::is_enabled();
   return FusedLinearCrossEntropy::apply(rows.contiguous(), weight.contiguous(), flat.contiguous(),

@@ -14,8 +14,17 @@ namespace lockstep::nn::detail {
 
 inline bool has_kernel(const at::Tensor& tensor) {
   const auto type = tensor.scalar_type();
-  return kernels::available() && tensor.is_cuda() && tensor.layout() == at::kStrided && tensor.numel() > 0 &&
-         (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf);
+  return tensor.is_cuda() && kernels::available() && tensor.layout() == at::kStrided && tensor.numel() > 0 &&
+         !tensor.is_neg() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf);
+}
+
+// Kernels take 16 bytes at a time.
+inline bool is_dense(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+// Itself, or a copy that is.
+inline at::Tensor dense(const at::Tensor& tensor) {
+  return is_dense(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
 // On one device, of one type, and with autocast not about to choose another; undefined ones do not count.

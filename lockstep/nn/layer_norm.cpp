@@ -18,8 +18,8 @@ class FusedLayerNorm : public torch::autograd::Function<FusedLayerNorm> {
                                const std::optional<at::Tensor>& given_residual,
                                const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
                                double eps, std::int64_t columns) {
-    const auto x = given_x.contiguous();
-    const auto residual = given_residual ? given_residual->contiguous() : at::Tensor();
+    const auto x = detail::dense(given_x);
+    const auto residual = given_residual ? detail::dense(*given_residual) : at::Tensor();
     const auto rows = x.numel() / columns;
     const auto sum = residual.defined() ? at::empty_like(x) : x;
     auto out = at::empty_like(x);
@@ -56,8 +56,8 @@ class FusedLayerNorm : public torch::autograd::Function<FusedLayerNorm> {
       const auto &sum = saved[0], &weight = saved[3];
       const c10::DeviceGuard device(sum.device());
       const auto columns = context->saved_data["columns"].toInt(), rows = sum.numel() / columns;
-      const auto dout = through.contiguous();
-      const auto dsum = along.defined() ? along.contiguous() : at::Tensor();
+      const auto dout = detail::dense(through);
+      const auto dsum = along.defined() ? detail::dense(along) : at::Tensor();
       of_x = at::empty_like(sum);
       if (weight.defined()) of_weight = at::empty_like(weight), of_bias = at::empty_like(weight);
       const auto scratch = detail::scratch_of(sum, kernels::layer_norm_scratch(rows, columns));
@@ -84,12 +84,17 @@ std::int64_t columns_of(const std::vector<std::int64_t>& shape) {
   return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
 }
 
+bool is_whole(const at::Tensor& parameter, at::IntArrayRef shape) {
+  return !parameter.defined() || (parameter.sizes() == shape && detail::is_dense(parameter));
+}
+
 bool use_kernels(const LayerNormImpl& norm, const at::Tensor& input, const at::Tensor& residual) {
   const auto& shape = norm.options.normalized_shape();
   const auto columns = columns_of(shape);
   return input.defined() && detail::has_kernel(input) &&
          detail::alike({&input, &residual, &norm.weight, &norm.bias}) &&
-         norm.weight.defined() == norm.bias.defined() && columns % kernels::kColumnStep == 0 &&
+         norm.weight.defined() == norm.bias.defined() && is_whole(norm.weight, shape) &&
+         is_whole(norm.bias, shape) && columns > 0 && columns % kernels::kColumnStep == 0 &&
          columns <= kernels::kMostNormColumns && input.dim() >= static_cast<std::int64_t>(shape.size()) &&
          input.sizes().slice(input.sizes().size() - shape.size()) == at::IntArrayRef(shape) &&
          (!residual.defined() || residual.sizes() == input.sizes());

@@ -23,19 +23,22 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
       kernels::gelu(detail::number_of(before), before.const_data_ptr(), before.numel(),
                     after.mutable_data_ptr(), detail::stream_of(before));
     }
-    context->save_for_backward({input, weight, gelu ? before : at::Tensor()});
+    // A weight that is not trained does not keep what went in.
+    context->save_for_backward(
+        {weight.requires_grad() ? input : at::Tensor(), weight, gelu ? before : at::Tensor()});
     context->saved_data["bias"] = bias.has_value();
     auto sizes = input.sizes().vec();
+    context->saved_data["sizes"] = sizes;
     sizes.back() = weight.size(0);
-    return after.view(sizes);
+    return at::_unsafe_view(after, sizes);  // no view to autograd: it may be changed in place
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    detail::refuse_second_derivative("nn::Linear");
     const auto saved = context->get_saved_variables();
     const auto &input = saved[0], &weight = saved[1], &before = saved[2];
+    if (before.defined()) detail::refuse_second_derivative("nn::LinearGELU");
     const auto columns = weight.size(0);
-    auto gradient = gradients[0].reshape({-1, columns}).contiguous();
+    auto gradient = detail::dense(gradients[0].reshape({-1, columns}));
     const c10::DeviceGuard device(gradient.device());
     const auto stream = detail::stream_of(gradient);
     const auto number = detail::number_of(gradient);
@@ -50,12 +53,15 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
                              columns, inner.mutable_data_ptr(), detail::mutable_data(bias),
                              scratch.mutable_data_ptr<float>(), stream);
       gradient = std::move(inner);
+    } else if (wants_bias && at::GradMode::is_enabled()) {
+      bias = gradient.sum(0);  // of which there may be another derivative
     } else if (wants_bias) {
       kernels::column_sums(number, gradient.const_data_ptr(), gradient.size(0), columns,
                            bias.mutable_data_ptr(), scratch.mutable_data_ptr<float>(), stream);
     }
     at::Tensor of_input, of_weight;
-    if (context->needs_input_grad(0)) of_input = at::mm(gradient, weight).view(input.sizes());
+    if (context->needs_input_grad(0))
+      of_input = at::mm(gradient, weight).view(context->saved_data["sizes"].toIntVector());
     if (context->needs_input_grad(1)) of_weight = at::mm(gradient.t(), input.reshape({-1, weight.size(1)}));
     return {of_input, of_weight, bias, at::Tensor()};
   }
@@ -63,7 +69,7 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
 
 bool use_kernels(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias) {
   return input.defined() && detail::has_kernel(input) && detail::alike({&input, &weight, &bias}) &&
-         weight.dim() == 2 && input.dim() >= 1 && input.size(-1) == weight.size(1) &&
+         weight.dim() == 2 && input.dim() >= 1 && input.size(-1) == weight.size(1) && weight.size(0) > 0 &&
          weight.size(0) % kernels::kColumnStep == 0 && (!bias.defined() || bias.is_contiguous());
 }
 

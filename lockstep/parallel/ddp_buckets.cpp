@@ -10,9 +10,9 @@
 #include <lockstep/base/error.h>
 #include <lockstep/base/span.h>
 #include <lockstep/comm/cpu_memory.h>
-#include <lockstep/parallel/ddp_flat_views.h>
 #include <lockstep/parallel/ddp_reducer.h>
 #include <lockstep/parallel/ddp_shards.h>
+#include <lockstep/parallel/flat_views.h>
 
 namespace lockstep::detail {
 namespace {
@@ -232,7 +232,10 @@ void DdpReducer::fill(Param& param, std::size_t holders) {
         "the gradient of parameter '{}' is sparse, and was dense or missing in the first step", param.name));
   if (grad.const_data_ptr() == param.view.const_data_ptr() && grad.strides() == param.view.strides()) return;
   // On a device one kernel moves all of a bucket's, when it is full.
-  if (!param.view.is_cpu()) return buckets_[*param.bucket].moving.push_back(&param);
+  if (!param.view.is_cpu()) {
+    buckets_[*param.bucket].moving.emplace_back(&param, grad);
+    return;
+  }
   copy_gradient(param.view, grad);
   grad = param.view;
 }
@@ -240,9 +243,9 @@ void DdpReducer::fill(Param& param, std::size_t holders) {
 void DdpReducer::move(Bucket& bucket) {
   if (bucket.moving.empty()) return;
   std::vector<at::Tensor> to, from;
-  for (const auto* param : bucket.moving) to.push_back(param->view), from.push_back(param->tensor.grad());
+  for (const auto& [param, gradient] : bucket.moving) to.push_back(param->view), from.push_back(gradient);
   at::_foreach_copy_(to, from, /*non_blocking=*/true);
-  for (auto* param : bucket.moving) param->tensor.mutable_grad() = param->view;
+  for (const auto& [param, gradient] : bucket.moving) param->tensor.mutable_grad() = param->view;
   bucket.moving.clear();
 }
 

@@ -6,7 +6,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/parallel/ddp_flat_views.h>
+#include <lockstep/parallel/flat_views.h>
 
 namespace lockstep {
 namespace {

@@ -79,7 +79,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::int64_t elements = 0;
     std::optional<Work> work = {};
     std::function<void()> complete = {};
-    std::vector<Param*> moving = {};  // their gradients are not in it yet
+    std::vector<std::pair<Param*, at::Tensor>> moving = {};  // gradients that are not in it yet
   };
   // What ranks tell one another at the start of a round, inside join().
   struct Announcement {

@@ -7,7 +7,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
 #include <lockstep/comm/cpu_memory.h>
-#include <lockstep/parallel/ddp_flat_views.h>
+#include <lockstep/parallel/flat_views.h>
 
 namespace lockstep::detail {
 namespace {

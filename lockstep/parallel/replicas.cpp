@@ -8,7 +8,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
-#include <lockstep/parallel/ddp_flat_views.h>
+#include <lockstep/parallel/flat_views.h>
 
 #define XXH_INLINE_ALL  // nothing to link
 #include <xxhash.h>

@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
-#include <lockstep/parallel/ddp_flat_views.h>
+#include <lockstep/parallel/flat_views.h>
 #include <lockstep/parallel/ddp_reducer.h>
 #include <lockstep/parallel/ddp_shards.h>
 #include <lockstep/parallel/replicas.h>

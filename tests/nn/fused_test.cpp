@@ -7,6 +7,7 @@
 #include <lockstep/nn/linear.h>
 #include <torch/torch.h>
 
+#include <cmath>
 #include <functional>
 
 #include <gmock/gmock.h>
@@ -215,7 +216,7 @@ TEST_P(Fused, linear_cross_entropy_backward_twice_and_without_gradients) {
 TEST_P(Fused, attention_is_libtorchs) {
   for (const bool causal : {true, false})
     for (const std::optional<double> scale : {std::optional<double>(), std::optional<double>(0.3)})
-      for (const std::int64_t size : {64, 16})
+      for (const std::int64_t size : {64, 16, 20})  // 20: LibTorch pads it
         compare(
             {numbers({2, 48, 3 * 4 * size})},
             [&](const Tensors& t) {
@@ -252,11 +253,88 @@ TEST_P(Fused, the_same_bits_twice) {
   }
 }
 
-TEST_P(Fused, no_second_derivative) {
-  if (!cuda()) GTEST_SKIP() << "LibTorch's own on the CPU has one";
-  const auto x = numbers({16, 16}), weight = numbers({16, 16});
-  const auto y = nn::linear(x, weight, {}).pow(2).sum();
-  EXPECT_THROW(torch::autograd::grad({y}, {x}, {}, true, /*create_graph=*/true), std::exception);
+TEST_P(Fused, a_second_derivative_of_linear_and_of_nothing_else) {
+  const auto x = numbers({16, 16}), weight = numbers({16, 16}), bias = numbers({16});
+  const auto second = [&](const auto& layer) {
+    const auto first =
+        torch::autograd::grad({layer(x).pow(3).sum()}, {x, bias}, {}, true, /*create_graph=*/true);
+    return torch::autograd::grad({first[0].pow(2).sum() + first[1].pow(2).sum()}, {weight})[0];
+  };
+  const auto plain = second([&](const Tensor& t) { return at::linear(t, weight, bias); });
+  expect_close(second([&](const Tensor& t) { return nn::linear(t, weight, bias); }), plain,
+               "second derivative");
+  const auto gelu = [&](const Tensor& t) { return nn::linear_gelu(t, weight, bias); };
+  if (cuda()) EXPECT_THROW(second(gelu), std::exception);
+}
+
+TEST_P(Fused, results_can_be_changed_in_place) {
+  for (const bool three : {false, true}) {
+    const auto x = three ? numbers({2, 8, 16}) : numbers({8, 16});
+    const auto weight = numbers({16, 16});
+    nn::linear(x, weight, {}).relu_().sum().backward();
+    nn::linear_gelu(x, weight, {}).add_(1).sum().backward();
+  }
+  const auto qkv = numbers({2, 8, 96});
+  nn::attention(qkv, {.heads = 2}).add_(1).sum().backward();
+  EXPECT_TRUE(qkv.grad().defined());
+}
+
+// Views of one piece of memory, whose rows lie on no 16 bytes.
+TEST_P(Fused, memory_that_is_not_aligned) {
+  const auto odd = [&](at::IntArrayRef sizes) {
+    const auto count = c10::multiply_integers(sizes);
+    return at::randn({count + 1}).to(options()).narrow(0, 1, count).view(sizes).requires_grad_();
+  };
+  nn::LayerNorm norm(torch::nn::LayerNormOptions({64}));
+  compare(
+      {odd({10, 64}), odd({10, 64}), odd({64}), odd({64})},
+      [&](const Tensors& t) {
+        norm->weight = t[2], norm->bias = t[3];
+        return Tensors{norm->add(t[0], t[1]).second};
+      },
+      [&](const Tensors& t) {
+        return Tensors{at::layer_norm((t[0] + t[1]).to(GetParam().type).to(at::kDouble), {64}, t[2], t[3])};
+      });
+  compare(
+      {odd({10, 64}), odd({32, 64}), odd({32})},
+      [](const Tensors& t) { return Tensors{nn::linear_gelu(t[0], t[1], t[2])}; },
+      [](const Tensors& t) { return Tensors{at::gelu(at::linear(t[0], t[1], t[2]), "tanh")}; });
+  const auto logits = odd({10, 64});
+  const auto targets = targets_of(logits, 64);
+  compare(
+      {logits}, [&](const Tensors& t) { return Tensors{nn::cross_entropy(t[0], targets)}; },
+      [&](const Tensors& t) { return Tensors{at::cross_entropy_loss(t[0], targets.cpu())}; });
+  compare(
+      {odd({2, 16, 96})}, [](const Tensors& t) { return Tensors{nn::attention(t[0], {.heads = 2})}; },
+      [](const Tensors& t) {
+        const auto parts = t[0].view({2, 16, 3, 2, 16}).permute({2, 0, 3, 1, 4}).unbind();
+        return Tensors{at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true)
+                           .transpose(1, 2)
+                           .flatten(2)};
+      });
+  // A gradient that lies so.
+  const auto x = numbers({8, 16}), weight = numbers({16, 16}), bias = numbers({16});
+  at::cat({at::ones({1}, options()), nn::linear(x, weight, bias).flatten()}).pow(2).sum().backward();
+  EXPECT_TRUE(at::isfinite(bias.grad()).all().item<bool>());
+}
+
+// What is far below 1 on the left is small, not nothing.
+TEST_P(Fused, gelu_far_on_the_left) {
+  const auto weight = at::eye(8).to(options()), x = at::full({8, 8}, -3.5).to(options());
+  const auto got = nn::linear_gelu(x, weight, {}).cpu().to(at::kDouble)[0][0].item<double>();
+  const auto wanted = at::gelu(at::full({1}, -3.5, at::kDouble), "tanh").item<double>();
+  EXPECT_NEAR(got, wanted, std::abs(wanted) * (GetParam().type == at::kFloat ? 1e-4 : 8e-3));
+}
+
+// Each row's share of a mean over many is below float16's least number: not before the scaler has raised it.
+TEST_P(Fused, linear_cross_entropy_of_many_rows_in_float16) {
+  const auto hidden = (numbers({4096, 16}) * 0.1).detach().requires_grad_(),
+             weight = (numbers({4096, 16}) * 0.1).detach().requires_grad_();
+  const auto targets = targets_of(hidden, 4096);
+  (nn::linear_cross_entropy(hidden, weight, targets) * 1024).backward();
+  auto h = hidden.detach().cpu().to(at::kDouble).requires_grad_(), w = weight.detach().cpu().to(at::kDouble);
+  (at::cross_entropy_loss(at::linear(h, w), targets.cpu()) * 1024).backward();
+  expect_close(hidden.grad(), h.grad(), "hidden");
 }
 
 TEST_P(Fused, targets_that_are_no_class) {

@@ -5,7 +5,9 @@
 #include <thread>
 
 #include <ATen/ATen.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
@@ -84,6 +86,7 @@ class DeviceWork final : public LaneWork<Engine> {
 
   bool isCompleted() override {
     if (!c10d::Work::isCompleted()) return false;
+    const OnDevice here(order_->device);
     return this->exception() || cuda_ipc::is_done(cudaEventQuery(order_->done));
   }
   void synchronize() override {
@@ -103,6 +106,7 @@ class CudaIpcBackend final : public PartBackend {
  public:
   explicit CudaIpcBackend(const TransportContext& context)
       : PartBackend(context.rank, context.size()), device_(context.device_index), timeout_(context.timeout) {
+    cuda_ipc::Arena::make_room = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
     auto options = shm_options(context);
     ShmPlace place(*context.store, context.rank, context.size(), options);
     auto& meeting = place.engine->meeting();
@@ -209,6 +213,9 @@ class CudaIpcTransport final : public PartTransport<CudaIpcBackend> {
  public:
   using PartTransport::PartTransport;
   std::string absent(std::uint64_t /*sequence*/) override { return own().absent(); }
+  bool capturing() const override {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
 };
 
 }  // namespace

@@ -90,7 +90,7 @@ void check(cudaError_t status, const char* what) {
   throw Error(fmt::format("{}: {} ({})", what, cudaGetErrorString(status), cudaGetErrorName(status)));
 }
 
-OnDevice::OnDevice(int device) {
+OnDevice::OnDevice(int device) : device_(device) {
   check(cudaGetDevice(&before_), "the current device cannot be told");
   if (before_ != device) check(cudaSetDevice(device), "the device cannot be used");
 }
@@ -194,11 +194,17 @@ void Arena::grow(std::size_t bytes) {
   const auto size = std::max(memory::round_up(bytes, kPage), kLeastPiece);
   void* memory = nullptr;
   const auto what = fmt::format("{} MiB of CUDA memory for other ranks to open cannot be had", size >> 20);
-  check(cudaMalloc(&memory, size), what.c_str());
+  auto status = cudaMalloc(&memory, size);
+  if (status == cudaErrorMemoryAllocation && make_room) {
+    cudaGetLastError();  // it has been seen to
+    make_room();
+    status = cudaMalloc(&memory, size);
+  }
+  check(status, what.c_str());
   cudaIpcMemHandle_t handle;
-  if (const auto status = cudaIpcGetMemHandle(&handle, memory); status != cudaSuccess) {
+  if (const auto shown = cudaIpcGetMemHandle(&handle, memory); shown != cudaSuccess) {
     cudaFree(memory);
-    check(status, "CUDA memory cannot be shown to other processes");
+    check(shown, "CUDA memory cannot be shown to other processes");
   }
   pieces_[static_cast<char*>(memory)] = {size, as_bytes(handle)};
   heap_.add({static_cast<char*>(memory), size});

@@ -31,11 +31,15 @@ bool is_done(cudaError_t asked);
 class OnDevice {
  public:
   explicit OnDevice(int device);
-  ~OnDevice() { cudaSetDevice(before_); }
+  // Setting a device makes a context on it: not where it was the same anyway.
+  ~OnDevice() {
+    if (before_ != device_) cudaSetDevice(before_);
+  }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
+  const int device_;
   int before_ = 0;
 };
 
@@ -89,6 +93,8 @@ class Track {
 class Arena {
  public:
   static Arena& of(int device);
+  // Gives back what others keep for later, when there is no memory left; or null.
+  static inline void (*make_room)() = nullptr;
 
   // For use on the stream; after free() it is given out again when what lies on the stream then is done.
   char* allocate(std::size_t bytes, cudaStream_t stream);

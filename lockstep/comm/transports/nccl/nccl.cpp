@@ -4,6 +4,7 @@
 #include <thread>
 
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
@@ -42,7 +43,12 @@ class NcclTransport final : public Transport {
     if (!interrupted_) backend_->shutdown();
   }
 
-  Traits traits() const override { return {.avg = true, .keeps_inputs = true, .blocks_host = false}; }
+  Traits traits() const override {
+    return {.avg = true, .keeps_inputs = true, .blocks_host = false, .captures = true};
+  }
+  bool capturing() const override {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
   c10d::Backend& backend() override { return *backend_; }
 
   bool reduces(Dtype dtype, ReduceOp op) const override {
