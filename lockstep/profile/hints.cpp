@@ -66,6 +66,19 @@ std::string about_communication(const Summary& summary, double ms) {
                      : ": start it earlier and wait for it later, or send less often");
 }
 
+// A host that runs ahead of its device waits for it, in the driver: that costs nothing.
+bool device_is_busy(const Summary& summary) {
+  const auto& all = summary.overall;
+  return all.device && all.device->busy_ms > 0.8 * all.step_mean;
+}
+
+std::string about_device(const Summary& summary, double ms) {
+  return fmt::format(
+      "{} a step the device has nothing to do: the host comes too late with its work; StepGraph gives it a "
+      "whole step at once, and larger batches have more for it to do",
+      of_a_step(ms, summary));
+}
+
 }  // namespace
 
 std::vector<std::string> hints_for(const Summary& summary) {
@@ -79,11 +92,15 @@ std::vector<std::string> hints_for(const Summary& summary) {
   if (summary.slowest_rank >= 0 && 2 * summary.slowest_times > summary.num_steps)
     consider(summary.overall.waiting_ms, about_slowest);
   consider(parts.communication - summary.overall.waiting_ms, about_communication);
-  consider(parts.idle, [](const Summary& s, double ms) {
-    return fmt::format(
-        "{} a step the main thread sleeps outside of operators: it waits for a lock, a file or a timer there",
-        of_a_step(ms, s));
-  });
+  const bool busy = device_is_busy(summary);
+  if (!busy)
+    consider(parts.idle, [](const Summary& s, double ms) {
+      return fmt::format(
+          "{} a step the main thread sleeps outside of operators: it waits for a lock, a file or a timer "
+          "there",
+          of_a_step(ms, s));
+    });
+  if (!busy && summary.overall.device) consider(step - summary.overall.device->busy_ms, about_device);
   if (summary.ranks > 1 && parts.optimizer > 0.15 * step)
     consider(parts.optimizer, [](const Summary& s, double ms) {
       return fmt::format(
@@ -91,7 +108,7 @@ std::vector<std::string> hints_for(const Summary& summary) {
           "share",
           of_a_step(ms, s));
     });
-  if (parts.code > 0.15 * step)
+  if (!busy && parts.code > 0.15 * step)
     consider(parts.code, [](const Summary& s, double ms) {
       return fmt::format(
           "{} a step are the program's own code between operators: larger batches have less of it",

@@ -184,6 +184,19 @@ TEST(DeviceSummary, busy_time_kernels_and_exposed_communication) {
   EXPECT_THAT(text_of(summarize({made()})), Not(HasSubstr("kernel")));
 }
 
+TEST(DeviceSummary, a_host_that_waits_for_a_busy_device_is_no_trouble) {
+  Summary summary;
+  summary.overall.step_mean = 100;
+  summary.overall.parts.idle = 60;
+  summary.overall.parts.code = 20;
+  EXPECT_THAT(hints_for(summary), SizeIs(2));
+  summary.overall.device.emplace();
+  summary.overall.device->busy_ms = 97;
+  EXPECT_THAT(hints_for(summary), SizeIs(0));
+  summary.overall.device->busy_ms = 30;
+  EXPECT_THAT(hints_for(summary)[0], HasSubstr("70 ms of 100 ms a step the device has nothing to do"));
+}
+
 TEST(DeviceSummary, knows_nccl_by_its_kernels) {
   EXPECT_TRUE(is_communication("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, ...)"));
   EXPECT_TRUE(is_communication("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"));
