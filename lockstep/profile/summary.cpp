@@ -140,6 +140,13 @@ class RankSteps {
     }
     under_way_ = united(std::move(under_way));
     for_others_ = united(std::move(for_others));
+    Intervals elsewhere;
+    for (const auto& event : profile.events)
+      if (event.thread != profile.main_thread &&
+          profile.names[static_cast<std::size_t>(event.name)].starts_with(
+              "autograd::engine::evaluate_function"))
+        elsewhere.push_back({event.begin, event.end});
+    backward_elsewhere_ = united(std::move(elsewhere));
   }
 
   StepSummary of(const StepOf& step) const {
@@ -149,8 +156,12 @@ class RankSteps {
     summary.begin_ms = milliseconds(profile_.origin + step.begin - zero_);
     summary.ms = milliseconds(step.end - step.begin);
     for (const auto& piece : pieces_) {
-      const auto length = std::min(piece.end, step.end) - std::max(piece.begin, step.begin);
-      if (length > 0) summary.parts.*piece.part += milliseconds(length);
+      const auto begin = std::max(piece.begin, step.begin), end = std::min(piece.end, step.end);
+      if (end <= begin) continue;
+      // Of a model on a device autograd runs backward on a thread of its own, and whoever called it sleeps.
+      const auto computed = piece.part == &Parts::idle ? covered(backward_elsewhere_, begin, end) : 0;
+      summary.parts.compute += milliseconds(computed);
+      summary.parts.*piece.part += milliseconds(end - begin - computed);
     }
     summary.parts.other = std::max(0.0, summary.ms - summary.parts.sum());
     summary.transfer_ms = milliseconds(covered(under_way_, step.begin, step.end));
@@ -194,7 +205,7 @@ class RankSteps {
   const Met& met_;
   const std::int64_t zero_;
   const std::vector<Piece> pieces_;
-  Intervals waits_, under_way_, for_others_;
+  Intervals waits_, under_way_, for_others_, backward_elsewhere_;
 };
 
 double number_in(const RankProfile& profile, const char* what) {

@@ -197,6 +197,29 @@ TEST(DeviceSummary, a_host_that_waits_for_a_busy_device_is_no_trouble) {
   EXPECT_THAT(hints_for(summary)[0], HasSubstr("70 ms of 100 ms a step the device has nothing to do"));
 }
 
+// Backward on autograd's own thread, while the one that called it sleeps.
+TEST(DeviceSummary, backward_on_another_thread_is_computing) {
+  auto profile = made();
+  profile.threads = {"main", "autograd", "loader"};
+  profile.names.push_back("autograd::engine::evaluate_function: AddmmBackward0");
+  profile.names.push_back("aten::stack");
+  const auto event = [](int name, int thread, std::int64_t begin, std::int64_t end, std::int64_t cpu) {
+    return Event{.kind = SpanKind::operation,
+                 .name = name,
+                 .thread = thread,
+                 .begin = begin * kMs,
+                 .end = end * kMs,
+                 .cpu_begin = cpu < 0 ? -1 : cpu * kMs,
+                 .cpu_end = cpu < 0 ? -1 : (cpu + end - begin) * kMs};
+  };
+  // The main thread computes for 10 ms, sleeps for 80, computes for 10.
+  profile.events = {event(1, 0, 0, 10, 0), event(3, 1, 20, 60, -1), event(4, 2, 60, 90, -1),
+                    event(1, 0, 90, 100, 10)};
+  const auto parts = summarize({profile}).overall.parts;
+  EXPECT_DOUBLE_EQ(parts.compute, 10 + 40 + 10);
+  EXPECT_DOUBLE_EQ(parts.idle, 40);  // a loader's thread is none of its business
+}
+
 TEST(DeviceSummary, knows_nccl_by_its_kernels) {
   EXPECT_TRUE(is_communication("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, ...)"));
   EXPECT_TRUE(is_communication("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"));
