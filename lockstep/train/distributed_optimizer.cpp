@@ -10,9 +10,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
-#include <lockstep/parallel/flat_views.h>
 #include <lockstep/parallel/ddp_reducer.h>
 #include <lockstep/parallel/ddp_shards.h>
+#include <lockstep/parallel/flat_views.h>
 #include <lockstep/parallel/replicas.h>
 #include <lockstep/train/group_options.h>
 #include <torch/optim/adam.h>

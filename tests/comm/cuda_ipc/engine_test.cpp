@@ -195,7 +195,8 @@ TEST(CudaIpcEngine, all_reduce_gives_the_trees_bits_in_the_order_of_streams) {
       }
       fake_cuda::synchronize(rank.stream());
       for (int round = 0; round < kRounds; ++round)
-        EXPECT_EQ(results[at(round)], sum_of(shape.ranks, shape.count, round)) << text(shape) << ", round " << round;
+        EXPECT_EQ(results[at(round)], sum_of(shape.ranks, shape.count, round))
+            << text(shape) << ", round " << round;
     });
   }
 }
