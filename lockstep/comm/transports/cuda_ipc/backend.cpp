@@ -185,13 +185,8 @@ class CudaIpcBackend final : public PartBackend {
       return work;
     }
     auto work = prepare(lane_);
-    auto item = std::make_shared<LaneItem>();
-    item->part = std::move(request.part);
-    item->work = work;
-    work->set_item(item);
-    item->start(timeout);
-    const bool soon = request.asynchronous || item->part.call.bytes >= kLarge;
-    lane_->post(std::move(item), soon);
+    const bool soon = request.asynchronous || request.part.call.bytes >= kLarge;
+    post_to(*lane_, work, std::move(request.part), timeout, soon);
     return work;
   }
 

@@ -132,12 +132,7 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
     return work;
   }
   auto work = prepare(lane_);
-  auto item = std::make_shared<LaneItem>();
-  item->part = std::move(request.part);
-  item->work = work;
-  work->set_item(item);
-  item->start(timeout);
-  lane_->post(std::move(item), request.asynchronous);
+  post_to(*lane_, work, std::move(request.part), timeout, request.asynchronous);
   return work;
 }
 

@@ -55,4 +55,15 @@ struct LaneItem final : PartItem {
   }
 };
 
+// Gives a collective to the lane, whose end settles the work.
+inline void post_to(shm::Lane& lane, const c10::intrusive_ptr<LaneWork<shm::Lane>>& work, Part part,
+                    std::chrono::milliseconds timeout, bool soon) {
+  auto item = std::make_shared<LaneItem>();
+  item->part = std::move(part);
+  item->work = work;
+  work->set_item(item);
+  item->start(timeout);
+  lane.post(std::move(item), soon);
+}
+
 }  // namespace lockstep::detail
