@@ -534,6 +534,7 @@ Work Group::recv(at::Tensor tensor, PeerOptions options, Site site) {
 }
 
 Work Group::barrier(GatherAllOptions options, Site site) {
+  state_->refuse_within_coalesce("barrier");
   auto call = describe_call(Operation::barrier, {}, site);
   call.tag = std::move(options.tag);
   const auto device = state_->control_device();

@@ -63,6 +63,7 @@ std::string Group::backend(at::DeviceType device) const {
 }
 
 std::string Group::broadcast_value(std::string_view value, RootOptions options, Site site) {
+  state_->refuse_within_coalesce("broadcast_value");
   const auto device = state_->control_device();
   auto slot = slot_of(rank() == options.root ? value : std::string_view()).to(device);
   broadcast(slot, options, site).wait();
@@ -80,6 +81,7 @@ std::string Group::broadcast_value(std::string_view value, RootOptions options, 
 
 std::vector<std::string> Group::all_gather_values(std::string_view value, GatherAllOptions options,
                                                   Site site) {
+  state_->refuse_within_coalesce("all_gather_values");
   const auto device = state_->control_device();
   const auto bytes = at::TensorOptions(at::kByte).device(device);
   auto slots = at::empty({size() * kSlot}, bytes);

@@ -14,6 +14,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <source_location>
@@ -116,6 +117,18 @@ class Group {
   // From peer, or from any rank with kAnyRank: Work::source() tells which.
   Work recv(at::Tensor tensor, PeerOptions options, Site site = Site::current());
   Work barrier(GatherAllOptions options = {}, Site site = Site::current());
+
+  // What `calls` starts on this group goes to the engine as one. On NCCL that is one launch, in which sends
+  // and receives do not wait for one another; elsewhere each goes by itself. All ranks coalesce the same
+  // calls, and a send in a batch meets a receive in a batch. A Work can be waited for when coalesce has
+  // returned, not before; calls of other threads on this group come after. Not allowed within: barrier,
+  // coalesce, values.
+  //
+  //   group.coalesce([&] {
+  //     works.push_back(group.send(mine, {.peer = next}));
+  //     works.push_back(group.recv(theirs, {.peer = previous}));
+  //   });
+  void coalesce(const std::function<void()>& calls);
 
   // Small values, at once: the root's on every rank; every rank's on every rank.
   std::string broadcast_value(std::string_view value, RootOptions options = {}, Site site = Site::current());

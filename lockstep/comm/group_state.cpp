@@ -124,7 +124,9 @@ at::Device GroupState::control_device() const {
 Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start start) {
   const auto limit = timeout ? checked_timeout(*timeout) : timeout_;
   const Span span(SpanKind::wait, lockstep::name(call.operation), call.bytes);
-  std::unique_lock order(point_to_point(call.operation) ? message_mutex_ : issue_mutex_);
+  const bool batched = coalesces_here();  // and has the mutexes
+  std::unique_lock order(point_to_point(call.operation) ? message_mutex_ : issue_mutex_, std::defer_lock);
+  if (!batched) order.lock();
   reap();
   call.group = name_;
   call.group_key = key_;
@@ -146,12 +148,15 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   try {
     at::AutoDispatchBelowAutograd below_autograd;
     c10::NoGradGuard no_grad;
-    if (world_->compares_calls() && !engine->traits().compares_calls && !pending->by_messages)
+    if (world_->compares_calls() && !engine->traits().compares_calls && !pending->by_messages) {
+      if (batched) hand_over();  // the comparison waits, which a batch cannot
       compare(pending->call(), pending->timeout());
+    }
+    if (batched) add_to_batch(engine, pending);
     CallScope scope(pending->call());
     start(*engine, *pending);
   } catch (const std::exception& error) {
-    order.unlock();
+    if (!batched) order.unlock();
     pending->fail_at_issue(error);
   }
   return Work(std::move(pending));

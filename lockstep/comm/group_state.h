@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <c10/util/FunctionRef.h>
@@ -58,6 +59,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // tensors to the engine. Errors that the caller can fix have been thrown before.
   using Start = c10::function_ref<void(Transport&, Pending&)>;
   Work issue(Call call, at::Device device, Timeout timeout, Start start);
+  // What `calls` issues goes to the engines as one.
+  void coalesce(const std::function<void()>& calls);
+  // ConfigError where this thread is within coalesce().
+  void refuse_within_coalesce(std::string_view what) const;
 
   // The group is of no use from here on: wakes whoever waits in its engines. The first verdict stays.
   void fail(Verdict verdict) noexcept;
@@ -107,6 +112,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void check_usable(const Call& call);
   void reap();
   void compare(const Call& call, std::chrono::milliseconds timeout);
+  void add_to_batch(const std::shared_ptr<Transport>& engine, const std::shared_ptr<Pending>& pending);
+  void hand_over();  // what is in the batch
+  bool coalesces_here() const { return coalescing_thread_ == std::this_thread::get_id(); }
   ConfigError gone() const;
 
   const std::shared_ptr<WorldState> world_;
@@ -119,6 +127,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // One collective is issued at a time, so all ranks see one order. Messages do not wait behind them.
   std::mutex issue_mutex_, message_mutex_;
   std::atomic<std::uint64_t> collectives_ = 0, messages_ = 0;
+  // Who holds both, to coalesce; what is in the batch, and the engines that have begun one.
+  std::atomic<std::thread::id> coalescing_thread_;
+  std::vector<std::shared_ptr<Pending>> batch_;
+  std::map<std::shared_ptr<Transport>, c10::intrusive_ptr<c10d::Work>> batched_works_;
 
   const std::int64_t key_;
   std::shared_ptr<control::Pen> pen_;  // null where there is no control plane

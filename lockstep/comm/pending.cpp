@@ -128,6 +128,10 @@ std::optional<int> Pending::source() const {
 void Pending::wait(std::optional<milliseconds> limit) {
   auto deadline = limit ? std::min(deadline_, Clock::now() + checked_timeout(*limit)) : deadline_;
   if (!settled()) {
+    if (held_.load(std::memory_order_acquire))
+      throw ConfigError(fmt::format(
+          "{} #{} of group '{}' cannot be waited for within coalesce: it begins when coalesce returns",
+          name(call().operation), call().sequence, call().group));
     const Span span(SpanKind::wait, name(call().operation), call().bytes,
                     {call().group_key, call().sequence, point_to_point(call().operation)});
     group_->note_wait(call(), true);
@@ -268,6 +272,7 @@ std::string Pending::cause_of(const std::exception& error, Clock::time_point dea
 
 bool Pending::done() {
   if (settled()) return true;
+  if (held_.load(std::memory_order_acquire)) return false;
   if (needs_watching()) {
     if (!watched_.exchange(true)) group_->watch(shared_from_this());
     return settled();
@@ -339,11 +344,20 @@ void Pending::settle_failed(std::string cause) {
 
 void Pending::throw_error() const { throw CommError(error_); }
 
-void Pending::fail_at_issue(const std::exception& error) {
+void Pending::settle_at_issue(const std::exception& error) {
   std::lock_guard lock(mutex_);
   hear_control_plane(error, deadline_);
   settle_failed(cause_of(error, deadline_));
+}
+
+void Pending::fail_at_issue(const std::exception& error) {
+  settle_at_issue(error);
   throw_error();
+}
+
+void Pending::hand_over(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (work && !works.empty()) works.assign(1, work);
+  held_.store(false, std::memory_order_release);
 }
 
 }  // namespace lockstep::detail

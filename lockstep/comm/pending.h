@@ -36,6 +36,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
   std::chrono::steady_clock::time_point begun() const { return moment_.steady; }
   const Call& call() const { return item_.part.call; }
   GroupState& group() const { return *group_; }
+  const std::shared_ptr<Transport>& transport() const { return transport_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
   // What the engine is told.
   std::chrono::milliseconds engine_timeout() const;
@@ -46,8 +47,14 @@ class Pending : public std::enable_shared_from_this<Pending> {
   void wait(std::optional<std::chrono::milliseconds> limit);
   bool done();
   bool settled() const { return state_.load(std::memory_order_acquire) != State::running; }
+  // In a batch that the engine does not have yet: nobody can wait for it. Then work is that of the batch,
+  // where the engine has one.
+  void hold() { held_.store(true, std::memory_order_release); }
+  void hand_over(const c10::intrusive_ptr<c10d::Work>& work);
   // The engine refused the operation while it was issued.
+  void settle_at_issue(const std::exception& error);
   [[noreturn]] void fail_at_issue(const std::exception& error);
+  [[noreturn]] void throw_error() const;
 
  private:
   enum class State { running, complete, failed };
@@ -70,7 +77,6 @@ class Pending : public std::enable_shared_from_this<Pending> {
   std::string cause_of(const std::exception& error, Clock::time_point deadline) const;
   void settle_complete();
   void settle_failed(std::string cause);
-  [[noreturn]] void throw_error() const;
 
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Transport> transport_;
@@ -84,7 +90,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
   std::timed_mutex mutex_;
   std::size_t waited_ = 0;  // works that are complete
   std::atomic<State> state_ = State::running;
-  std::atomic<bool> watched_ = false;
+  std::atomic<bool> watched_ = false, held_ = false;
   std::optional<int> source_;
   CommError::Details error_;
 };

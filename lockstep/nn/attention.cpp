@@ -31,7 +31,6 @@ Heads heads_of(const at::Tensor& qkv, std::int64_t heads) {
 // [batch, heads, length, size] to [batch, length, heads * size], and back.
 at::Tensor joined(const at::Tensor& seen) {
   const auto rows = seen.transpose(1, 2).contiguous();
-  // No view to autograd: it may be changed in place.
   return at::_unsafe_view(rows, {rows.size(0), rows.size(1), rows.size(2) * rows.size(3)});
 }
 
@@ -162,15 +161,15 @@ at::Tensor attention(const at::Tensor& qkv, const AttentionOptions& options) {
         "size], are allowed",
         options.heads, qkv.defined() ? fmt::format("{}", fmt::join(qkv.sizes(), ", ")) : "nothing",
         options.heads));
+  const auto dense = detail::dense(qkv);  // LibTorch's kernels, too, take 16 bytes at a time
   if (detail::has_kernel(qkv) && detail::alike({&qkv})) {
     const c10::DeviceGuard device(qkv.device());
-    const auto dense = detail::dense(qkv);
     const auto choice = choose(heads_of(dense, options.heads), options);
     const bool cudnn = choice == SDPBackend::cudnn_attention;
     if (cudnn || choice == SDPBackend::flash_attention)
       return FusedAttention::apply(dense, options.heads, options.causal, options.scale, cudnn);
   }
-  const auto h = heads_of(qkv.contiguous(), options.heads);
+  const auto h = heads_of(dense, options.heads);
   return joined(at::scaled_dot_product_attention(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale));
 }
 

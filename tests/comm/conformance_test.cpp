@@ -389,6 +389,90 @@ TEST(Conformance, overlapping_operations) {
   });
 }
 
+TEST(Conformance, coalesced_operations) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const int n = group.size(), me = group.rank(), next = (me + 1) % n, previous = (me + n - 1) % n;
+    for (int round = 0; round < 3; ++round) {
+      std::vector<at::Tensor> sums;
+      std::vector<Work> works;
+      auto gathered = at::zeros({n * 3}, on(at::kLong)), part = at::zeros({5}, on()),
+           received = at::zeros({1000}, on());
+      auto half_a_matrix = at::zeros({4, 6}, on());
+      half_a_matrix.slice(1, 0, 6, 2).copy_(value(me, {4, 3}, at::kFloat, round));
+      group.coalesce([&] {
+        for (int i = 0; i < 6; ++i) {
+          sums.push_back(value(me, {1 + i * 977}, at::kFloat, i));
+          works.push_back(group.all_reduce(sums.back()));
+        }
+        works.push_back(group.all_gather(gathered, value(me, {3}, at::kLong, round)));
+        works.push_back(group.reduce_scatter(part, value(me, {5 * n}, at::kFloat, round)));
+        works.push_back(group.all_reduce(half_a_matrix.slice(1, 0, 6, 2)));
+        if (n > 1) {
+          works.push_back(group.send(value(me, {1000}, at::kFloat, round), {.peer = next}));
+          works.push_back(group.recv(received, {.peer = previous}));
+        }
+        EXPECT_FALSE(works.back().done());
+        auto dropped = group.all_reduce(at::ones({10}, on()));
+      });
+      for (auto& work : works) work.wait();
+      for (int i = 0; i < 6; ++i)
+        EXPECT_SAME(sums[static_cast<std::size_t>(i)],
+                    reduced_values(n, {1 + i * 977}, at::kFloat, ReduceOp::SUM, i));
+      for (int r = 0; r < n; ++r) EXPECT_SAME(gathered.narrow(0, 3 * r, 3), value(r, {3}, at::kLong, round));
+      EXPECT_SAME(part, reduced_values(n, {5 * n}, at::kFloat, ReduceOp::SUM, round).narrow(0, 5 * me, 5));
+      EXPECT_SAME(half_a_matrix.slice(1, 0, 6, 2),
+                  reduced_values(n, {4, 3}, at::kFloat, ReduceOp::SUM, round));
+      if (n > 1) EXPECT_SAME(received, value(previous, {1000}, at::kFloat, round));
+    }
+    group.coalesce([] {});  // nothing
+  });
+}
+
+TEST(Conformance, coalesced_operations_that_go_wrong) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    std::vector<at::Tensor> tensors;
+    std::vector<Work> works;
+    const auto works_within = [&](const std::function<void()>& call) {
+      group.coalesce([&] {
+        tensors.push_back(at::ones({3}, on()));
+        works.push_back(group.all_reduce(tensors.back()));
+        call();
+      });
+    };
+    EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { works.back().wait(); }); }),
+                HasSubstr("cannot be waited for within coalesce"));
+    EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { (void)group.barrier(); }); }),
+                HasSubstr("barrier within coalesce"));
+    EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { (void)group.all_gather_values(1); }); }),
+                HasSubstr("all_gather_values within coalesce"));
+    EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { group.coalesce([] {}); }); }),
+                HasSubstr("coalesce within coalesce"));
+    // What the program throws comes through; what was started before goes its way.
+    EXPECT_THAT(error_of<std::runtime_error>(
+                    [&] { works_within([] { throw std::runtime_error("the program's own"); }); }),
+                HasSubstr("the program's own"));
+    for (auto& work : works) work.wait();
+    EXPECT_EQ(tensors.size(), 5u);
+    for (const auto& tensor : tensors) EXPECT_EQ(tensor[0].item<double>(), group.size());
+    // Another thread's calls come after the batch, on every rank.
+    auto first = at::full({1}, group.rank() + 1.0, on()), second = first.clone();
+    std::thread other;
+    std::vector<Work> batch;
+    group.coalesce([&] {
+      batch.push_back(group.all_reduce(first));
+      other = std::thread([&] { group.all_reduce(second, {.op = ReduceOp::MAX}).wait(); });
+      std::this_thread::sleep_for(milliseconds(20));
+      batch.push_back(group.broadcast(tensors[0]));
+    });
+    other.join();
+    for (auto& work : batch) work.wait();
+    EXPECT_EQ(first.item<double>(), group.size() * (group.size() + 1) / 2);
+    EXPECT_EQ(second.item<double>(), group.size());
+  });
+}
+
 TEST(Conformance, subgroups_at_the_same_time) {
   on_every_rank([](World& world) {
     auto group = world.group();

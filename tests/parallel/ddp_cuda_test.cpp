@@ -230,5 +230,68 @@ TEST(DdpCuda, a_deadline_passes_on_the_device) {
   });
 }
 
+// The device's thread of ours is not held up by a program that waits for the device itself.
+TEST(DdpCuda, a_deadline_passes_while_the_program_waits_for_the_device) {
+  if (transport() != "nccl") GTEST_SKIP() << "others wait for one another on the host";
+  on_every_rank([](World& world) {
+    std::vector<int> ranks(static_cast<std::size_t>(world.size()));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    auto group = world.group(ranks);
+    auto tensor = at::ones({16}, at::TensorOptions(world.device())), other = tensor.clone();
+    group.all_reduce(tensor).wait();
+    auto busy = at::rand({8192, 8192}, at::TensorOptions(world.device()).dtype(at::kDouble));
+    for (int i = 0; i < 100; ++i) busy = at::mm(busy, busy).div_(8192);
+    group.all_reduce(tensor, {.timeout = std::chrono::milliseconds(100)}).wait();
+    using Clock = std::chrono::steady_clock;
+    std::optional<Clock::time_point> told;
+    std::thread asks([&] {
+      for (int i = 0; i < 500 && !told; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        try {
+          auto work = group.all_reduce(other);
+        } catch (const CommError&) {
+          told = Clock::now();
+        }
+      }
+    });
+    (void)tensor.sum().item<double>();
+    const auto seen = Clock::now();
+    asks.join();
+    ASSERT_TRUE(told);
+    EXPECT_LT(*told, seen);
+  });
+}
+
+// A collective in a CUDA graph: each replay is one.
+TEST(DdpCuda, collectives_are_captured_with_the_step) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const auto cuda = at::TensorOptions(world.device());
+    auto sum = at::zeros({16}, cuda);
+    StepGraph step([&](const at::Tensor& input) {
+      auto a = input * 2, b = input + 1;
+      std::vector<Work> works;
+      group.coalesce([&] {
+        works.push_back(group.all_reduce(a));
+        works.push_back(group.all_reduce(b, {.op = ReduceOp::MAX}));
+      });
+      for (auto& work : works) work.wait();
+      sum.add_(a).add_(b);
+      return sum.clone();
+    });
+    double wanted = 0;
+    for (int i = 0; i < 8; ++i) {
+      const auto input = at::full({16}, static_cast<double>(i), cuda);
+      const auto got = step.run(input);
+      wanted += 2.0 * i * world.size() + i + 1;
+      EXPECT_EQ(got[3].item<double>(), wanted) << i;
+    }
+    if (transport() == "nccl")
+      EXPECT_EQ(step.replays(), 5) << step.reason();
+    else
+      EXPECT_THAT(step.reason(), ::testing::HasSubstr("over nccl it can"));
+  });
+}
+
 }  // namespace
 }  // namespace lockstep::testing
