@@ -1,5 +1,6 @@
 #include <lockstep/comm/device_watch.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -90,6 +91,16 @@ DeviceWatch::~DeviceWatch() {
   state_->over = true;
   state_->entries.clear();
   state_->condition.notify_all();
+}
+
+bool DeviceWatch::idle() const {
+  std::deque<Entry> entries;
+  {
+    std::lock_guard lock(state_->mutex);
+    entries = state_->entries;
+  }
+  const c10::OptionalDeviceGuard here(state_->device);
+  return std::all_of(entries.begin(), entries.end(), [](const Entry& entry) { return ask(entry).first; });
 }
 
 void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clock::time_point begun,

@@ -25,6 +25,8 @@ class DeviceWatch {
   // Works of one engine, in the order they were issued. what: "all_reduce #7".
   void add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clock::time_point begun,
            Clock::time_point deadline);
+  // Whether all that was added is done, as far as the device says.
+  bool idle() const;
 
  private:
   struct State;

@@ -106,17 +106,20 @@ std::vector<std::string> Group::all_gather_values(std::string_view value, Gather
   return values;
 }
 
-at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype) {
+at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype, std::optional<at::Device> wanted) {
   std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (auto size : sizes)
     if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes))
       throw ConfigError(fmt::format(
           "sizes=[{}] are not allowed: numbers from 0 on are, of elements that can be counted in bytes",
           fmt::join(sizes, ", ")));
-  const auto device = state_->world().device();
+  const auto own = state_->world().device();
+  const auto device = wanted.value_or(own);
   auto options = at::TensorOptions(dtype).device(device);
   auto engine = state_->transport(device.type());
-  if (!engine || !engine->backend().supportsTensorAlloc(device.has_index() ? device.index() : 0))
+  // Of the GPUs the transport knows this rank's.
+  if (!engine || (device.is_cuda() && device.has_index() && device != own) ||
+      !engine->backend().supportsTensorAlloc(device.has_index() ? device.index() : 0))
     return at::empty(sizes, options);
   return engine->backend().allocateTensor(c10::multiply_integers(sizes), options).view(sizes);
 }

@@ -142,7 +142,8 @@ class Group {
 
   // A tensor in memory that the transport reaches without a copy, where it has such memory. Local: any
   // rank, any order; the tensor may outlive the group.
-  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
+  at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat,
+                      std::optional<at::Device> device = {});  // nothing: the World's
   // One tensor for all ranks: what one writes all have. Zeros at first; it may outlive the group. Every rank
   // calls it, with the same sizes. ConfigError where they have no memory in common: the backend is not "shm".
   at::Tensor share(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat, Site site = Site::current());

@@ -148,10 +148,10 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   try {
     at::AutoDispatchBelowAutograd below_autograd;
     c10::NoGradGuard no_grad;
-    if (world_->compares_calls() && !engine->traits().compares_calls && !pending->by_messages) {
-      if (batched) hand_over();  // the comparison waits, which a batch cannot
+    // Not within an engine's batch, which would wait for the comparison.
+    if (world_->compares_calls() && !engine->traits().compares_calls && !pending->by_messages &&
+        !(batched && engine->backend().supportsCoalescing()))
       compare(pending->call(), pending->timeout());
-    }
     if (batched) add_to_batch(engine, pending);
     CallScope scope(pending->call());
     start(*engine, *pending);
@@ -279,7 +279,7 @@ void GroupState::watch_device(c10::intrusive_ptr<c10d::Work> work, const Call& c
                               AwakeClock::time_point begun, AwakeClock::time_point deadline) {
   auto what = fmt::format("{} #{}", lockstep::name(call.operation), call.sequence);
   std::lock_guard lock(state_mutex_);
-  if (closed_ || verdict_) return;
+  if (without_engines_ || verdict_) return;
   if (!device_watch_)
     device_watch_ =
         std::make_unique<DeviceWatch>(world_->device(), [group = weak_from_this()](std::string cause) {
@@ -301,6 +301,19 @@ void GroupState::reap() {
   dropped_.remove_if([](const auto& pending) { return pending->settled(); });
 }
 
+// What the device has still to do can be broken off as long as the engines are here; when they go they wait
+// for it, with no deadline.
+void GroupState::await_device() noexcept {
+  const auto deadline = AwakeClock::now() + timeout_;
+  DeviceWatch* watch = nullptr;
+  {
+    std::lock_guard lock(state_mutex_);
+    watch = device_watch_.get();  // this thread alone lets go of it
+  }
+  while (watch != nullptr && !failed_ && AwakeClock::now() < deadline && !watch->idle())
+    std::this_thread::sleep_for(milliseconds(1));
+}
+
 void GroupState::close(bool in_order) noexcept {
   std::list<std::shared_ptr<Pending>> dropped;
   {
@@ -320,6 +333,7 @@ void GroupState::close(bool in_order) noexcept {
         log(LogLevel::error, "an operation that nobody waited for has failed: {}", error.what());
       }
     }
+  if (in_order) await_device();
   if (!in_order) fail({"this rank is leaving", std::nullopt});
   std::unique_ptr<DeviceWatch> watch;  // goes after the engines
   Transports engines;
@@ -327,6 +341,7 @@ void GroupState::close(bool in_order) noexcept {
     std::lock_guard lock(state_mutex_);
     engines.swap(transports_);
     watch.swap(device_watch_);
+    without_engines_ = true;
   }
   // Others see by themselves that our connections end, and must know that it is in order.
   const bool looked_at = std::any_of(engines.begin(), engines.end(),

@@ -116,6 +116,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void hand_over();  // what is in the batch
   bool coalesces_here() const { return coalescing_thread_ == std::this_thread::get_id(); }
   ConfigError gone() const;
+  void await_device() noexcept;
 
   const std::shared_ptr<WorldState> world_;
   const std::string name_;
@@ -157,6 +158,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::list<std::function<void()>> on_fail_;
   std::map<int, std::uint64_t> left_;          // what left_after() has found out
   std::unique_ptr<DeviceWatch> device_watch_;  // from the first such operation on
+  bool without_engines_ = false;               // closed, and they are gone or going
 };
 
 }  // namespace lockstep::detail

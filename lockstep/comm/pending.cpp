@@ -189,11 +189,15 @@ void Pending::wait_in_engine(c10d::Work& work, Clock::time_point deadline) {
 void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
   const auto traits = transport_->traits();
   if (!traits.blocks_host) {
+    // Before the wait: a barrier's is the program's.
+    if (!transport_->capturing()) group_->watch_device(transport_->watched(work), call(), start_, deadline);
     work.wait();  // with a limit NCCL would hold the program, not the stream
-    if (!transport_->capturing())
-      group_->watch_device(c10::intrusive_ptr<c10d::Work>::reclaim_copy(&work), call(), start_, deadline_);
+    // What was broken off is over, too.
+    if (group_->verdict()) throw Error("it was interrupted");
   } else if (traits.wakes_waiters || work.isCompleted()) {
     wait_in_engine(work, deadline);
+    if (traits.on_device && !work.isCompleted())
+      group_->watch_device(transport_->watched(work), call(), start_, deadline);
   } else if (by_messages) {
     // Gloo's own wait cannot be cut into slices: a time-out there closes the connection.
     auto bell = std::make_shared<Bell>();

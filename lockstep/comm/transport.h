@@ -30,6 +30,7 @@ class Transport {
     bool wakes_waiters = true;        // interrupt() ends every wait() of its works; else Group's own waits do
     bool blocks_host = true;          // wait() returns when the data is there (not: when a stream will wait)
     bool captures = false;            // what it does can be recorded in a CUDA graph
+    bool on_device = false;           // a work that was waited for may still run there: isCompleted() tells
   };
 
   virtual ~Transport() = default;
@@ -40,6 +41,10 @@ class Transport {
   // Ends every wait inside the engine, now and later, with an error. Any thread, any number of times.
   // The engine is of no use afterwards, and destroying it does not wait for peers.
   virtual void interrupt(const std::string& cause) noexcept = 0;
+  // What tells whether a work is done, and keeps no tensors.
+  virtual c10::intrusive_ptr<c10d::Work> watched(c10d::Work& work) {
+    return c10::intrusive_ptr<c10d::Work>::reclaim_copy(&work);
+  }
   // The current stream is being recorded for a CUDA graph: what is issued runs later, any number of times.
   virtual bool capturing() const { return false; }
   // Where collectives may be given as parts, without c10d; null elsewhere.

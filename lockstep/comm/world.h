@@ -64,7 +64,7 @@ class World {
   int local_size() const;
   bool is_main() const { return rank() == 0; }
   bool in_threads() const;    // run_threads: ranks are threads of one process
-  at::Device device() const;  // cuda:<local rank> where the job uses CUDA, else cpu
+  at::Device device() const;  // where the job uses CUDA a GPU, by local rank; else cpu
 
   Group group() const;  // of all ranks
   // Of these ranks of the world, in this order; called by them alone, each with the same list. The same

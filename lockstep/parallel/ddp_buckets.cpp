@@ -264,13 +264,15 @@ void DdpReducer::launch(Bucket& bucket) {
     fill(param);
   }
   move(bucket);
-  ++launched_;
   auto& buffer = bucket.shown.buffer_;
   if (weight_) buffer.mul_(*weight_);
-  if (hook_)
+  if (hook_) {
+    ++launched_;  // it may have sent something when it throws
     bucket.complete = hook_(bucket.shown);
-  else if (!alone_)
-    bucket.work = reduce(buffer, bucket);
+  } else {
+    if (!alone_) bucket.work = reduce(buffer, bucket);
+    ++launched_;
+  }
 }
 
 void DdpReducer::complete(Bucket& bucket) {

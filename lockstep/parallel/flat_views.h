@@ -29,9 +29,7 @@ inline at::Tensor memory_of(const at::Tensor& tensor, std::int64_t begin, std::i
 inline at::Tensor flat_memory(Group& group, std::int64_t elements, at::ScalarType type,
                               const at::Tensor& like) {
   const bool reaches = like.is_cpu() || (like.is_cuda() && group.backend(at::kCUDA) == "cuda_ipc");
-  if (reaches && group.size() > 1)
-    // In a job that uses CUDA it allocates there.
-    if (auto memory = group.allocate({elements}, type); memory.device() == like.device()) return memory;
+  if (reaches && group.size() > 1) return group.allocate({elements}, type, like.device());
   return at::empty({elements}, like.options().dtype(type).requires_grad(false));
 }
 

@@ -262,6 +262,35 @@ TEST(DdpCuda, a_deadline_passes_while_the_program_waits_for_the_device) {
   });
 }
 
+// Where it cannot be captured it goes on as it is, with what it has learned so far.
+TEST(DdpCuda, a_step_as_a_graph_learns_the_same) {
+  on_every_rank([](World& world) {
+    const auto learn = [&](bool graph) {
+      const GraphStream stream(world.device());
+      Mlp model;
+      model->to(world.device());
+      DistributedDataParallel ddp(model, world.group(), {.bucket_bytes = 200, .first_bucket_bytes = 1});
+      AdamW optimizer(model->parameters(), {.lr = 0.01, .capturable = true});
+      StepGraph step(
+          [&](const at::Tensor& input) {
+            optimizer.zero_grad();
+            const auto loss = ddp(input).square().mean();
+            loss.backward();
+            optimizer.step();
+            return loss.detach();
+          },
+          {.enabled = graph});
+      for (int i = 0; i < 8; ++i) step.run(input_of(world.rank(), i).to(world.device()));
+      if (graph && transport() == "nccl") EXPECT_EQ(step.replays(), 5) << step.reason();
+      if (graph && transport() != "nccl" && world.size() > 1)
+        EXPECT_THAT(step.reason(), ::testing::HasSubstr("over nccl it can"));
+      return on_cpu(values_of(*model));
+    };
+    const auto captured = learn(true);
+    EXPECT_TRUE(all_close(captured, learn(false), 1e-5));
+  });
+}
+
 // A collective in a CUDA graph: each replay is one.
 TEST(DdpCuda, collectives_are_captured_with_the_step) {
   on_every_rank([](World& world) {

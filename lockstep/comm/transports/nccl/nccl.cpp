@@ -1,8 +1,10 @@
 // LibTorch's own NCCL as a transport. CUDA tensors. NCCL refuses two ranks on one GPU.
 #include <cstdlib>
 
+#include <future>
 #include <thread>
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <fmt/format.h>
@@ -19,7 +21,8 @@ using Nccl = c10d::ProcessGroupNCCL;
 
 class NcclTransport final : public Transport {
  public:
-  explicit NcclTransport(const TransportContext& context) {
+  explicit NcclTransport(const TransportContext& context)
+      : device_(at::kCUDA, static_cast<c10::DeviceIndex>(context.device_index)), timeout_(context.timeout) {
     const int devices = c10::cuda::device_count();
     if (context.device_index >= devices)
       throw ConfigError(
@@ -36,17 +39,35 @@ class NcclTransport final : public Transport {
     options->timeout = context.timeout;
     options->group_name = context.group;
     backend_ = c10::make_intrusive<Nccl>(context.store, context.rank, context.size(), options);
-    backend_->setBoundDeviceId(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(context.device_index)));
+    backend_->setBoundDeviceId(device_);
   }
 
+  // NCCL waits for what is under way, for as long as that takes: a thread of its own does, and we wait for it
+  // until the deadline.
   ~NcclTransport() override {
-    if (!interrupted_) backend_->shutdown();
+    if (interrupted_) return;
+    auto over = std::make_shared<std::promise<void>>();
+    auto future = over->get_future();
+    in_background([over](Nccl& backend) {
+      backend.shutdown();
+      over->set_value();
+    });
+    if (future.wait_for(timeout_) == std::future_status::timeout)
+      log(LogLevel::warn, "nccl: operations nobody waited for are still under way after {:.3f} s: left",
+          std::chrono::duration<double>(timeout_).count());
   }
 
   Traits traits() const override {
-    return {.avg = true, .keeps_inputs = true, .blocks_host = false, .captures = true};
+    return {.avg = true, .keeps_inputs = true, .blocks_host = false, .captures = true, .on_device = true};
+  }
+  // LibTorch's own watchdog has such copies, too: without the results.
+  c10::intrusive_ptr<c10d::Work> watched(c10d::Work& work) override {
+    if (const auto* its = dynamic_cast<const Nccl::WorkNCCL*>(&work))
+      return c10::make_intrusive<Nccl::WorkNCCL>(*its);
+    return Transport::watched(work);
   }
   bool capturing() const override {
+    const c10::DeviceGuard here(device_);  // asking must not make a context on another one
     return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   }
   c10d::Backend& backend() override { return *backend_; }
@@ -60,20 +81,26 @@ class NcclTransport final : public Transport {
 
   // ncclCommAbort may take its time: a thread of its own calls it, which keeps the backend alive.
   void interrupt(const std::string&) noexcept override {
-    if (interrupted_.exchange(true)) return;
-    try {
-      std::thread([backend = backend_] {
-        try {
-          backend->abort();
-        } catch (const std::exception& error) {
-          log(LogLevel::warn, "nccl: abort failed: {}", error.what());
-        }
-      }).detach();
-    } catch (...) {
-    }
+    if (!interrupted_.exchange(true)) in_background([](Nccl& backend) { backend.abort(); });
   }
 
  private:
+  template <typename Body>
+  void in_background(Body body) noexcept {
+    try {
+      std::thread([backend = backend_, body = std::move(body)] {
+        try {
+          body(*backend);
+        } catch (const std::exception& error) {
+          log(LogLevel::warn, "nccl: {}", error.what());
+        }
+      }).detach();
+    } catch (...) {  // no thread to be had
+    }
+  }
+
+  const at::Device device_;
+  const std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<Nccl> backend_;
   std::atomic<bool> interrupted_ = false;
 };
