@@ -1,7 +1,9 @@
 #include <lockstep/train/step_graph.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
+#include <span>
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -233,27 +235,36 @@ struct StepGraphCore::State {
     for (const auto& user : watch.users)
       for (const auto* list : {&user.parameters, &user.state})
         written.insert(written.end(), list->begin(), list->end());
+    const auto of_optimizers = written.size();
+    std::copy_if(options.state.begin(), options.state.end(), std::back_inserter(written),
+                 [](const at::Tensor& tensor) { return tensor.defined(); });
+    auto generators = options.generators;
+    generators.push_back(at::globalContext().defaultGenerator(device));
     at::NoGradGuard no_grad;
     const Kept before(written);
-    const auto generator = at::globalContext().defaultGenerator(device);
-    const auto generator_before = generator.clone();
+    Tensors drawn;
+    for (const auto& generator : generators) drawn.push_back(generator.get_state());
     const auto replayed = copies(replay(graph, inputs));
     const auto replayed_state = copies(written);
     before.restore();
-    at::Generator(generator).set_state(generator_before.get_state());
+    for (std::size_t i = 0; i < generators.size(); ++i) generators[i].set_state(drawn[i]);
     Tensors outputs;
     {
       at::AutoGradMode enable_grad(true);
       on_side_stream(device, [&] { outputs = as_it_is(inputs); });
     }
-    auto compare = [&](const Tensors& a, const Tensors& b, const char* what) -> std::string {
+    auto compare = [&](std::span<const at::Tensor> a, std::span<const at::Tensor> b,
+                       const char* what) -> std::string {
       for (std::size_t i = 0; i < b.size(); ++i)
         if (const auto found = difference(a[i], b[i], options.tolerance))
           return fmt::format("its replay is not what the step does: {} {} {}", what, i, *found);
       return {};
     };
+    const std::span<const at::Tensor> a = replayed_state, b = written;
     auto why = compare(replayed, outputs, "returned tensor");
-    if (why.empty()) why = compare(replayed_state, copies(written), "tensor of the optimizers");
+    if (why.empty())
+      why = compare(a.first(of_optimizers), b.first(of_optimizers), "tensor of the optimizers");
+    if (why.empty()) why = compare(a.subspan(of_optimizers), b.subspan(of_optimizers), "tensor of .state");
     if (!why.empty()) {
       graphs.clear();
       given_up = true;

@@ -47,9 +47,12 @@ struct StepGraphOptions {
   int warmup = 3;          // steps that run as they are before one is captured; 1 or more
   int max_graphs = 1;      // for so many shapes of the inputs; others run as they are
   bool check = false;      // the first replay is compared with the step itself, from the same state
-  double tolerance = 0.1;  // relative, of check: of returned tensors and of what the optimizers have written
+  double tolerance = 0.1;  // relative, of check: of returned tensors and of what the step has written to
   // Generators that the step draws from beside the device's default one.
   std::vector<at::Generator> generators = {};
+  // For check: what the step writes to beside the optimizers' parameters and state, as model->buffers() with
+  // BatchNorm. Brought back before the step itself runs, or both would have written to it; and compared.
+  std::vector<at::Tensor> state = {};
 };
 
 namespace detail {

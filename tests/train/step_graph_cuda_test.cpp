@@ -168,6 +168,55 @@ TEST_F(StepGraphCuda, a_checkpoint_that_is_loaded_between_replays_counts) {
   EXPECT_TRUE(step.captured()) << step.reason();
 }
 
+// The replay that is compared must leave no trace: a run with check is the run without it.
+TEST_F(StepGraphCuda, check_brings_back_buffers_and_generators) {
+  auto trained = [](bool check, std::vector<Tensor>& buffers) {
+    torch::manual_seed(1);
+    auto model = torch::nn::Sequential(torch::nn::Linear(16, 16), torch::nn::BatchNorm1d(16));
+    model->to(at::kCUDA);
+    AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
+    auto generator = at::globalContext().defaultGenerator(at::Device(at::kCUDA, 0)).clone();
+    generator.set_current_seed(7);
+    StepGraph step(
+        [&](const Tensor& x) {
+          optimizer.zero_grad();
+          const auto noise = torch::empty_like(x).uniform_(0, 1, generator);
+          const auto loss = (model->forward(x + noise) - x).square().mean();
+          loss.backward();
+          optimizer.step();
+          return noise;
+        },
+        {.check = check, .tolerance = 1e-3, .generators = {generator}, .state = model->buffers()});
+    std::vector<Tensor> drawn;
+    for (int i = 0; i < 7; ++i) drawn.push_back(step.run(input(i)).clone());
+    EXPECT_TRUE(step.captured()) << step.reason();
+    for (const auto& buffer : model->buffers()) buffers.push_back(buffer.clone());
+    return drawn;
+  };
+  std::vector<Tensor> with, without;
+  const auto a = trained(true, with), b = trained(false, without);
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::equal(a[i], b[i])) << i;
+  for (std::size_t i = 0; i < with.size(); ++i) {
+    if (with[i].is_floating_point())
+      EXPECT_TRUE(torch::allclose(with[i], without[i], 1e-4, 1e-5)) << i;
+    else
+      EXPECT_TRUE(torch::equal(with[i], without[i])) << i << ": " << with[i] << without[i];
+  }
+}
+
+TEST_F(StepGraphCuda, check_compares_what_is_given_as_state) {
+  auto buffer = torch::zeros({4}, torch::kCUDA);
+  int calls = 0;
+  StepGraph step(
+      [&](const Tensor& x) {
+        buffer.add_(x, ++calls);
+        return x + 1;
+      },
+      {.check = true, .tolerance = 1e-3, .state = {buffer}});
+  for (int i = 0; i < 6; ++i) step.run(torch::ones({4}, torch::kCUDA));
+  EXPECT_THAT(step.reason(), HasSubstr("its replay is not what the step does: tensor of .state 0 differs"));
+}
+
 TEST_F(StepGraphCuda, check_compares_the_first_replay_with_the_step) {
   auto model = model_of();
   AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
