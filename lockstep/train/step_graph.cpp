@@ -69,14 +69,15 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 }  // namespace
 
 struct StepGraphCore::State {
-  // One for each shape of the inputs.
+  // One for each device and shape of the inputs.
   struct Graph {
-    Tensors like;  // without memory: sizes, dtypes, device
+    at::Device device;
+    Tensors like = {};  // without memory: sizes, dtypes
     int warmed = 0;
-    Tensors inputs, outputs;
-    Tensors parameters, gradients;  // of the optimizers, and where the graph writes gradients
-    std::vector<std::pair<at::Tensor, const void*>> places;  // parameters, and where they were
-    std::unique_ptr<CudaGraph> graph;
+    Tensors inputs = {}, outputs = {};
+    Tensors parameters = {}, gradients = {};  // of the optimizers, and where the graph writes gradients
+    std::vector<std::pair<at::Tensor, const void*>> places = {};  // parameters, and where they were
+    std::unique_ptr<CudaGraph> graph = {};
   };
 
   Step step;
@@ -115,26 +116,27 @@ struct StepGraphCore::State {
     return no_graph_because();
   }
 
-  Graph* find(const Tensors& inputs) {
+  Graph* find(at::Device device, const Tensors& inputs) {
     for (auto& graph : graphs)
-      if (std::equal(inputs.begin(), inputs.end(), graph.like.begin(), graph.like.end(),
+      if (graph.device == device &&
+          std::equal(inputs.begin(), inputs.end(), graph.like.begin(), graph.like.end(),
                      [](const at::Tensor& a, const at::Tensor& b) {
                        return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type();
                      }))
         return &graph;
     if (graphs.size() == static_cast<std::size_t>(options.max_graphs)) return nullptr;
-    auto& graph = graphs.emplace_back();
+    Graph graph{.device = device};
     for (const auto& input : inputs)
       graph.like.push_back(at::empty({}, input.options().device(at::kMeta)).expand(input.sizes()));
-    return &graph;
+    return &graphs.emplace_back(std::move(graph));
   }
 
-  static std::string text_of(const Tensors& inputs) {
+  static std::string text_of(at::Device device, const Tensors& inputs) {
     std::vector<std::string> texts;
     for (const auto& input : inputs)
       texts.push_back(
           fmt::format("{} [{}]", fmt::streamed(input.scalar_type()), fmt::join(input.sizes(), ", ")));
-    return fmt::format("{}", fmt::join(texts, ", "));
+    return fmt::format("{} on {}", fmt::join(texts, ", "), fmt::streamed(device));
   }
 
   Tensors give_up(const Tensors& inputs, const std::string& why) {
@@ -146,17 +148,14 @@ struct StepGraphCore::State {
   Tensors run(const Tensors& inputs) {
     if (given_up) return as_it_is(inputs);
     if (auto why = unfit(inputs); !why.empty()) return as_it_is(inputs, why);
-    auto* graph = find(inputs);
+    const auto device = inputs.empty() ? current_device() : inputs[0].device();
+    auto* graph = find(device, inputs);
     if (graph == nullptr)
       return as_it_is(inputs, fmt::format("max_graphs is {}, and inputs of {} are others than those captured",
-                                          options.max_graphs, text_of(inputs)));
+                                          options.max_graphs, text_of(device, inputs)));
     reason.clear();
-    const auto device = inputs.empty() ? current_device() : inputs[0].device();
-    if (graph->graph != nullptr && !in_place(*graph)) {  // warm up again
-      Graph fresh;
-      fresh.like = std::move(graph->like);
-      *graph = std::move(fresh);
-    }
+    if (graph->graph != nullptr && !in_place(*graph))  // warm up again
+      *graph = Graph{.device = device, .like = std::move(graph->like)};
     if (graph->graph != nullptr) return replay(*graph, inputs);
     if (graph->warmed < options.warmup) {
       Tensors outputs;

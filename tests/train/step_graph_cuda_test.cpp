@@ -168,6 +168,23 @@ TEST_F(StepGraphCuda, a_checkpoint_that_is_loaded_between_replays_counts) {
   EXPECT_TRUE(step.captured()) << step.reason();
 }
 
+TEST_F(StepGraphCuda, inputs_on_another_device_are_others) {
+  if (torch::cuda::device_count() < 2) GTEST_SKIP() << "one CUDA device";
+  auto body = [](const Tensor& x) { return x * 2; };
+  StepGraph one(body), two(body, {.max_graphs = 2});
+  for (int i = 0; i < 10; ++i) {
+    const at::Device device(at::kCUDA, static_cast<at::DeviceIndex>(i % 2));
+    const auto x = input(i).to(device);
+    for (const auto& y : {one.run(x), two.run(x)}) {
+      EXPECT_EQ(y.device(), device);
+      EXPECT_TRUE(torch::equal(y, x * 2)) << i;
+    }
+  }
+  EXPECT_THAT(one.reason(), HasSubstr("inputs of Float [8, 16] on cuda:1 are others"));
+  EXPECT_EQ(one.replays(), 2);
+  EXPECT_EQ(two.replays(), 4);
+}
+
 // The replay that is compared must leave no trace: a run with check is the run without it.
 TEST_F(StepGraphCuda, check_brings_back_buffers_and_generators) {
   auto trained = [](bool check, std::vector<Tensor>& buffers) {
