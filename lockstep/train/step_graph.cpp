@@ -72,7 +72,8 @@ struct StepGraphCore::State {
   // One for each device and shape of the inputs.
   struct Graph {
     at::Device device;
-    Tensors like = {};  // without memory: sizes, dtypes
+    Tensors like = {};   // without memory: sizes, dtypes
+    bool again = false;  // its warm-up is the second one, since the first led to no capture
     int warmed = 0;
     Tensors inputs = {}, outputs = {};
     Tensors parameters = {}, gradients = {};  // of the optimizers, and where the graph writes gradients
@@ -154,8 +155,14 @@ struct StepGraphCore::State {
       return as_it_is(inputs, fmt::format("max_graphs is {}, and inputs of {} are others than those captured",
                                           options.max_graphs, text_of(device, inputs)));
     reason.clear();
-    if (graph->graph != nullptr && !in_place(*graph))  // warm up again
-      *graph = Graph{.device = device, .like = std::move(graph->like)};
+    const bool captured_before = graph->graph != nullptr;
+    if ((captured_before || graph->warmed == options.warmup) && !in_place(*graph)) {
+      // As after a checkpoint was loaded: warm up again. Where that happens all the time there is no end to
+      // it.
+      if (!captured_before && graph->again)
+        return give_up(inputs, "an optimizer's state was replaced before each capture");
+      *graph = Graph{.device = device, .like = std::move(graph->like), .again = !captured_before};
+    }
     if (graph->graph != nullptr) return replay(*graph, inputs);
     if (graph->warmed < options.warmup) {
       Tensors outputs;

@@ -22,10 +22,10 @@
 //
 // The step must do the same work each time, on the device: what it does on the host (a schedule, a counter, a
 // log line) happens when it is captured and not again. Its model, optimizer and whatever else it refers to
-// stay where they are; after loading a checkpoint into them, call reset(). Gradients: begin it with
-// zero_grad(), or clear them in place. LibTorch's own optimizers would repeat their step count and learning
-// rate; ours refuse unless they are capturable. Groups: NCCL's collectives can be captured, other transports'
-// cannot.
+// stay where they are; a checkpoint that is loaded into model and optimizer is noticed, and the step warmed
+// up again, after other changes call reset(). Gradients: begin it with zero_grad(), or clear them in place.
+// LibTorch's own optimizers would repeat their step count and learning rate; ours refuse unless they are
+// capturable. Groups: NCCL's collectives can be captured, other transports' cannot.
 #pragma once
 
 #include <concepts>

@@ -168,6 +168,65 @@ TEST_F(StepGraphCuda, a_checkpoint_that_is_loaded_between_replays_counts) {
   EXPECT_TRUE(step.captured()) << step.reason();
 }
 
+TEST_F(StepGraphCuda, state_that_is_replaced_before_the_capture_is_warmed_up_again) {
+  const Folder folder;
+  const auto path = (folder / "run.safetensors").string();
+  auto model = model_of(), plain = model_of();
+  AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true}),
+      other(plain->parameters(), {.lr = 1e-2, .capturable = true});
+  StepGraph step([&](const Tensor& x) {
+    optimizer.zero_grad();
+    const auto loss = (model->forward(x) - x).square().mean();
+    loss.backward();
+    optimizer.step();
+    return loss.detach();
+  });
+  for (int i = 0; i < 3; ++i) step.run(input(i));
+  save(path, {.model = model, .optimizer = optimizer});
+  load(path, {.model = model, .optimizer = optimizer});
+  for (int i = 3; i < 8; ++i) {
+    step.run(input(i));
+    EXPECT_EQ(step.captured(), i >= 6) << i << ": " << step.reason();
+    EXPECT_EQ(step.reason(), "") << i;
+  }
+  for (int i = 0; i < 8; ++i) {
+    other.zero_grad();
+    (plain->forward(input(i)) - input(i)).square().mean().backward();
+    other.step();
+  }
+  expect_close(values_of(model), values_of(plain), 1e-4);
+
+  // LibTorch's own state, which has the same moments: the count is to be found.
+  for (int i = 8; i < 10; ++i) step.run(input(i));
+  for (auto& [key, state] : optimizer.state()) {
+    const auto& given = static_cast<const torch::optim::AdamWParamState&>(*state);
+    state = std::make_unique<torch::optim::AdamWParamState>(given);
+  }
+  step.run(input(10));
+  EXPECT_FALSE(step.captured());
+  for (int i = 11; i < 14; ++i) step.run(input(i));
+  EXPECT_TRUE(step.captured()) << step.reason();
+}
+
+TEST_F(StepGraphCuda, state_that_is_replaced_before_every_step_is_the_reason) {
+  auto model = model_of();
+  AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
+  int steps = 0;
+  StepGraph step([&](const Tensor& x) {
+    ++steps;
+    optimizer.zero_grad();
+    model->forward(x).square().mean().backward();
+    optimizer.step();
+  });
+  for (int i = 0; i < 9; ++i) {
+    optimizer.state().clear();
+    step.run(input(i));
+    EXPECT_EQ(step.reason().empty(), i < 6) << i << ": " << step.reason();
+  }
+  EXPECT_THAT(step.reason(), HasSubstr("an optimizer's state was replaced before each capture"));
+  EXPECT_EQ(steps, 9);
+}
+
 TEST_F(StepGraphCuda, inputs_on_another_device_are_others) {
   if (torch::cuda::device_count() < 2) GTEST_SKIP() << "one CUDA device";
   auto body = [](const Tensor& x) { return x * 2; };
