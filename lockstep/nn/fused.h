@@ -1,4 +1,4 @@
-// What the modules with kernels of our own share: when those are used, and on which stream.
+// What the modules with kernels of our own share, and Adam: when those are used, and on which stream.
 #pragma once
 
 #include <initializer_list>

@@ -216,7 +216,8 @@ void ParameterShards::after_update() {
   for (auto& work : works) work.wait();
 }
 
-std::vector<at::Tensor> ParameterShards::gather(const std::vector<char>& wanted, const Part& part) const {
+std::vector<at::Tensor> ParameterShards::gather(const std::vector<char>& wanted, at::ScalarType type,
+                                                const Part& part) const {
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> whole(params_.size());
   for (std::size_t b = 0; b < layouts_.size(); ++b) {
@@ -224,7 +225,7 @@ std::vector<at::Tensor> ParameterShards::gather(const std::vector<char>& wanted,
     if (std::none_of(layout.params.begin(), layout.params.end(), [&](auto i) { return wanted[i] != 0; }))
       continue;
     const auto& model = params_[layout.params[0]];
-    const auto flat = at::zeros({layout.size}, model.options().requires_grad(false));
+    const auto flat = at::zeros({layout.size}, model.options().dtype(type).requires_grad(false));
     for (std::size_t k = 0; k < layout.params.size(); ++k) {
       const auto i = layout.params[k];
       if (wanted[i] != 0 && slices_[i].numel() != 0)

@@ -63,10 +63,11 @@ class ParameterShards {
   void release() noexcept;
   std::weak_ptr<DdpReducer> reducer;  // whose gradients these are
 
-  // Every rank's parts, as whole tensors like the parameters; of some of the parameters, the others are
-  // undefined. `part` fills this rank's.
+  // Every rank's parts, as whole tensors of this type like the parameters; of some of the parameters, the
+  // others are undefined. `part` fills this rank's.
   using Part = std::function<void(std::size_t param, const at::Tensor& slice)>;
-  std::vector<at::Tensor> gather(const std::vector<char>& wanted, const Part& part) const;
+  std::vector<at::Tensor> gather(const std::vector<char>& wanted, at::ScalarType type,
+                                 const Part& part) const;
 
   // A parameter was written to between these two.
   void note_versions();

@@ -1,5 +1,6 @@
 #include <lockstep/train/adam.h>
 
+#include <array>
 #include <cstdint>
 
 #include <ATen/ATen.h>
@@ -122,29 +123,33 @@ void put_options(torch::optim::Optimizer& optimizer, AdamOnDevice& on_device) {
   });
 }
 
+template <typename State>
+std::array<at::Tensor, 5> tensors_of(State& state) {
+  return {state.master, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), state.device_step};
+}
+
 // What a StepGraph must know of an optimizer that a step ran.
 template <typename Kind>
 StepWatch::User watched(torch::optim::Optimizer& optimizer, const std::shared_ptr<AdamOnDevice>& on_device) {
   StepWatch::User user{.optimizer = &optimizer, .parameters = {}, .state = {}, .before_replay = {}};
-  std::vector<std::pair<void*, const void*>>
-      places;  // parameters, and which tensor is the first of their state
+  std::vector<std::pair<void*, std::array<at::Tensor, 5>>> places;  // parameters, and their state
   for (const auto& group : optimizer.param_groups())
     for (const auto& parameter : group.params()) {
       user.parameters.push_back(parameter);
       const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
       if (found == optimizer.state().end()) continue;
-      auto& state = own_state<typename Kind::State>(found->second);
-      for (const auto& tensor :
-           {state.master, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), state.device_step})
+      const auto tensors = tensors_of(own_state<typename Kind::State>(found->second));
+      for (const auto& tensor : tensors)
         if (tensor.defined()) user.state.push_back(tensor);
-      places.emplace_back(found->first, state.exp_avg().unsafeGetTensorImpl());
+      places.emplace_back(found->first, tensors);
     }
   user.before_replay = [&optimizer, on_device, places = std::move(places)] {
-    for (const auto& [parameter, first] : places) {
+    for (const auto& [parameter, tensors] : places) {
       const auto found = optimizer.state().find(parameter);
-      if (found == optimizer.state().end() ||
-          own_state<typename Kind::State>(found->second).exp_avg().unsafeGetTensorImpl() != first)
-        return false;
+      if (found == optimizer.state().end()) return false;
+      const auto now = tensors_of(own_state<typename Kind::State>(found->second));
+      for (std::size_t i = 0; i < now.size(); ++i)
+        if (!now[i].is_same(tensors[i])) return false;
     }
     put_options<Kind>(optimizer, *on_device);
     return true;

@@ -5,18 +5,14 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <lockstep/base/error.h>
+#include <lockstep/nn/fused.h>
 #include <lockstep/train/cuda_graph.h>
 
 namespace lockstep::detail {
 namespace {
 
-kernels::Number number_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kBFloat16: return kernels::Number::bfloat16;
-    case at::kHalf: return kernels::Number::float16;
-    default: return kernels::Number::float32;
-  }
-}
+using nn::detail::number_of;
+using nn::detail::stream_of;
 
 kernels::AdamSettings for_device(const AdamSettings& s) {
   return {s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.decoupled};
@@ -56,14 +52,13 @@ void AdamOnDevice::put(std::size_t group, at::Device device, const AdamSettings&
     throw ConfigError(
         "a capturable optimizer was captured before its first step: run a step, then capture one");
   }
-  auto& block = blocks_[{group, device.index()}];
-  if (!block.memory.defined())
-    block.memory =
-        at::empty({static_cast<std::int64_t>(sizeof(wanted))}, at::TensorOptions(at::kByte).device(device));
+  const auto memory = found != blocks_.end() ? found->second.memory
+                                             : at::empty({static_cast<std::int64_t>(sizeof(wanted))},
+                                                         at::TensorOptions(at::kByte).device(device));
   const c10::DeviceGuard guard(device);
-  kernels::put_adam_settings(wanted, static_cast<kernels::AdamSettings*>(block.memory.mutable_data_ptr()),
-                             current_stream(device));
-  block.there = wanted;
+  kernels::put_adam_settings(wanted, static_cast<kernels::AdamSettings*>(memory.mutable_data_ptr()),
+                             stream_of(memory));
+  blocks_[{group, device.index()}] = {memory, wanted};
 }
 
 const kernels::AdamSettings* AdamOnDevice::find(std::size_t group, at::Device device) const {
@@ -75,38 +70,45 @@ bool AdamLaunches::takes(const at::Tensor& parameter) {
   return parameter.is_cuda() && parameter.is_non_overlapping_and_dense() && kernels::available();
 }
 
-AdamLaunches::Batch& AdamLaunches::batch_for(const AdamRow& row, const kernels::AdamFactors& factors) {
+void AdamLaunches::add(AdamRow row, bool maximize, const kernels::AdamFactors& factors,
+                       const kernels::AdamSettings* settings) {
+  if (row.parameter.numel() == 0) return;
+  row.gradient = laid_out_as(row.parameter, row.gradient);
   const kernels::AdamCall call{.parameter = number_of(row.parameter),
                                .gradient = number_of(row.gradient),
                                .amsgrad = row.max_exp_avg_sq.defined(),
-                               .maximize = maximize_,
+                               .maximize = maximize,
                                .factors = factors,
-                               .settings = nullptr,
+                               .settings = settings,
                                .scratch = nullptr};
   for (auto& batch : batches_)
     if (batch.device == row.parameter.device() && batch.call.parameter == call.parameter &&
-        batch.call.gradient == call.gradient &&
-        std::memcmp(&batch.call.factors, &factors, sizeof(factors)) == 0)
-      return batch;
-  return batches_.emplace_back(Batch{row.parameter.device(), call, {}});
+        batch.call.gradient == call.gradient && batch.call.amsgrad == call.amsgrad &&
+        batch.call.maximize == call.maximize && batch.call.settings == call.settings &&
+        std::memcmp(&batch.call.factors, &factors, sizeof(factors)) == 0) {
+      batch.rows.push_back(std::move(row));
+      return;
+    }
+  const auto device = row.parameter.device();
+  batches_.push_back({device, call, {std::move(row)}, {}});
 }
 
-void AdamLaunches::add(AdamRow row, const AdamFactors& factors) {
-  if (row.parameter.numel() == 0) return;
-  row.gradient = laid_out_as(row.parameter, row.gradient);
-  auto& batch = batch_for(row, plain(factors));
-  batch.rows.push_back(std::move(row));
+void AdamLaunches::add(AdamRow row, bool maximize, const AdamFactors& factors) {
+  add(std::move(row), maximize, plain(factors), nullptr);
 }
 
-void AdamLaunches::add_capturable(AdamRow row) {
-  if (row.parameter.numel() == 0) return;
-  row.gradient = laid_out_as(row.parameter, row.gradient);
-  auto& batch = batch_for(row, {});
-  batch.rows.push_back(std::move(row));
+void AdamLaunches::add_capturable(AdamRow row, bool maximize, const kernels::AdamSettings* settings) {
+  add(std::move(row), maximize, {}, settings);
 }
 
-void AdamLaunches::run(std::size_t group, const AdamOnDevice& on_device) {
-  for (auto& [device, call, rows] : batches_) {
+void AdamLaunches::run() {
+  for (auto& [device, call, rows, scratch] : batches_)  // before the first launch: there may be no memory
+    if (call.settings != nullptr) {
+      scratch = at::empty({static_cast<std::int64_t>(rows.size() * sizeof(kernels::AdamFactors))},
+                          at::TensorOptions(at::kByte).device(device));
+      call.scratch = static_cast<kernels::AdamFactors*>(scratch.mutable_data_ptr());
+    }
+  for (const auto& [device, call, rows, scratch] : batches_) {
     const c10::DeviceGuard guard(device);
     std::vector<kernels::AdamTensor> tensors;
     tensors.reserve(rows.size());
@@ -119,14 +121,7 @@ void AdamLaunches::run(std::size_t group, const AdamOnDevice& on_device) {
                          .max_exp_avg_sq = data_or_null<float>(row.max_exp_avg_sq),
                          .step = data_or_null<std::int64_t>(row.device_step),
                          .count = row.parameter.numel()});
-    at::Tensor scratch;
-    if (rows[0].device_step.defined()) {
-      scratch = at::empty({static_cast<std::int64_t>(rows.size() * sizeof(kernels::AdamFactors))},
-                          at::TensorOptions(at::kByte).device(device));
-      call.settings = on_device.find(group, device);
-      call.scratch = static_cast<kernels::AdamFactors*>(scratch.mutable_data_ptr());
-    }
-    kernels::adam(call, tensors, current_stream(device));
+    kernels::adam(call, tensors, stream_of(rows[0].parameter));
     for (const auto& row : rows) row.parameter.unsafeGetTensorImpl()->bump_version();
   }
   batches_.clear();

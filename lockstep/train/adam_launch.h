@@ -1,4 +1,4 @@
-// Adam's updates on CUDA by our own kernel (kernels/adam.cu): gathered over a group's parameters, then
+// Adam's updates on CUDA by our own kernel (kernels/adam.cu): gathered over a step's parameters, then
 // launched.
 #pragma once
 
@@ -37,26 +37,25 @@ struct AdamRow {
   at::Tensor parameter, gradient, master, exp_avg, exp_avg_sq, max_exp_avg_sq, device_step;
 };
 
-// One group's.
 class AdamLaunches {
  public:
-  void begin(bool maximize) { maximize_ = maximize; }
   // Whether the kernel can do it: on CUDA, the library has kernels, the parameter has no holes.
   static bool takes(const at::Tensor& parameter);
 
-  void add(AdamRow row, const AdamFactors& factors);  // the host counts
-  void add_capturable(AdamRow row);
-  void run(std::size_t group, const AdamOnDevice& on_device);
+  void add(AdamRow row, bool maximize, const AdamFactors& factors);  // the host counts
+  void add_capturable(AdamRow row, bool maximize, const kernels::AdamSettings* settings);
+  void run();
 
  private:
   struct Batch {
     at::Device device;
     kernels::AdamCall call;
     std::vector<AdamRow> rows;
+    at::Tensor scratch;
   };
-  Batch& batch_for(const AdamRow& row, const kernels::AdamFactors& factors);
+  void add(AdamRow row, bool maximize, const kernels::AdamFactors& factors,
+           const kernels::AdamSettings* settings);
   std::vector<Batch> batches_;
-  bool maximize_ = false;
 };
 
 }  // namespace lockstep::detail

@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/ostream.h>
+#include <lockstep/kernels/kernels.h>
 #include <lockstep/train/adam.h>
 #include <lockstep/train/adam_launch.h>
 #include <lockstep/train/cuda_graph.h>
@@ -70,20 +71,23 @@ class AdamStep {
         if (parameter.grad().defined() && parameter.grad().is_sparse())
           throw ConfigError(fmt::format("{} does not take sparse gradients: SGD does", Kind::name));
     check_capture();
+    make_state();
     slices().clear();
+    auto state = states().begin();
     for (std::size_t g = 0; g < optimizer_.param_groups().size(); ++g) {
       auto& group = optimizer_.param_groups()[g];
       const auto& options = own_options<typename Kind::Base>(group, optimizer_.defaults());
       const auto settings = settings_of<Kind>(options);
       last_step_ = 0;
-      launches_.begin(options.maximize);
       for (auto& parameter : group.params())
-        if (parameter.grad().defined()) update(g, parameter, parameter.grad(), options, settings);
+        if (parameter.grad().defined()) update(g, parameter, parameter.grad(), **state++, options, settings);
       run_fused(options);
-      launches_.run(g, on_device_);
     }
+    launches_.run();
     finish();
-    for (auto [state, parameter] : launched_) note_written(*state, parameter);
+    for (auto [launched, parameter] : launched_) note_written(*launched, parameter);
+    for (auto* each : states())  // last: a step that fails is not counted
+      if (!each->device_step.defined()) each->step(each->step() + 1);
   }
 
  private:
@@ -99,6 +103,11 @@ class AdamStep {
   // Kept between steps, so that small models do not pay for memory.
   static std::vector<AdamSlice>& slices() {
     thread_local std::vector<AdamSlice> kept;
+    return kept;
+  }
+  // Of the parameters with a gradient, in their order.
+  static std::vector<State*>& states() {
+    thread_local std::vector<State*> kept;
     return kept;
   }
 
@@ -150,6 +159,16 @@ class AdamStep {
                       Kind::name));
   }
 
+  // Before anything changes, since there may be no memory for it.
+  void make_state() {
+    states().clear();
+    for (auto& group : optimizer_.param_groups()) {
+      const auto& options = own_options<typename Kind::Base>(group, optimizer_.defaults());
+      for (const auto& parameter : group.params())
+        if (parameter.grad().defined()) states().push_back(&state_of(parameter, options));
+    }
+  }
+
   State& state_of(const at::Tensor& parameter, const AdamGroupOptions<Kind>& options) {
     auto& state = own_state<State>(optimizer_.state()[parameter.unsafeGetTensorImpl()]);
     if (options.master_weights && has_master(parameter))
@@ -160,27 +179,35 @@ class AdamStep {
     fit(state.exp_avg(), target);
     fit(state.exp_avg_sq(), target);
     if (options.amsgrad()) fit(state.max_exp_avg_sq(), target);
+    if (!options.capturable || !parameter.is_cuda()) {
+      if (state.device_step.defined()) {  // no longer capturable
+        state.count_steps();
+        state.device_step.reset();
+      }
+    } else if (!state.device_step.defined() || state.device_step.device() != parameter.device()) {
+      state.device_step = at::full({}, state.step(), at::TensorOptions(at::kLong).device(parameter.device()));
+    }
     return state;
   }
 
-  void update(std::size_t group, const at::Tensor& parameter, at::Tensor gradient,
+  void update(std::size_t group, const at::Tensor& parameter, at::Tensor gradient, State& state,
               const AdamGroupOptions<Kind>& options, const AdamSettings& settings) {
-    auto& state = state_of(parameter, options);
     const bool mastered = state.master.defined();
     const at::Tensor& target = mastered ? state.master : parameter;
     Moments moments{state.exp_avg(), state.exp_avg_sq(), {}};
     if (options.amsgrad()) moments.max_exp_avg_sq = state.max_exp_avg_sq();
-    if (options.capturable && parameter.is_cuda())
-      return launch_capturable(group, parameter, gradient, state, moments, settings);
-    if (state.device_step.defined()) {  // no longer capturable
-      state.count_steps();
-      state.device_step.reset();
+    if (state.device_step.defined()) {
+      on_device_.put(group, parameter.device(), settings);
+      launches_.add_capturable(row_of(parameter, gradient, state, moments), options.maximize,
+                               on_device_.find(group, parameter.device()));
+      launched_.emplace_back(&state, parameter);
+      return;
     }
-    state.step(state.step() + 1);
+    const auto step = state.step() + 1;
     const bool fused = options.implementation == Implementation::fused;
     if (fused && mastered && AdamLaunches::takes(parameter)) {
-      work_out(state.step(), settings);
-      launches_.add(row_of(parameter, gradient, state, moments), factors_);
+      work_out(step, settings);
+      launches_.add(row_of(parameter, gradient, state, moments), options.maximize, factors_);
       launched_.emplace_back(&state, parameter);
       return;
     }
@@ -188,8 +215,8 @@ class AdamStep {
       gradient = gradient.to(at::kFloat);
       rounded_.emplace_back(&state, parameter);
     }
-    if (fused && fusable(target, gradient, moments.exp_avg)) return gather(target, gradient, state, moments);
-    work_out(state.step(), settings);
+    if (fused && fusable(target, gradient, moments.exp_avg)) return gather(target, gradient, step, moments);
+    work_out(step, settings);
     const auto& most = options.amsgrad() ? moments.max_exp_avg_sq : moments.exp_avg;
     if (rows_alike(target, {&gradient, &moments.exp_avg, &moments.exp_avg_sq, &most}) &&
         adam_sweep_is_exact()) {
@@ -227,15 +254,6 @@ class AdamStep {
             .device_step = state.device_step};
   }
 
-  void launch_capturable(std::size_t group, const at::Tensor& parameter, const at::Tensor& gradient,
-                         State& state, const Moments& moments, const AdamSettings& settings) {
-    on_device_.put(group, parameter.device(), settings);
-    if (!state.device_step.defined() || state.device_step.device() != parameter.device())
-      state.device_step = at::full({}, state.step(), at::TensorOptions(at::kLong).device(parameter.device()));
-    launches_.add_capturable(row_of(parameter, gradient, state, moments));
-    launched_.emplace_back(&state, parameter);
-  }
-
   // LibTorch's fused kernels walk through memory, whatever the strides.
   static bool fusable(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& moment) {
     return parameter.is_floating_point() && parameter.is_non_overlapping_and_dense() &&
@@ -243,7 +261,7 @@ class AdamStep {
            gradient.scalar_type() == parameter.scalar_type() && !gradient.is_neg();
   }
 
-  void gather(const at::Tensor& parameter, const at::Tensor& gradient, const State& state,
+  void gather(const at::Tensor& parameter, const at::Tensor& gradient, std::int64_t step,
               const Moments& moments) {
     auto& fused = fused_[{parameter.device(), parameter.scalar_type()}];
     fused.parameters.push_back(parameter);
@@ -252,10 +270,10 @@ class AdamStep {
     fused.exp_avg_sqs.push_back(moments.exp_avg_sq);
     if (moments.max_exp_avg_sq.defined()) fused.max_exp_avg_sqs.push_back(moments.max_exp_avg_sq);
     // One tensor for all parameters that are as far: they are read alone.
-    if (state.step() != fused.last_step) {
-      fused.last_step = state.step();
-      fused.steps.push_back(at::full({}, static_cast<double>(state.step()),
-                                     at::TensorOptions(at::kFloat).device(parameter.device())));
+    if (step != fused.last_step) {
+      fused.last_step = step;
+      fused.steps.push_back(
+          at::full({}, static_cast<double>(step), at::TensorOptions(at::kFloat).device(parameter.device())));
     } else {
       fused.steps.push_back(fused.steps.back());
     }

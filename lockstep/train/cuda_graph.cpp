@@ -82,10 +82,6 @@ void clean_up(at::Device device, at::cuda::MempoolId_t pool, const std::vector<a
 
 }  // namespace
 
-kernels::Stream current_stream(at::Device device) {
-  return c10::cuda::getCurrentCUDAStream(device.index()).stream();
-}
-
 bool capturing(at::Device device) {
   if (!device.is_cuda()) return false;
   const c10::cuda::CUDAGuard guard(device);

@@ -9,11 +9,9 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <lockstep/kernels/kernels.h>
 
 namespace lockstep::detail {
 
-kernels::Stream current_stream(at::Device device);
 // Whether the device's current stream is capturing a graph; false where there is no CUDA.
 bool capturing(at::Device device);
 

@@ -32,27 +32,35 @@ constexpr auto kBlock = ParameterShards::kBlock;
 // A parameter's state, whichever optimizer's. A step of -1: there is none.
 struct State {
   std::int64_t step = -1;
-  std::array<at::Tensor, 3> tensors = {};
+  std::array<at::Tensor, 4> tensors = {};  // the first is the master
 };
+
+template <typename Base>
+at::Tensor master_of(const Base& state) {
+  const auto* own = dynamic_cast<const OwnState<Base>*>(&state);  // LibTorch's own has none
+  return own != nullptr ? own->master : at::Tensor();
+}
 
 template <typename Adam>
 State of_adam(const Adam& state) {
-  return {state.step(), {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()}};
+  return {state.step(), {master_of(state), state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()}};
 }
 
 State read(const OptimizerParamState& state) {
   if (const auto* adam = dynamic_cast<const torch::optim::AdamParamState*>(&state)) return of_adam(*adam);
   if (const auto* adamw = dynamic_cast<const torch::optim::AdamWParamState*>(&state)) return of_adam(*adamw);
-  return {0, {dynamic_cast<const torch::optim::SGDParamState&>(state).momentum_buffer()}};
+  const auto& sgd = dynamic_cast<const torch::optim::SGDParamState&>(state);
+  return {0, {master_of(sgd), sgd.momentum_buffer()}};
 }
 
 template <typename Adam>
 std::unique_ptr<OptimizerParamState> adam_state(const State& given) {
-  auto state = std::make_unique<Adam>();
+  auto state = std::make_unique<OwnState<Adam>>();
   state->step(given.step);
-  state->exp_avg(given.tensors[0]);
-  state->exp_avg_sq(given.tensors[1]);
-  state->max_exp_avg_sq(given.tensors[2]);
+  state->master = given.tensors[0];
+  state->exp_avg(given.tensors[1]);
+  state->exp_avg_sq(given.tensors[2]);
+  state->max_exp_avg_sq(given.tensors[3]);
   return state;
 }
 
@@ -62,8 +70,9 @@ std::unique_ptr<OptimizerParamState> make(const Optimizer& optimizer, const Stat
     return adam_state<torch::optim::AdamParamState>(given);
   if (dynamic_cast<const torch::optim::AdamWOptions*>(&defaults))
     return adam_state<torch::optim::AdamWParamState>(given);
-  auto state = std::make_unique<torch::optim::SGDParamState>();
-  state->momentum_buffer(given.tensors[0]);
+  auto state = std::make_unique<OwnState<torch::optim::SGDParamState>>();
+  state->master = given.tensors[0];
+  state->momentum_buffer(given.tensors[1]);
   return state;
 }
 
@@ -152,7 +161,7 @@ double tree(std::span<const double> values) {
 }  // namespace
 
 ShardedOptimizer::ShardedOptimizer(DdpBase& ddp, DistributedOptimizerOptions options)
-    : shards_(ddp.shard(options.share_weights)) {}
+    : share_weights_(options.share_weights), shards_(ddp.shard(options.share_weights)) {}
 
 ShardedOptimizer::~ShardedOptimizer() {
   if (auto reducer = shards_->reducer.lock())
@@ -164,14 +173,14 @@ ShardedOptimizer::~ShardedOptimizer() {
 void ShardedOptimizer::require_same_options(const Optimizer& self) const {
   std::vector<std::string> lines;
   for (const auto& group : self.param_groups()) {
-    if (const auto* manner = dynamic_cast<const Manner*>(&group.options());
-        manner != nullptr && (manner->master_weights || manner->capturable))
+    const auto* manner = dynamic_cast<const Manner*>(&group.options());
+    if (manner != nullptr && manner->capturable)
       throw ConfigError(
-          fmt::format("DistributedOptimizer was given {}, which it does not have: the plain optimizer does",
-                      manner->master_weights ? "master_weights" : "capturable"));
+          "DistributedOptimizer was given capturable, which it does not have: the plain optimizer does");
     std::vector<std::size_t> members;
     for (const auto& slice : group.params()) members.push_back(find(slice));
-    lines.push_back(fmt::format("group {}: {}, parameters {}", lines.size(), text_of(group.options()),
+    lines.push_back(fmt::format("group {}: {}, master_weights {}, parameters {}", lines.size(),
+                                text_of(group.options()), manner != nullptr && manner->master_weights,
                                 fmt::join(members, " ")));
   }
   require_same_lines(group(), lines, "DistributedOptimizer: options differ between ranks");
@@ -220,6 +229,12 @@ void ShardedOptimizer::begin_step(const Optimizer& self) {
   for (const auto& group : self.param_groups())
     for (const auto& slice : group.params()) (void)find(slice);  // nobody has added one
   shards_->before_update();
+  // A slice's version is its own: who writes to the parameter is to be seen by those who follow the slice. A
+  // rank that writes to memory which all share leaves the others' versions as they are.
+  versions_.resize(shards_->size(), -1);
+  for (std::size_t i = 0; i < versions_.size(); ++i)
+    if (share_weights_ || static_cast<std::int64_t>(shards_->param(i)._version()) != versions_[i])
+      shards_->slice(i).unsafeGetTensorImpl()->bump_version();
 }
 
 void ShardedOptimizer::end_step() {
@@ -230,6 +245,8 @@ void ShardedOptimizer::end_step() {
   }
   shards_->drop_gradients();
   shards_->after_update();
+  for (std::size_t i = 0; i < versions_.size(); ++i)
+    versions_[i] = static_cast<std::int64_t>(shards_->param(i)._version());
 }
 
 at::Tensor ShardedOptimizer::clip_grad_norm(double max_norm, ClipGradNormOptions options) {
@@ -285,7 +302,8 @@ std::unique_ptr<Optimizer> ShardedOptimizer::whole() {
   auto whole = make_whole();
   const auto count = shards_->size();
   std::vector<State> mine(count);
-  // Which parts there are, and how many steps: a rank whose part of a parameter is empty knows neither.
+  // Which parts there are, of which type, and how many steps: a rank whose part of a parameter is empty
+  // knows none of it.
   constexpr std::size_t kFields = std::tuple_size_v<decltype(State::tensors)>;
   auto told = at::full({static_cast<std::int64_t>(count * (kFields + 1))}, -1, at::kLong);
   auto* told_values = told.mutable_data_ptr<std::int64_t>();
@@ -294,18 +312,25 @@ std::unique_ptr<Optimizer> ShardedOptimizer::whole() {
     if (shards_->slice(i).numel() == 0) continue;
     told_values[i * (kFields + 1)] = mine[i].step;
     for (std::size_t f = 0; f < kFields; ++f)
-      told_values[i * (kFields + 1) + 1 + f] = mine[i].tensors[f].defined() ? 1 : 0;
+      if (const auto& tensor = mine[i].tensors[f]; tensor.defined())
+        told_values[i * (kFields + 1) + 1 + f] = static_cast<std::int64_t>(tensor.scalar_type());
   }
   reduce_on_cpu(group(), told, shards_->param(0).device(), {.op = ReduceOp::MAX, .tag = "optimizer state"});
 
   std::vector<State> all(count);
   for (std::size_t f = 0; f < kFields; ++f) {
-    std::vector<char> wanted(count);
-    for (std::size_t i = 0; i < count; ++i) wanted[i] = told_values[i * (kFields + 1) + 1 + f] == 1;
-    auto gathered = shards_->gather(wanted, [&](std::size_t i, const at::Tensor& part) {
-      if (mine[i].tensors[f].defined()) part.copy_(mine[i].tensors[f]);
-    });
-    for (std::size_t i = 0; i < count; ++i) all[i].tensors[f] = std::move(gathered[i]);
+    std::map<std::int64_t, std::vector<char>> types;  // and which parameters' are of it
+    for (std::size_t i = 0; i < count; ++i)
+      if (const auto type = told_values[i * (kFields + 1) + 1 + f]; type >= 0)
+        types.try_emplace(type, count).first->second[i] = 1;
+    for (const auto& [type, wanted] : types) {
+      auto gathered = shards_->gather(wanted, static_cast<at::ScalarType>(type),
+                                      [&](std::size_t i, const at::Tensor& part) {
+                                        if (mine[i].tensors[f].defined()) part.copy_(mine[i].tensors[f]);
+                                      });
+      for (std::size_t i = 0; i < count; ++i)
+        if (wanted[i] != 0) all[i].tensors[f] = std::move(gathered[i]);
+    }
   }
   for (std::size_t i = 0; i < count; ++i) {
     all[i].step = told_values[i * (kFields + 1)];

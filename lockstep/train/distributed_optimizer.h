@@ -9,19 +9,21 @@
 //   optimizer.step();                // and the gradients are gone
 //
 // It is an AdamW, Adam or SGD: param_groups, schedulers, GradScaler, lockstep::save and load, torch::save as
-// with those. What its groups hold are this rank's parts. It is saved whole, and loaded with any number of
+// with those. What its groups hold are this rank's parts, and state and masters are of those:
+// optimizer.master(optimizer.param_groups()[0].params()[0]). It is saved whole, and loaded with any number of
 // ranks. After a step that a GradScaler leaves out the gradients are gone, too. A second backward before
 // step() adds to them; optimizer.zero_grad() drops them, model->zero_grad() does not. Every rank makes it,
 // after its DistributedDataParallel, and makes the same steps. When it is gone, gradients are averaged as
 // before.
 //
 // Throws ConfigError for a parameter that the DistributedDataParallel does not reduce, sparse gradients,
-// static_graph, a second one for the same DistributedDataParallel, parameters that were moved since
-// (torch::load of the model does that, lockstep::load does not), step() with gradients that were not
+// static_graph, capturable, a second one for the same DistributedDataParallel, parameters that were moved
+// since (torch::load of the model does that, lockstep::load does not), step() with gradients that were not
 // averaged. CommError as Group does.
 #pragma once
 
 #include <concepts>
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -80,6 +82,8 @@ class ShardedOptimizer {
   virtual torch::optim::Optimizer& self() = 0;
   // The number of the parameter that this is a part of; ConfigError where it is of none.
   std::size_t find(const at::Tensor& slice) const;
+  const bool share_weights_;
+  std::vector<std::int64_t> versions_;  // of the parameters, after the last step
   const std::shared_ptr<ParameterShards> shards_;
 };
 

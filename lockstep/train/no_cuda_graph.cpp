@@ -9,7 +9,6 @@ namespace {
 
 }  // namespace
 
-kernels::Stream current_stream(at::Device) { missing(); }
 bool capturing(at::Device) { return false; }
 std::string no_graph_because() { return "this build of lockstep is for a LibTorch without CUDA"; }
 at::Device current_device() { missing(); }

@@ -121,10 +121,11 @@ class Step {
         auto gradient = parameter.grad();
         if (!gradient.defined()) continue;
         const bool mastered = options.master_weights && has_master(parameter);
-        at::Tensor none;
         auto* state = mastered || options.momentum() != 0 ? &state_of(parameter, mastered) : nullptr;
-        auto& buffer = options.momentum() != 0 ? state->momentum_buffer() : none;
         const auto& target = mastered ? state->master : parameter;
+        const bool first = options.momentum() != 0 && !state->momentum_buffer().defined();
+        at::Tensor none;
+        auto& buffer = options.momentum() != 0 && !first ? state->momentum_buffer() : none;
         if (buffer.defined()) fit(buffer, target);
         if (mastered) {
           held_.push_back(gradient = gradient.to(at::kFloat));
@@ -137,11 +138,13 @@ class Step {
           slices.push_back(slice_of(target, gradient, buffer, options, factors));
         else
           sgd_by_operations(target, gradient, buffer, options);
+        if (first) made_.emplace_back(state, std::move(buffer));
       }
       run_fused(options);
     }
     sweep(slices);
     round_masters(rounded_);
+    for (auto& [state, buffer] : made_) state->momentum_buffer(std::move(buffer));
   }
 
  private:
@@ -205,6 +208,8 @@ class Step {
   torch::optim::Optimizer& optimizer_;
   std::vector<std::pair<State*, at::Tensor>> rounded_;  // whose parameters follow their masters yet
   std::vector<at::Tensor> held_;                        // gradients that slices point to
+  // Buffers without a value until the step has come to its end: one that fails does not leave them behind.
+  std::vector<std::pair<State*, at::Tensor>> made_;
   std::map<FusedKind, Fused, FusedKindLess> first_,
       later_;  // whose buffers have no value yet, and the others
 };

@@ -1,7 +1,9 @@
 #include <lockstep/train/step_graph.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
+#include <span>
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -67,14 +69,16 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 }  // namespace
 
 struct StepGraphCore::State {
-  // One for each shape of the inputs.
+  // One for each device and shape of the inputs.
   struct Graph {
-    Tensors like;  // without memory: sizes, dtypes, device
+    at::Device device;
+    Tensors like = {};   // without memory: sizes, dtypes
+    bool again = false;  // its warm-up is the second one, since the first led to no capture
     int warmed = 0;
-    Tensors inputs, outputs;
-    Tensors parameters, gradients;  // of the optimizers, and where the graph writes gradients
-    std::vector<std::pair<at::Tensor, const void*>> places;  // parameters, and where they were
-    std::unique_ptr<CudaGraph> graph;
+    Tensors inputs = {}, outputs = {};
+    Tensors parameters = {}, gradients = {};  // of the optimizers, and where the graph writes gradients
+    std::vector<std::pair<at::Tensor, const void*>> places = {};  // parameters, and where they were
+    std::unique_ptr<CudaGraph> graph = {};
   };
 
   Step step;
@@ -113,26 +117,27 @@ struct StepGraphCore::State {
     return no_graph_because();
   }
 
-  Graph* find(const Tensors& inputs) {
+  Graph* find(at::Device device, const Tensors& inputs) {
     for (auto& graph : graphs)
-      if (std::equal(inputs.begin(), inputs.end(), graph.like.begin(), graph.like.end(),
+      if (graph.device == device &&
+          std::equal(inputs.begin(), inputs.end(), graph.like.begin(), graph.like.end(),
                      [](const at::Tensor& a, const at::Tensor& b) {
                        return a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type();
                      }))
         return &graph;
     if (graphs.size() == static_cast<std::size_t>(options.max_graphs)) return nullptr;
-    auto& graph = graphs.emplace_back();
+    Graph graph{.device = device};
     for (const auto& input : inputs)
       graph.like.push_back(at::empty({}, input.options().device(at::kMeta)).expand(input.sizes()));
-    return &graph;
+    return &graphs.emplace_back(std::move(graph));
   }
 
-  static std::string text_of(const Tensors& inputs) {
+  static std::string text_of(at::Device device, const Tensors& inputs) {
     std::vector<std::string> texts;
     for (const auto& input : inputs)
       texts.push_back(
           fmt::format("{} [{}]", fmt::streamed(input.scalar_type()), fmt::join(input.sizes(), ", ")));
-    return fmt::format("{}", fmt::join(texts, ", "));
+    return fmt::format("{} on {}", fmt::join(texts, ", "), fmt::streamed(device));
   }
 
   Tensors give_up(const Tensors& inputs, const std::string& why) {
@@ -144,16 +149,19 @@ struct StepGraphCore::State {
   Tensors run(const Tensors& inputs) {
     if (given_up) return as_it_is(inputs);
     if (auto why = unfit(inputs); !why.empty()) return as_it_is(inputs, why);
-    auto* graph = find(inputs);
+    const auto device = inputs.empty() ? current_device() : inputs[0].device();
+    auto* graph = find(device, inputs);
     if (graph == nullptr)
       return as_it_is(inputs, fmt::format("max_graphs is {}, and inputs of {} are others than those captured",
-                                          options.max_graphs, text_of(inputs)));
+                                          options.max_graphs, text_of(device, inputs)));
     reason.clear();
-    const auto device = inputs.empty() ? current_device() : inputs[0].device();
-    if (graph->graph != nullptr && !in_place(*graph)) {  // warm up again
-      Graph fresh;
-      fresh.like = std::move(graph->like);
-      *graph = std::move(fresh);
+    const bool captured_before = graph->graph != nullptr;
+    if ((captured_before || graph->warmed == options.warmup) && !in_place(*graph)) {
+      // As after a checkpoint was loaded: warm up again. Where that happens all the time there is no end to
+      // it.
+      if (!captured_before && graph->again)
+        return give_up(inputs, "an optimizer's state was replaced before each capture");
+      *graph = Graph{.device = device, .like = std::move(graph->like), .again = !captured_before};
     }
     if (graph->graph != nullptr) return replay(*graph, inputs);
     if (graph->warmed < options.warmup) {
@@ -233,27 +241,36 @@ struct StepGraphCore::State {
     for (const auto& user : watch.users)
       for (const auto* list : {&user.parameters, &user.state})
         written.insert(written.end(), list->begin(), list->end());
+    const auto of_optimizers = written.size();
+    std::copy_if(options.state.begin(), options.state.end(), std::back_inserter(written),
+                 [](const at::Tensor& tensor) { return tensor.defined(); });
+    auto generators = options.generators;
+    generators.push_back(at::globalContext().defaultGenerator(device));
     at::NoGradGuard no_grad;
     const Kept before(written);
-    const auto generator = at::globalContext().defaultGenerator(device);
-    const auto generator_before = generator.clone();
+    Tensors drawn;
+    for (const auto& generator : generators) drawn.push_back(generator.get_state());
     const auto replayed = copies(replay(graph, inputs));
     const auto replayed_state = copies(written);
     before.restore();
-    at::Generator(generator).set_state(generator_before.get_state());
+    for (std::size_t i = 0; i < generators.size(); ++i) generators[i].set_state(drawn[i]);
     Tensors outputs;
     {
       at::AutoGradMode enable_grad(true);
       on_side_stream(device, [&] { outputs = as_it_is(inputs); });
     }
-    auto compare = [&](const Tensors& a, const Tensors& b, const char* what) -> std::string {
+    auto compare = [&](std::span<const at::Tensor> a, std::span<const at::Tensor> b,
+                       const char* what) -> std::string {
       for (std::size_t i = 0; i < b.size(); ++i)
         if (const auto found = difference(a[i], b[i], options.tolerance))
           return fmt::format("its replay is not what the step does: {} {} {}", what, i, *found);
       return {};
     };
+    const std::span<const at::Tensor> a = replayed_state, b = written;
     auto why = compare(replayed, outputs, "returned tensor");
-    if (why.empty()) why = compare(replayed_state, copies(written), "tensor of the optimizers");
+    if (why.empty())
+      why = compare(a.first(of_optimizers), b.first(of_optimizers), "tensor of the optimizers");
+    if (why.empty()) why = compare(a.subspan(of_optimizers), b.subspan(of_optimizers), "tensor of .state");
     if (!why.empty()) {
       graphs.clear();
       given_up = true;

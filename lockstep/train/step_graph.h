@@ -22,10 +22,10 @@
 //
 // The step must do the same work each time, on the device: what it does on the host (a schedule, a counter, a
 // log line) happens when it is captured and not again. Its model, optimizer and whatever else it refers to
-// stay where they are; after loading a checkpoint into them, call reset(). Gradients: begin it with
-// zero_grad(), or clear them in place. LibTorch's own optimizers would repeat their step count and learning
-// rate; ours refuse unless they are capturable. Groups: NCCL's collectives can be captured, other transports'
-// cannot.
+// stay where they are; a checkpoint that is loaded into model and optimizer is noticed, and the step warmed
+// up again, after other changes call reset(). Gradients: begin it with zero_grad(), or clear them in place.
+// LibTorch's own optimizers would repeat their step count and learning rate; ours refuse unless they are
+// capturable. Groups: NCCL's collectives can be captured, other transports' cannot.
 #pragma once
 
 #include <concepts>
@@ -47,9 +47,12 @@ struct StepGraphOptions {
   int warmup = 3;          // steps that run as they are before one is captured; 1 or more
   int max_graphs = 1;      // for so many shapes of the inputs; others run as they are
   bool check = false;      // the first replay is compared with the step itself, from the same state
-  double tolerance = 0.1;  // relative, of check: of returned tensors and of what the optimizers have written
+  double tolerance = 0.1;  // relative, of check: of returned tensors and of what the step has written to
   // Generators that the step draws from beside the device's default one.
   std::vector<at::Generator> generators = {};
+  // For check: what the step writes to beside the optimizers' parameters and state, as model->buffers() with
+  // BatchNorm. Brought back before the step itself runs, or both would have written to it; and compared.
+  std::vector<at::Tensor> state = {};
 };
 
 namespace detail {

@@ -1,5 +1,6 @@
 // Adam on CUDA by the library's own kernel: what the CPU's arithmetic gives, within a rounding.
 #include <chrono>
+#include <sstream>
 
 #include <lockstep/kernels/kernels.h>
 #include <lockstep/lockstep.h>
@@ -155,6 +156,45 @@ TEST_F(AdamCuda, a_capturable_one_counts_on_the_device_and_saves_the_count) {
   optimizer.step();
   loaded.step();
   EXPECT_TRUE(torch::equal(p, q));
+}
+
+// Of two groups, so that the first one's work is not done before the second is looked at.
+TEST_F(AdamCuda, a_step_that_fails_leaves_everything_as_it_was) {
+  for (const bool capturable : {false, true}) {
+    auto make = [] {
+      torch::manual_seed(8);
+      std::vector<Tensor> all;
+      for (std::int64_t n : {3, 4000})
+        all.push_back(torch::randn({n}).to(torch::kCUDA, torch::kBFloat16).requires_grad_());
+      return all;
+    };
+    auto of = [&](const std::vector<Tensor>& params) {
+      const AdamWOptions options{.lr = 1e-2,
+                                 .master_weights = true,
+                                 .capturable = capturable,
+                                 .implementation = Implementation::fused};
+      return std::vector{AdamW::group({params[0]}, options), AdamW::group({params[1]}, options)};
+    };
+    auto params = make(), others = make();
+    AdamW optimizer(of(params)), undisturbed(of(others));
+    for (int step = 0; step < 3; ++step) {
+      for (std::size_t i = 0; i < params.size(); ++i)
+        params[i].mutable_grad() = others[i].mutable_grad() = torch::randn_like(others[i].detach());
+      undisturbed.step();
+      const auto gradient = params[1].grad();
+      params[1].mutable_grad() = torch::ones({2, 7}, gradient.options());
+      EXPECT_THROW(optimizer.step(), c10::Error);
+      params[1].mutable_grad() = gradient;
+      optimizer.step();
+    }
+    std::ostringstream stream;
+    torch::save(optimizer, stream);  // it asks the device for the counts
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      EXPECT_TRUE(torch::equal(params[i], others[i])) << i;
+      EXPECT_TRUE(torch::equal(optimizer.master(params[i]), undisturbed.master(others[i]))) << i;
+      EXPECT_EQ(state_of(optimizer, params[i]).step(), 3) << i;
+    }
+  }
 }
 
 TEST_F(AdamCuda, what_a_capturable_one_does_not_take_is_named) {

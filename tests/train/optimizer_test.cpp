@@ -5,6 +5,7 @@
 
 #include <ATen/ScalarOps.h>
 #include <ATen/Version.h>
+#include <c10/core/CPUAllocator.h>
 #include <lockstep/lockstep.h>
 #include <lockstep/train/sweep.h>
 #include <torch/torch.h>
@@ -413,6 +414,114 @@ TEST(Optimizers, parameters_without_gradient_stay_and_get_no_state) {
   EXPECT_EQ(optimizer.state().size(), 1);
   EXPECT_TRUE(torch::equal(q, torch::ones({2})));
   EXPECT_FALSE(torch::equal(p, torch::ones({2})));
+}
+
+// Memory that is no more to be had after some allocations.
+class ScarceMemory final : public c10::Allocator {
+ public:
+  explicit ScarceMemory(int left) : left_(left), before_(c10::GetCPUAllocator()) {
+    c10::SetCPUAllocator(this, /*priority=*/100);
+  }
+  ~ScarceMemory() override { c10::SetCPUAllocator(before_, 100); }
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (left_-- == 0) TORCH_CHECK_WITH(OutOfMemoryError, false, "no more memory");
+    return before_->allocate(bytes);
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    before_->copy_data(to, from, bytes);
+  }
+  bool was_enough() const { return left_ >= 0; }
+
+ private:
+  int left_;
+  c10::Allocator* before_;
+};
+
+std::int64_t count_of(const torch::optim::OptimizerParamState& state) {
+  if (const auto* adam = dynamic_cast<const torch::optim::AdamParamState*>(&state)) return adam->step();
+  if (const auto* adamw = dynamic_cast<const torch::optim::AdamWParamState*>(&state)) return adamw->step();
+  return 0;
+}
+
+// The step fails at one allocation after another, and is made again: what it would have been.
+template <typename Optimizer, typename Options>
+void expect_failed_steps_to_leave_no_trace(const Options& options, at::ScalarType dtype) {
+  constexpr bool counts = !std::is_same_v<Optimizer, SGD>;
+  auto parameters = [&] {
+    std::vector<Tensor> all;
+    torch::manual_seed(5);
+    for (std::int64_t n : {3, 40, 1000}) all.push_back(torch::randn({n}).to(dtype).requires_grad_());
+    return all;
+  };
+  auto set_gradients = [&](const std::vector<Tensor>& all, int seed) {
+    torch::manual_seed(seed);
+    for (auto p : all) p.mutable_grad() = torch::randn_like(p.detach());
+  };
+  for (int failing_step = 0; failing_step < 2; ++failing_step) {
+    int allocations = 0;
+    for (bool enough = false; !enough; ++allocations) {
+      auto expected = parameters(), actual = parameters();
+      Optimizer undisturbed(expected, options), optimizer(actual, options);
+      for (int step = 0; step < 3; ++step) {
+        set_gradients(expected, step);
+        set_gradients(actual, step);
+        undisturbed.step();
+        if (step == failing_step) {
+          ScarceMemory memory(allocations);
+          try {
+            optimizer.step();
+          } catch (const c10::OutOfMemoryError&) {
+          }
+          enough = memory.was_enough();
+        }
+        if (step == failing_step && enough) continue;
+        for (const auto& [parameter, state] : optimizer.state())
+          ASSERT_EQ(count_of(*state), counts ? step : 0) << "allocation " << allocations;
+        optimizer.step();
+      }
+      for (std::size_t i = 0; i < actual.size(); ++i)
+        ASSERT_TRUE(torch::equal(actual[i], expected[i]))
+            << "parameter " << i << ", step " << failing_step << ", allocation " << allocations;
+      for (const auto& [parameter, state] : optimizer.state()) ASSERT_EQ(count_of(*state), counts ? 3 : 0);
+    }
+    EXPECT_TRUE(allocations > 1 || failing_step > 0);  // the first one makes the state
+  }
+}
+
+TEST(Optimizers, a_step_that_fails_for_lack_of_memory_can_be_made_again) {
+  const AdamWOptions adamw{.weight_decay = 0.1, .amsgrad = true};
+  const SGDOptions sgd{.lr = 0.1, .momentum = 0.9, .dampening = 0.5};
+  if (detail::adam_sweep_is_exact() && detail::sgd_sweep_is_exact()) {  // or operations are done at once
+    expect_failed_steps_to_leave_no_trace<AdamW>(adamw, torch::kFloat);
+    expect_failed_steps_to_leave_no_trace<SGD>(sgd, torch::kFloat);
+    auto adamw_masters = adamw;
+    auto sgd_masters = sgd;
+    adamw_masters.master_weights = sgd_masters.master_weights = true;
+    expect_failed_steps_to_leave_no_trace<AdamW>(adamw_masters, torch::kBFloat16);
+    expect_failed_steps_to_leave_no_trace<SGD>(sgd_masters, torch::kBFloat16);
+  }
+  auto adamw_fused = adamw;
+  auto sgd_fused = sgd;
+  adamw_fused.implementation = sgd_fused.implementation = Implementation::fused;
+  expect_failed_steps_to_leave_no_trace<AdamW>(adamw_fused, torch::kFloat);
+  expect_failed_steps_to_leave_no_trace<SGD>(sgd_fused, torch::kFloat);
+}
+
+// Operations are done at once: what they have written stays, but nothing is counted.
+TEST(Optimizers, a_step_that_fails_is_not_counted) {
+  auto good = torch::ones({3}, torch::kDouble).requires_grad_();
+  auto bad = torch::ones({3}, torch::kDouble).requires_grad_();
+  Adam optimizer({good, bad});
+  good.mutable_grad() = torch::ones({3}, torch::kDouble);
+  bad.mutable_grad() = torch::ones({2}, torch::kDouble);
+  EXPECT_THROW(optimizer.step(), c10::Error);
+  auto count = [&](const Tensor& p) { return count_of(*optimizer.state().at(p.unsafeGetTensorImpl())); };
+  EXPECT_EQ(count(good), 0);
+  EXPECT_EQ(count(bad), 0);
+  bad.mutable_grad() = torch::ones({3}, torch::kDouble);
+  optimizer.step();
+  EXPECT_EQ(count(good), 1);
+  EXPECT_EQ(count(bad), 1);
 }
 
 }  // namespace

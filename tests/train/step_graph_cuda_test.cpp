@@ -168,6 +168,131 @@ TEST_F(StepGraphCuda, a_checkpoint_that_is_loaded_between_replays_counts) {
   EXPECT_TRUE(step.captured()) << step.reason();
 }
 
+TEST_F(StepGraphCuda, state_that_is_replaced_before_the_capture_is_warmed_up_again) {
+  const Folder folder;
+  const auto path = (folder / "run.safetensors").string();
+  auto model = model_of(), plain = model_of();
+  AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true}),
+      other(plain->parameters(), {.lr = 1e-2, .capturable = true});
+  StepGraph step([&](const Tensor& x) {
+    optimizer.zero_grad();
+    const auto loss = (model->forward(x) - x).square().mean();
+    loss.backward();
+    optimizer.step();
+    return loss.detach();
+  });
+  for (int i = 0; i < 3; ++i) step.run(input(i));
+  save(path, {.model = model, .optimizer = optimizer});
+  load(path, {.model = model, .optimizer = optimizer});
+  for (int i = 3; i < 8; ++i) {
+    step.run(input(i));
+    EXPECT_EQ(step.captured(), i >= 6) << i << ": " << step.reason();
+    EXPECT_EQ(step.reason(), "") << i;
+  }
+  for (int i = 0; i < 8; ++i) {
+    other.zero_grad();
+    (plain->forward(input(i)) - input(i)).square().mean().backward();
+    other.step();
+  }
+  expect_close(values_of(model), values_of(plain), 1e-4);
+
+  // LibTorch's own state, which has the same moments: the count is to be found.
+  for (int i = 8; i < 10; ++i) step.run(input(i));
+  for (auto& [key, state] : optimizer.state()) {
+    const auto& given = static_cast<const torch::optim::AdamWParamState&>(*state);
+    state = std::make_unique<torch::optim::AdamWParamState>(given);
+  }
+  step.run(input(10));
+  EXPECT_FALSE(step.captured());
+  for (int i = 11; i < 14; ++i) step.run(input(i));
+  EXPECT_TRUE(step.captured()) << step.reason();
+}
+
+TEST_F(StepGraphCuda, state_that_is_replaced_before_every_step_is_the_reason) {
+  auto model = model_of();
+  AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
+  int steps = 0;
+  StepGraph step([&](const Tensor& x) {
+    ++steps;
+    optimizer.zero_grad();
+    model->forward(x).square().mean().backward();
+    optimizer.step();
+  });
+  for (int i = 0; i < 9; ++i) {
+    optimizer.state().clear();
+    step.run(input(i));
+    EXPECT_EQ(step.reason().empty(), i < 6) << i << ": " << step.reason();
+  }
+  EXPECT_THAT(step.reason(), HasSubstr("an optimizer's state was replaced before each capture"));
+  EXPECT_EQ(steps, 9);
+}
+
+TEST_F(StepGraphCuda, inputs_on_another_device_are_others) {
+  if (torch::cuda::device_count() < 2) GTEST_SKIP() << "one CUDA device";
+  auto body = [](const Tensor& x) { return x * 2; };
+  StepGraph one(body), two(body, {.max_graphs = 2});
+  for (int i = 0; i < 10; ++i) {
+    const at::Device device(at::kCUDA, static_cast<at::DeviceIndex>(i % 2));
+    const auto x = input(i).to(device);
+    for (const auto& y : {one.run(x), two.run(x)}) {
+      EXPECT_EQ(y.device(), device);
+      EXPECT_TRUE(torch::equal(y, x * 2)) << i;
+    }
+  }
+  EXPECT_THAT(one.reason(), HasSubstr("inputs of Float [8, 16] on cuda:1 are others"));
+  EXPECT_EQ(one.replays(), 2);
+  EXPECT_EQ(two.replays(), 4);
+}
+
+// The replay that is compared must leave no trace: a run with check is the run without it.
+TEST_F(StepGraphCuda, check_brings_back_buffers_and_generators) {
+  auto trained = [](bool check, std::vector<Tensor>& buffers) {
+    torch::manual_seed(1);
+    auto model = torch::nn::Sequential(torch::nn::Linear(16, 16), torch::nn::BatchNorm1d(16));
+    model->to(at::kCUDA);
+    AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
+    auto generator = at::globalContext().defaultGenerator(at::Device(at::kCUDA, 0)).clone();
+    generator.set_current_seed(7);
+    StepGraph step(
+        [&](const Tensor& x) {
+          optimizer.zero_grad();
+          const auto noise = torch::empty_like(x).uniform_(0, 1, generator);
+          const auto loss = (model->forward(x + noise) - x).square().mean();
+          loss.backward();
+          optimizer.step();
+          return noise;
+        },
+        {.check = check, .tolerance = 1e-3, .generators = {generator}, .state = model->buffers()});
+    std::vector<Tensor> drawn;
+    for (int i = 0; i < 7; ++i) drawn.push_back(step.run(input(i)).clone());
+    EXPECT_TRUE(step.captured()) << step.reason();
+    for (const auto& buffer : model->buffers()) buffers.push_back(buffer.clone());
+    return drawn;
+  };
+  std::vector<Tensor> with, without;
+  const auto a = trained(true, with), b = trained(false, without);
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::equal(a[i], b[i])) << i;
+  for (std::size_t i = 0; i < with.size(); ++i) {
+    if (with[i].is_floating_point())
+      EXPECT_TRUE(torch::allclose(with[i], without[i], 1e-4, 1e-5)) << i;
+    else
+      EXPECT_TRUE(torch::equal(with[i], without[i])) << i << ": " << with[i] << without[i];
+  }
+}
+
+TEST_F(StepGraphCuda, check_compares_what_is_given_as_state) {
+  auto buffer = torch::zeros({4}, torch::kCUDA);
+  int calls = 0;
+  StepGraph step(
+      [&](const Tensor& x) {
+        buffer.add_(x, ++calls);
+        return x + 1;
+      },
+      {.check = true, .tolerance = 1e-3, .state = {buffer}});
+  for (int i = 0; i < 6; ++i) step.run(torch::ones({4}, torch::kCUDA));
+  EXPECT_THAT(step.reason(), HasSubstr("its replay is not what the step does: tensor of .state 0 differs"));
+}
+
 TEST_F(StepGraphCuda, check_compares_the_first_replay_with_the_step) {
   auto model = model_of();
   AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
