@@ -25,8 +25,7 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
     }
     // As in LibTorch, each of the two is kept for the other's gradient alone: else it may be changed.
     context->save_for_backward({weight.requires_grad() ? input : at::Tensor(),
-                                input.requires_grad() ? weight : at::Tensor(),
-                                gelu ? before : at::Tensor()});
+                                input.requires_grad() ? weight : at::Tensor(), gelu ? before : at::Tensor()});
     context->saved_data["bias"] = bias.has_value();
     context->saved_data["columns"] = weight.size(0);
     auto sizes = input.sizes().vec();
