@@ -66,7 +66,7 @@ struct Gpt2Impl : torch::nn::Module {
         std::tie(residual, normed) = block->norm1->add(added, residual);
       else
         normed = block->norm1(residual);
-      added = block->out(nn::attention(block->qkv(normed), {.heads = block->heads}));
+      added = block->out(nn::attention(block->qkv(normed), {.heads = block->heads, .causal = true}));
       std::tie(residual, normed) = block->norm2->add(added, residual);
       added = block->down(block->up(normed));
     }

@@ -2,6 +2,7 @@
 #include <stdexcept>
 #include <string>
 
+#include <lockstep/kernels/architectures.h>
 #include <lockstep/kernels/columns.cuh>
 
 namespace lockstep::kernels {
@@ -14,7 +15,7 @@ bool available() {
       int major = 0, minor = 0;
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-      if (10 * major + minor < LOCKSTEP_LEAST_CUDA_ARCHITECTURE) return false;
+      if (!runs_on(LOCKSTEP_CUDA_ARCHITECTURES, major, minor)) return false;
     }
     return devices > 0;
   }();

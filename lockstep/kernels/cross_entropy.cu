@@ -7,14 +7,24 @@ namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr std::size_t kCacheBytes = 112 * 1024;  // two blocks on a multiprocessor of 228 KiB
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// exp(x - from), in the precision of T; from2 is from in powers of two.
+// exp(x - largest) for a row's numbers, in the precision of T: for 16 bits in one step less, times a factor
+// that the row has in common, 2 to the power of excess(). Ratios are right, however large the numbers are.
 template <typename T>
-__device__ inline float exp_from(float x, float from, float from2) {
-  if constexpr (sizeof(T) == 4) return power_of_2((x - from) * kLog2E);
-  return power_of_2(fmaf(x, kLog2E, -from2));
-}
+struct ExpFrom {
+  // From 65,536 on, what 16 bits hold lies 256 apart and more: only those equal to the largest count, and
+  // powers of two tell them as well, without rounding.
+  __device__ explicit ExpFrom(float largest)
+      : from(largest), unit(sizeof(T) == 2 && fabsf(largest) >= 65536.0f ? 1.0f : kLog2E), base(largest * unit) {}
+  __device__ float operator()(float x) const {
+    if constexpr (sizeof(T) == 4) return power_of_2((x - from) * kLog2E);
+    return power_of_2(fmaf(x, unit, -base));
+  }
+  __device__ float excess() const { return sizeof(T) == 4 ? 0.0f : fmaf(from, unit, -base); }
+
+  float from, unit, base;
+};
 
 template <typename Combine>
 __device__ float block_combine(float x, float* shared, Combine&& combine) {
@@ -36,10 +46,10 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
   const auto add = [](float a, float b) { return a + b; };
   const auto most = [](float a, float b) { return fmaxf(a, b); };
   const auto row = std::int64_t{blockIdx.x};
-  const auto* logits = static_cast<const T*>(e.logits) + row * e.classes;
-  auto* gradient = e.gradient == nullptr ? nullptr : static_cast<T*>(e.gradient) + row * e.classes;
+  const auto* logits = static_cast<const T*>(e.logits) + row * e.columns;
+  auto* gradient = e.gradient == nullptr ? nullptr : static_cast<T*>(e.gradient) + row * e.columns;
   auto* cache = reinterpret_cast<T*>(cache_words);
-  const int classes = static_cast<int>(e.classes);
+  const int classes = static_cast<int>(e.classes), columns = static_cast<int>(e.columns);
   const auto target = e.targets[row];
   const bool ignored = target == e.ignore_index;
   const bool wrong = !ignored && (target < 0 || target >= e.classes);
@@ -47,14 +57,14 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
     if (threadIdx.x == 0 && e.losses != nullptr) e.losses[row] = ignored ? 0.0f : __int_as_float(0x7fc00000);
     if (gradient != nullptr) {
       const float zeros[8] = {};
-      for (int at = threadIdx.x * 8; at < classes; at += kThreads * 8) store8(gradient + at, zeros);
+      for (int at = threadIdx.x * 8; at < columns; at += kThreads * 8) store8(gradient + at, zeros);
     }
     return;
   }
 
-  float largest = -INFINITY, sum = 0;
+  float largest = -INFINITY;
 #pragma unroll 2
-  for (int at = threadIdx.x * 8; at < classes; at += kThreads * 8) {
+  for (int at = threadIdx.x * 8; at < columns; at += kThreads * 8) {
     float v[8];
     if constexpr (kCached) {
       load8_once(logits + at, v);
@@ -63,43 +73,44 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
       load8(logits + at, v);
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      largest = fmaxf(largest, v[i]);
-      if constexpr (kSmooth) sum += v[i];
-    }
+    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, v[i]);
   }
   largest = block_combine(largest, shared, most);
   // Each thread reads what it wrote itself: no barrier is needed for the cache.
   const auto* source = kCached ? cache : logits;
-  const float base = largest * kLog2E;
-  float total = 0;
+  const ExpFrom<T> exp_from(largest);
+  float total = 0, below = 0;  // of what each is below the largest
 #pragma unroll 2
-  for (int at = threadIdx.x * 8; at < classes; at += kThreads * 8) {
+  for (int at = threadIdx.x * 8; at < columns; at += kThreads * 8) {
     float v[8];
     load8(source + at, v);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) total += exp_from<T>(v[i], largest, base);
+    for (int i = 0; i < 8; ++i) {
+      total += exp_from(v[i]);
+      if constexpr (kSmooth) below += at + i < classes ? largest - v[i] : 0.0f;
+    }
   }
   total = block_combine(total, shared, add);
-  const float log_sum = largest + logf(total);
+  // Beside the largest, not added to it: of numbers far from zero a sum would keep nothing of it.
+  const float log_total = logf(total) - exp_from.excess() * kLn2;
   const float smooth = kSmooth ? static_cast<float>(e.label_smoothing) : 0.0f;
   const float wanted = to_float(logits[target]);  // before the gradient may take its place
-  if constexpr (kSmooth) sum = block_combine(sum, shared, add);
+  if constexpr (kSmooth) below = block_combine(below, shared, add);
   if (threadIdx.x == 0 && e.losses != nullptr)
-    e.losses[row] = (1 - smooth) * (log_sum - wanted) + smooth * (log_sum - sum / e.classes);
+    e.losses[row] = log_total + (1 - smooth) * (largest - wanted) + (kSmooth ? smooth * (below / classes) : 0.0f);
   if (gradient == nullptr) return;
   __syncthreads();  // everybody has read logits[target]
 
   const float scale = e.scale == nullptr ? 1.0f : *e.scale;
   const float everywhere = smooth / classes * scale;
-  const float bottom = log_sum * kLog2E;
+  const float share = scale / total;
 #pragma unroll 2
-  for (int at = threadIdx.x * 8; at < classes; at += kThreads * 8) {
+  for (int at = threadIdx.x * 8; at < columns; at += kThreads * 8) {
     float v[8];
     load8(source + at, v);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      v[i] = exp_from<T>(v[i], log_sum, bottom) * scale;
+      v[i] = exp_from(v[i]) * share;
       if constexpr (kSmooth) v[i] -= everywhere;
     }
     store8(gradient + at, v);
@@ -107,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
   // The thread that wrote the target's place mends it.
   if (threadIdx.x == target / 8 % kThreads)
     gradient[target] =
-        from_float<T>(exp_from<T>(wanted, log_sum, bottom) * scale - everywhere - (1 - smooth) * scale);
+        from_float<T>(exp_from(wanted) * share - everywhere - (1 - smooth) * scale);
 }
 
 template <typename T>
@@ -140,7 +151,7 @@ std::size_t most_shared_bytes() {
 void cross_entropy(const CrossEntropy& entropy, Stream stream) {
   const auto blocks = static_cast<unsigned>(entropy.rows);
   with_type(entropy.number, [&]<typename T>(T) {
-    const auto bytes = static_cast<std::size_t>(entropy.classes) * sizeof(T);
+    const auto bytes = static_cast<std::size_t>(entropy.columns) * sizeof(T);
     const bool cached = bytes <= std::min(kCacheBytes, most_shared_bytes());
     const auto launch = [&](auto* kernel) {
       if (cached && bytes > kPlainShared)

@@ -61,10 +61,11 @@ void gelu_gradient(Number number, const void* x, const void* dout, std::int64_t 
 
 // ---- nn::cross_entropy ----
 // losses[r] = -log softmax(logits[r])[targets[r]]; 0 where the target is ignored; NaN where it is no class.
-// gradient, if not null, may be logits itself: (softmax - wanted) * *scale.
+// gradient, if not null, may be logits itself: (softmax - wanted) * *scale. Where rows have more columns than
+// there are classes, the rest of logits must be -inf; that of gradient is of no meaning.
 struct CrossEntropy {
   Number number;
-  std::int64_t rows, classes;
+  std::int64_t rows, classes, columns;
   const void* logits;
   const std::int64_t* targets;
   std::int64_t ignore_index;

@@ -1,13 +1,8 @@
 #include <lockstep/nn/attention.h>
 
-#include <map>
-#include <mutex>
-
 #include <ATen/ATen.h>
-#include <ATen/Context.h>
 #include <ATen/SDPBackend.h>
 #include <fmt/ranges.h>
-#include <lockstep/base/log.h>
 #include <lockstep/nn/fused.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -28,51 +23,15 @@ Heads heads_of(const at::Tensor& qkv, std::int64_t heads) {
   return {parts[0], parts[1], parts[2]};
 }
 
-// [batch, heads, length, size] to [batch, length, heads * size], and back.
-at::Tensor joined(const at::Tensor& seen) {
-  const auto rows = seen.transpose(1, 2).contiguous();
-  return at::_unsafe_view(rows, {rows.size(0), rows.size(1), rows.size(2) * rows.size(3)});
-}
+// [batch, heads, length, size] as [batch, length, heads, size], in one piece.
+at::Tensor rows_of(const at::Tensor& seen) { return seen.transpose(1, 2).contiguous(); }
 
-// cuDNN's kernels are the fastest, but whether they take a shape is known only by asking.
-bool cudnn_refused(const at::Tensor& q) {
-  static std::mutex mutex;
-  static std::map<std::tuple<int, at::ScalarType, std::int64_t>, bool> known;
-  const std::lock_guard lock(mutex);
-  const auto [found, is_new] = known.try_emplace({q.get_device(), q.scalar_type(), q.size(3)}, false);
-  if (is_new) {
-    try {
-      at::NoGradGuard no_grad;
-      const auto small = at::zeros({1, 1, 64, q.size(3)}, q.options());
-      const auto [out, log_sums, cum_q, cum_k, max_q, max_k, seed, offset, debug] =
-          at::_scaled_dot_product_cudnn_attention(small, small, small, {}, /*compute_log_sumexp=*/true, 0.0,
-                                                  /*is_causal=*/true);
-      at::_scaled_dot_product_cudnn_attention_backward_symint(small, small, small, small, out, log_sums, seed,
-                                                              offset, {}, cum_q, cum_k, max_q, max_k, 0.0,
-                                                              /*is_causal=*/true);
-    } catch (const c10::OutOfMemoryError&) {
-      known.erase(found);  // which says nothing of the kernel
-      throw;
-    } catch (const std::exception& error) {
-      lockstep::detail::log(LogLevel::info, "nn::attention: cuDNN does not serve heads of {}: {}", q.size(3),
-                            std::string_view(error.what()).substr(0, 200));
-      found->second = true;
-    }
-  }
-  return found->second;
-}
-
+// LibTorch's own choice, made for this very shape: cuDNN's where that is the fastest and without faults.
 SDPBackend choose(const Heads& h, const AttentionOptions& options) {
   // Other sizes are padded by scaled_dot_product_attention itself.
   if (h.q.size(3) % 8 != 0) return SDPBackend::math;
-  const auto choice =
-      static_cast<SDPBackend>(at::_fused_sdp_choice(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale));
-  // What LibTorch, too, asks before it takes cuDNN's.
-  const auto& context = at::globalContext();
-  if (choice == SDPBackend::flash_attention && context.userEnabledCuDNNSDP() &&
-      !context.deterministicAlgorithms() && h.q.size(2) > 1 && !cudnn_refused(h.q))
-    return SDPBackend::cudnn_attention;
-  return choice;
+  return static_cast<SDPBackend>(
+      at::_fused_sdp_choice(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale));
 }
 
 class FusedAttention : public torch::autograd::Function<FusedAttention> {
@@ -84,7 +43,10 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
         cudnn ? at::_scaled_dot_product_cudnn_attention(h.q, h.k, h.v, {}, /*compute_log_sumexp=*/true, 0.0,
                                                         causal, false, scale)
               : at::_scaled_dot_product_flash_attention(h.q, h.k, h.v, 0.0, causal, false, scale);
-    auto result = joined(out);
+    const auto rows = rows_of(out);
+    // No view to autograd, which would not let a Function return one. That it is changed in place is noticed:
+    // it is saved itself.
+    auto result = at::_unsafe_view(rows, {rows.size(0), rows.size(1), rows.size(2) * rows.size(3)});
     context->save_for_backward({qkv, result, log_sums, cum_q, cum_k, seed, offset});
     auto& data = context->saved_data;
     data["heads"] = heads, data["causal"] = causal, data["scale"] = scale, data["cudnn"] = cudnn;
@@ -104,7 +66,7 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
     const auto as_heads = [&](const at::Tensor& tensor) {
       return tensor.view({tensor.size(0), tensor.size(1), heads, h.q.size(3)}).transpose(1, 2);
     };
-    const auto out = as_heads(saved[1]), gradient = as_heads(gradients[0].contiguous());
+    const auto out = as_heads(saved[1]), gradient = as_heads(detail::dense(gradients[0]));
     const auto max_q = data["max_q"].toSymInt(), max_k = data["max_k"].toSymInt();
     const bool causal = data["causal"].toBool();
     const auto scale = data["scale"].toOptional<double>();
@@ -170,7 +132,9 @@ at::Tensor attention(const at::Tensor& qkv, const AttentionOptions& options) {
       return FusedAttention::apply(dense, options.heads, options.causal, options.scale, cudnn);
   }
   const auto h = heads_of(dense, options.heads);
-  return joined(at::scaled_dot_product_attention(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale));
+  // A view, so that LibTorch notices when what its backward has saved is changed through it.
+  return rows_of(at::scaled_dot_product_attention(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale))
+      .flatten(2);
 }
 
 }  // namespace lockstep::nn

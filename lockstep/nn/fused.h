@@ -18,9 +18,10 @@ inline bool has_kernel(const at::Tensor& tensor) {
          !tensor.is_neg() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf);
 }
 
-// Kernels take 16 bytes at a time.
+// Kernels take 16 bytes at a time, and memory as it is: a negated view has the other signs there.
 inline bool is_dense(const at::Tensor& tensor) {
-  return tensor.is_contiguous() && reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+  return tensor.is_contiguous() && !tensor.is_neg() &&
+         reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 // Itself, or a copy that is.
 inline at::Tensor dense(const at::Tensor& tensor) {

@@ -117,6 +117,11 @@ at::Tensor LayerNormImpl::forward(const at::Tensor& input) {
 }
 
 std::pair<at::Tensor, at::Tensor> LayerNormImpl::add(const at::Tensor& input, const at::Tensor& residual) {
+  if (!input.defined() || !residual.defined())
+    throw ConfigError(
+        fmt::format("nn::LayerNorm::add was given no {}: two tensors are allowed; of one alone, "
+                    "forward is the norm",
+                    input.defined() ? "residual" : "input"));
   if (use_kernels(*this, input, residual)) {
     auto results = fused(*this, input, residual);
     return {std::move(results[1]), std::move(results[0])};

@@ -24,6 +24,7 @@ class LayerNormImpl : public torch::nn::LayerNormImpl {
   explicit LayerNormImpl(const torch::nn::LayerNormImpl& other) : torch::nn::LayerNormImpl(other) {}
 
   at::Tensor forward(const at::Tensor& input);
+  // The sum and the normalised. ConfigError where one of the two is undefined.
   std::pair<at::Tensor, at::Tensor> add(const at::Tensor& input, const at::Tensor& residual);
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override;

@@ -23,10 +23,11 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
       kernels::gelu(detail::number_of(before), before.const_data_ptr(), before.numel(),
                     after.mutable_data_ptr(), detail::stream_of(before));
     }
-    // A weight that is not trained does not keep what went in.
-    context->save_for_backward(
-        {weight.requires_grad() ? input : at::Tensor(), weight, gelu ? before : at::Tensor()});
+    // As in LibTorch, each of the two is kept for the other's gradient alone: else it may be changed.
+    context->save_for_backward({weight.requires_grad() ? input : at::Tensor(),
+                                input.requires_grad() ? weight : at::Tensor(), gelu ? before : at::Tensor()});
     context->saved_data["bias"] = bias.has_value();
+    context->saved_data["columns"] = weight.size(0);
     auto sizes = input.sizes().vec();
     context->saved_data["sizes"] = sizes;
     sizes.back() = weight.size(0);
@@ -37,7 +38,7 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
     const auto saved = context->get_saved_variables();
     const auto &input = saved[0], &weight = saved[1], &before = saved[2];
     if (before.defined()) detail::refuse_second_derivative("nn::LinearGELU");
-    const auto columns = weight.size(0);
+    const auto columns = context->saved_data["columns"].toInt();
     auto gradient = detail::dense(gradients[0].reshape({-1, columns}));
     const c10::DeviceGuard device(gradient.device());
     const auto stream = detail::stream_of(gradient);
@@ -60,9 +61,9 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
                            bias.mutable_data_ptr(), scratch.mutable_data_ptr<float>(), stream);
     }
     at::Tensor of_input, of_weight;
-    if (context->needs_input_grad(0))
-      of_input = at::mm(gradient, weight).view(context->saved_data["sizes"].toIntVector());
-    if (context->needs_input_grad(1)) of_weight = at::mm(gradient.t(), input.reshape({-1, weight.size(1)}));
+    const auto sizes = context->saved_data["sizes"].toIntVector();
+    if (context->needs_input_grad(0)) of_input = at::mm(gradient, weight).view(sizes);
+    if (context->needs_input_grad(1)) of_weight = at::mm(gradient.t(), input.reshape({-1, sizes.back()}));
     return {of_input, of_weight, bias, at::Tensor()};
   }
 };

@@ -8,74 +8,10 @@
 #include <torch/torch.h>
 
 #include <cmath>
-#include <functional>
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "nn/fused.h"
 
 namespace lockstep::testing {
 namespace {
-
-using at::Tensor;
-using Tensors = std::vector<Tensor>;
-
-struct Place {
-  at::DeviceType device;
-  at::ScalarType type;
-};
-
-class Fused : public ::testing::TestWithParam<Place> {
- protected:
-  void SetUp() override {
-    if (GetParam().device == at::kCUDA && !torch::cuda::is_available()) GTEST_SKIP() << "no GPU";
-    torch::manual_seed(3);
-  }
-  bool cuda() const { return GetParam().device == at::kCUDA; }
-  at::TensorOptions options() const { return at::TensorOptions(GetParam().device).dtype(GetParam().type); }
-  Tensor numbers(at::IntArrayRef sizes) const { return at::randn(sizes).to(options()).requires_grad_(); }
-  // Of what sums and products of numbers near 1 may differ by, in this type.
-  double tolerance() const {
-    return GetParam().type == at::kFloat ? 2e-5 : GetParam().type == at::kHalf ? 4e-3 : 3e-2;
-  }
-
-  void expect_close(const Tensor& got, const Tensor& wanted, const char* what) const {
-    ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
-    const auto a = got.detach().cpu().to(at::kDouble), b = wanted.detach().cpu().to(at::kDouble);
-    const double scale = std::max(b.abs().max().item<double>(), 1e-6);
-    const double off = (a - b).abs().max().item<double>();
-    EXPECT_LE(off, tolerance() * scale)
-        << what << ": differs by " << off << " where " << scale << " is the largest";
-  }
-
-  // Results and gradients of both, from the same numbers; `plain` gets them in double.
-  void compare(const Tensors& inputs, const std::function<Tensors(const Tensors&)>& ours,
-               const std::function<Tensors(const Tensors&)>& plain) const {
-    Tensors doubles;
-    for (const auto& each : inputs)
-      doubles.push_back(each.detach().cpu().to(at::kDouble).requires_grad_(each.requires_grad()));
-    const auto got = ours(inputs), wanted = plain(doubles);
-    ASSERT_EQ(got.size(), wanted.size());
-    Tensor got_sum, wanted_sum;
-    for (std::size_t i = 0; i < got.size(); ++i) {
-      expect_close(got[i], wanted[i], ("result " + std::to_string(i)).c_str());
-      const auto weights = at::randn(got[i].sizes()).to(options());
-      const auto a = (got[i] * weights).sum(), b = (wanted[i] * weights.cpu().to(at::kDouble)).sum();
-      got_sum = got_sum.defined() ? got_sum + a : a;
-      wanted_sum = wanted_sum.defined() ? wanted_sum + b : b;
-    }
-    got_sum.backward(), wanted_sum.backward();
-    for (std::size_t i = 0; i < inputs.size(); ++i) {
-      ASSERT_EQ(inputs[i].grad().defined(), doubles[i].grad().defined()) << "input " << i;
-      if (!inputs[i].grad().defined()) continue;
-      EXPECT_EQ(inputs[i].grad().scalar_type(), inputs[i].scalar_type());
-      expect_close(inputs[i].grad(), doubles[i].grad(), ("gradient " + std::to_string(i)).c_str());
-    }
-  }
-};
-
-Tensor optional_at(const Tensors& tensors, std::size_t i) {
-  return i < tensors.size() ? tensors[i] : Tensor();
-}
 
 TEST_P(Fused, linear_is_libtorchs) {
   for (const bool bias : {true, false})
@@ -152,10 +88,6 @@ TEST_P(Fused, layer_norm_without_weights) {
       [&](const Tensors& t) {
         return Tensors{at::layer_norm((t[0] + t[1]).to(GetParam().type).to(at::kDouble), {64})};
       });
-}
-
-Tensor targets_of(const Tensor& rows, std::int64_t classes) {
-  return at::randint(classes, rows.sizes().slice(0, rows.dim() - 1)).to(rows.device());
 }
 
 TEST_P(Fused, cross_entropy_is_libtorchs) {
@@ -267,7 +199,9 @@ TEST_P(Fused, a_second_derivative_of_linear_and_of_nothing_else) {
   expect_close(second([&](const Tensor& t) { return nn::linear(t, weight, bias); }), plain,
                "second derivative");
   const auto gelu = [&](const Tensor& t) { return nn::linear_gelu(t, weight, bias); };
-  if (cuda()) EXPECT_THROW(second(gelu), std::exception);
+  if (cuda()) {
+    EXPECT_THROW(second(gelu), std::exception);
+  }
 }
 
 TEST_P(Fused, results_can_be_changed_in_place) {
@@ -279,12 +213,9 @@ TEST_P(Fused, results_can_be_changed_in_place) {
   }
   // Backward needs what attention gave: as in LibTorch, an error, not a wrong gradient.
   const auto qkv = numbers({2, 8, 96});
-  const auto changed = nn::attention(qkv, {.heads = 2}).add_(1).sum();
-  if (GetParam().type == at::kFloat)
-    changed.backward();
-  else
-    EXPECT_THAT([&] { changed.backward(); }, ::testing::ThrowsMessage<c10::Error>(
-                                                 ::testing::HasSubstr("modified by an inplace operation")));
+  const auto changed = nn::attention(qkv, {.heads = 2}).mul_(5).sum();
+  EXPECT_THAT([&] { changed.backward(); },
+              ::testing::ThrowsMessage<c10::Error>(::testing::HasSubstr("modified by an inplace operation")));
 }
 
 // Views of one piece of memory, whose rows lie on no 16 bytes.
@@ -313,17 +244,14 @@ TEST_P(Fused, memory_that_is_not_aligned) {
       {logits}, [&](const Tensors& t) { return Tensors{nn::cross_entropy(t[0], targets)}; },
       [&](const Tensors& t) { return Tensors{at::cross_entropy_loss(t[0], targets.cpu())}; });
   compare(
-      {odd({2, 16, 96})}, [](const Tensors& t) { return Tensors{nn::attention(t[0], {.heads = 2})}; },
+      {odd({2, 16, 96})},
+      [](const Tensors& t) { return Tensors{nn::attention(t[0], {.heads = 2, .causal = true})}; },
       [](const Tensors& t) {
         const auto parts = t[0].view({2, 16, 3, 2, 16}).permute({2, 0, 3, 1, 4}).unbind();
         return Tensors{at::scaled_dot_product_attention(parts[0], parts[1], parts[2], {}, 0.0, true)
                            .transpose(1, 2)
                            .flatten(2)};
       });
-  // A gradient that lies so.
-  const auto x = numbers({8, 16}), weight = numbers({16, 16}), bias = numbers({16});
-  at::cat({at::ones({1}, options()), nn::linear(x, weight, bias).flatten()}).pow(2).sum().backward();
-  EXPECT_TRUE(at::isfinite(bias.grad()).all().item<bool>());
 }
 
 // What is far below 1 on the left is small, not nothing.
@@ -399,13 +327,7 @@ TEST_P(Fused, modules_are_libtorchs_to_others) {
   EXPECT_EQ(both->forward(numbers({3, 8})).sizes(), (std::vector<std::int64_t>{3, 8}));
 }
 
-INSTANTIATE_TEST_SUITE_P(Everywhere, Fused,
-                         ::testing::Values(Place{at::kCPU, at::kFloat}, Place{at::kCUDA, at::kFloat},
-                                           Place{at::kCUDA, at::kBFloat16}, Place{at::kCUDA, at::kHalf}),
-                         [](const auto& info) {
-                           return std::string(info.param.device == at::kCUDA ? "Cuda" : "Cpu") +
-                                  c10::toString(info.param.type);
-                         });
+INSTANTIATE_TEST_SUITE_P(Everywhere, Fused, places(), name_of_place);
 
 }  // namespace
 }  // namespace lockstep::testing
