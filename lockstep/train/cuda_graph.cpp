@@ -7,6 +7,7 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -57,9 +58,19 @@ class Captured final : public CudaGraph {
   at::Device device_;
 };
 
+// Ends what generators think is a capture, by one that can be ended. They must stay who they are: graphs from
+// before have them.
+void end_drawing(at::Device device, const std::vector<at::Generator>& given) {
+  const auto written = at::empty({1}, at::TensorOptions(device));
+  at::cuda::CUDAGraph graph;
+  for (const auto& generator : given) graph.register_generator_state(generator);
+  graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+  written.zero_();  // LibTorch warns of graphs with nothing in them
+  graph.capture_end();
+}
+
 // LibTorch leaves allocator and generators as they were in a capture that could not be ended.
-void clean_up(at::Device device, at::cuda::MempoolId_t pool, const std::vector<at::Generator>& generators,
-              const std::vector<at::Generator>& before) {
+void clean_up(at::Device device, at::cuda::MempoolId_t pool, const std::vector<at::Generator>& generators) {
   try {
     allocator::endAllocateToPool(device.index(), pool);
     allocator::releasePool(device.index(), pool);
@@ -75,9 +86,13 @@ void clean_up(at::Device device, at::cuda::MempoolId_t pool, const std::vector<a
     host_memory(*at::getHostAllocator(at::kCUDA));
   } catch (const c10::Error&) {
   }
-  for (std::size_t i = 0; i < generators.size(); ++i)
-    at::Generator(generators[i]).graphsafe_set_state(before[i]);
   (void)cudaGetLastError();
+  try {
+    end_drawing(device, generators);
+  } catch (const c10::Error& error) {
+    log(LogLevel::warn, "StepGraph: generators of random numbers may be of no use now: {}",
+        error.what_without_backtrace());
+  }
 }
 
 }  // namespace
@@ -127,11 +142,6 @@ std::shared_ptr<void> stay_on_side_stream(at::Device device) {
 std::unique_ptr<CudaGraph> capture(at::Device device, const std::vector<at::Generator>& given,
                                    const std::function<void()>& work) {
   const c10::cuda::CUDAGuard device_guard(device);
-  auto generators = given;
-  generators.push_back(at::cuda::detail::getDefaultCUDAGenerator(device.index()));
-  std::vector<at::Generator> before;
-  for (const auto& generator : generators) before.push_back(generator.clone());
-
   auto captured = std::make_unique<Captured>(device);
   for (const auto& generator : given) captured->graph.register_generator_state(generator);
   const auto pool = at::cuda::graph_pool_handle();
@@ -150,7 +160,7 @@ std::unique_ptr<CudaGraph> capture(at::Device device, const std::vector<at::Gene
   try {
     captured->graph.capture_end();
   } catch (...) {
-    clean_up(device, pool, generators, before);
+    clean_up(device, pool, given);
     // Why the step threw says more than that the capture was broken off.
     if (!failure) failure = std::current_exception();
   }

@@ -123,6 +123,26 @@ TEST_F(StepGraphCuda, a_step_that_waits_for_the_device_runs_as_it_is) {
   EXPECT_TRUE(next.captured()) << next.reason();
 }
 
+// A capture that fails leaves the generators to graphs from before: they hear of a seed.
+TEST_F(StepGraphCuda, a_seed_reaches_graphs_from_before_a_capture_that_failed) {
+  const auto ones = torch::ones({1000}, torch::kCUDA);
+  StepGraph draws([](const Tensor& x) { return torch::dropout(x, 0.5, true); });
+  for (int i = 0; i < 5; ++i) draws.run(ones);
+  ASSERT_TRUE(draws.captured()) << draws.reason();
+  StepGraph waits([](const Tensor& x) {
+    const auto y = torch::dropout(x, 0.5, true);
+    return y * y.sum().item<float>();
+  });
+  for (int i = 0; i < 5; ++i) waits.run(ones);
+  ASSERT_FALSE(waits.reason().empty());
+  torch::manual_seed(7);
+  const auto replayed = draws.run(ones).clone(), eager = torch::dropout(ones, 0.5, true);
+  torch::manual_seed(7);
+  EXPECT_TRUE(torch::equal(draws.run(ones), replayed));
+  EXPECT_TRUE(torch::equal(torch::dropout(ones, 0.5, true), eager));
+  EXPECT_FALSE(torch::equal(eager, replayed));
+}
+
 TEST_F(StepGraphCuda, random_numbers_are_new_in_every_replay) {
   StepGraph step([](const Tensor& x) { return torch::dropout(x, 0.5, true); });
   std::vector<Tensor> masks;
