@@ -12,6 +12,8 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
+#include <lockstep/comm/store.h>
+#include <lockstep/comm/transports/cuda_ipc/gpu.h>
 #include <lockstep/comm/transports/threads/threads.h>
 #include <torch/cuda.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -84,17 +86,12 @@ const char* choose_for_cuda(const Identity& identity, const std::vector<int>& no
   const int ranks = identity.local_size.value_or(1);
   if (devices == 0) return nullptr;
   if (identity.size == 1) return "local";
+  // A launcher may show each rank one GPU, its own: how many there are says little.
+  if (on_one_host(nodes) && cuda_ipc_available()) return kAuto;
   if (devices >= ranks && nccl_available()) return "nccl";
-  if (on_one_host(nodes) && cuda_ipc_available()) {
-    log(LogLevel::info,
-        "{} ranks on this host see {} GPUs and share them over cuda_ipc; where each rank sees one of its "
-        "own, "
-        "LOCKSTEP_BACKEND=cuda:nccl asks for NCCL",
-        ranks, devices);
-    return "cuda_ipc";
-  }
   log(LogLevel::warn,
-      "{} ranks on this host share {} GPUs, which NCCL refuses, and cuda_ipc {}: CUDA tensors cannot be sent",
+      "{} ranks on this host see {} GPUs; NCCL refuses to share one, and cuda_ipc {}: CUDA tensors cannot be "
+      "sent. Where each rank sees one of its own, LOCKSTEP_BACKEND=cpu:auto,cuda:nccl asks for NCCL",
       ranks, devices, cuda_ipc_available() ? "serves the ranks of one host" : "is not in this build");
   return nullptr;
 }
@@ -120,8 +117,10 @@ std::optional<int> choose_device(const Backends& backends, const Identity& ident
   const auto cuda = backends.find(at::kCUDA);
   if (cuda == backends.end()) return std::nullopt;
   const int rank = identity.local_rank.value_or(0);
-  if (cuda->second != "cuda_ipc") return rank;
-  return rank % std::max(1, static_cast<int>(torch::cuda::device_count()));
+  const auto devices = std::max(1, static_cast<int>(torch::cuda::device_count()));
+  // The only one that a rank sees is its own; of several NCCL needs one for each.
+  if (cuda->second == "nccl" && devices > 1) return rank;
+  return rank % devices;
 }
 
 std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout) {
@@ -161,6 +160,39 @@ std::vector<int> choose_nodes(std::vector<int> found) {
 
 namespace {
 
+constexpr const char* kNoGpu = "none";  // NCCL's transport says what that rank lacks
+
+// The GPU of each rank of the world. The first group is that of all ranks, so nobody waits for this in
+// another.
+std::vector<std::string> exchange_gpus(const TransportContext& context) {
+  auto store = context.store;
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
+    store = prefixed->getUnderlyingNonPrefixStore();
+  auto key = [](int rank) { return fmt::format("gpu/{}", rank); };
+  const bool has_one = context.device_index < static_cast<int>(torch::cuda::device_count());
+  put(*store, key(context.ranks[static_cast<std::size_t>(context.rank)]),
+      has_one ? gpu_of(context.device_index) : kNoGpu);
+  std::vector<std::string> gpus;
+  for (int r = 0; r < context.world_size; ++r) gpus.push_back(take(*store, key(r)));
+  return gpus;
+}
+
+// What serves CUDA tensors is the same for all groups of a world, and decided by which GPUs its ranks have.
+std::string resolve_by_gpus(const std::string& name, const TransportContext& context) {
+  if ((name != kAuto && name != "nccl") || context.world_size == 1 || !cuda_ipc_available()) return name;
+  const auto gpus = exchange_gpus(context);
+  for (std::size_t a = 0; a < gpus.size(); ++a)
+    for (std::size_t b = a + 1; b < gpus.size(); ++b) {
+      if (gpus[a] != gpus[b] || gpus[a] == kNoGpu) continue;
+      if (name == kAuto) return "cuda_ipc";
+      throw ConfigError(
+          fmt::format("backend 'nccl' needs a GPU of its own for each rank: ranks {} and {} both have {}; "
+                      "cuda_ipc is allowed where the ranks of one host share GPUs",
+                      a, b, gpus[a]));
+    }
+  return "nccl";
+}
+
 // What serves this group.
 std::string resolve(const std::string& name, const TransportContext& context) {
   if (on_one_host(context.nodes)) return name == kAuto || name.starts_with("shm+") ? "shm" : name;
@@ -181,7 +213,7 @@ std::string resolve(const std::string& name, const TransportContext& context) {
 Transports make_transports(const Backends& backends, const TransportContext& context, ThreadsJob* threads) {
   Transports transports;
   for (const auto& [device, given] : backends) {
-    const auto name = resolve(given, context);
+    const auto name = resolve(device == at::kCUDA ? resolve_by_gpus(given, context) : given, context);
     auto own = context;
     own.store = c10::make_intrusive<c10d::PrefixStore>(name, context.store);
     transports[device] = name == "local"      ? make_local_transport(own)

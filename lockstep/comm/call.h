@@ -2,6 +2,7 @@
 // handed to observers. No LibTorch: the transports' cores and their tests use it as it is.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <source_location>
@@ -68,6 +69,7 @@ struct Call {
   // all_to_all; from of gather's root, all_gather and all_to_all.
   std::vector<std::int64_t> to, from;
   std::string tag;
+  std::chrono::milliseconds timeout{};  // of send and recv, where one was given: c10d's have no room for it
   std::string group;
   std::int64_t group_key = 0;  // the same on every member, and of no other group
   std::source_location site = std::source_location::current();

@@ -14,6 +14,7 @@
 namespace lockstep {
 
 using detail::check_tensor;
+using detail::checked_timeout;
 using detail::dense;
 using detail::dense_target;
 using detail::describe_call;
@@ -496,6 +497,7 @@ Call describe_message(Operation operation, const at::Tensor& tensor, const PeerO
   auto call = describe_call(operation, tensor, site);
   call.root = options.peer;
   if (options.tag != 0) call.tag = std::to_string(options.tag);
+  if (options.timeout) call.timeout = checked_timeout(*options.timeout);
   return call;
 }
 

@@ -407,6 +407,7 @@ WorkPtr PartBackend::start_message(Operation operation, OpType type, const Tenso
     operands.write(only(tensors));
   auto wanted = request(operation, type, operands, ReduceOp::SUM, peer);
   wanted.tag = tag;
+  wanted.timeout = wanted.part.call.timeout;
   return post(std::move(wanted));
 }
 

@@ -310,6 +310,28 @@ TEST(Conformance, send_and_recv) {
   });
 }
 
+// Longer than the group's own.
+TEST(Conformance, send_and_recv_with_a_timeout_of_their_own) {
+  if (transport() == "gloo" || transport() == "mpi" || transport() == "nccl")
+    GTEST_SKIP() << "how long its engine takes to make a group is not ours to say";
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    if (group.rank() < 2) {
+      auto hasty = group.subgroup({0, 1}, {.timeout = milliseconds(1000)});
+      const PeerOptions patient{.peer = 1 - group.rank(), .timeout = std::chrono::seconds(30)};
+      auto tensor = value(group.rank(), {5}, at::kFloat);
+      if (group.rank() == 0) {
+        std::this_thread::sleep_for(milliseconds(1500));
+        hasty.send(tensor, patient).wait();
+      } else {
+        hasty.recv(tensor, patient).wait();
+        EXPECT_SAME(tensor, value(0, {5}, at::kFloat));
+      }
+    }
+    group.barrier().wait();
+  });
+}
+
 TEST(Conformance, recv_from_any_rank) {
   on_every_rank([](World& world) {
     auto group = world.group();

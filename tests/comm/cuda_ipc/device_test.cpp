@@ -1,9 +1,14 @@
 // What is particular about ranks that share a GPU: the bits of sums, memory that peers open beside memory
 // that is staged, and the order of streams.
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <lockstep/comm/reduce.h>
 #include <lockstep/comm/tensors.h>
 
@@ -198,6 +203,91 @@ TEST(CudaIpc, many_under_way_and_memory_used_again) {
         EXPECT_SAME(
             tensors[static_cast<std::size_t>(i)],
             reduced_values((i % 3 == 0 ? half : group).size(), {1 + 7919 * i}, at::kFloat, ReduceOp::SUM, i));
+    }
+  });
+}
+
+// Of LibTorch's own memory record_stream would say so; here it is enough to free it where it was used last.
+TEST(CudaIpc, tensors_that_are_freed_on_another_stream) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const c10::impl::VirtualGuardImpl cuda(at::kCUDA);
+    const auto own = cuda.getStream(test_device());
+    const auto other = cuda.getStreamFromGlobalPool(test_device());
+    keep_busy();
+    own.synchronize();
+    auto tensor = group.allocate({1 << 20}).fill_(1.0);
+    const auto* memory = tensor.const_data_ptr();
+    c10::Event filled(at::kCUDA);
+    filled.record(own);
+    at::Tensor copy;
+    {
+      const c10::StreamGuard there(other);
+      filled.block(other);
+      keep_busy();
+      copy = tensor.clone();
+      tensor.reset();
+    }
+    auto next = group.allocate({1 << 20}).fill_(-1.0);
+    EXPECT_NE(next.const_data_ptr(), memory);
+    other.synchronize();
+    EXPECT_SAME(copy, at::ones({1 << 20}, on()));
+    group.barrier().wait();
+  });
+}
+
+// Processes take turns on a GPU, so what a rank has given it may be many seconds' work: others wait for it.
+TEST(CudaIpc, who_leaves_a_group_waits_for_its_device) {
+  using Clock = std::chrono::steady_clock;
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    const auto stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(test_device());
+    auto tensor = at::ones({1000}, on());
+    {
+      auto going = group.split(0);
+      group.barrier().wait();
+      if (group.rank() == 0) {
+        const auto matrix = at::full({8000, 8000}, 1e-4, on());
+        auto product = at::empty_like(matrix);
+        auto seconds_of = [&](int times) {
+          const auto start = Clock::now();
+          for (int i = 0; i < times; ++i) at::mm_out(product, matrix, matrix);
+          stream.synchronize();
+          return std::chrono::duration<double>(Clock::now() - start).count();
+        };
+        seconds_of(2);
+        const int times = std::min(800, static_cast<int>(3.0 / (seconds_of(5) / 5)) + 1);
+        for (int i = 0; i < times; ++i) at::mm_out(product, matrix, matrix);
+      }
+      going.all_reduce(tensor).wait();
+      const bool busy = !stream.query();
+      EXPECT_TRUE(busy || group.rank() != 0) << "the queue was not deep enough";
+    }
+    // Its own stream waits for what has just ended.
+    const auto until = Clock::now() + std::chrono::milliseconds(200);
+    while (!stream.query() && Clock::now() < until) std::this_thread::yield();
+    EXPECT_TRUE(stream.query());
+    EXPECT_SAME(tensor, at::full({1000}, group.size(), on(at::kFloat)));
+    group.barrier().wait();
+  });
+}
+
+TEST(CudaIpc, a_group_after_one_that_failed) {
+  on_every_rank([](World& world) {
+    auto group = world.group();
+    if (group.size() == 1) return;
+    for (int round = 0; round < 3; ++round) {
+      {
+        auto failing = group.split(0);
+        auto tensor = at::ones({failing.rank() == 0 ? 3 : 4}, on());
+        EXPECT_THAT(error_of<CommError>([&] { failing.all_reduce(tensor).wait(); }), HasSubstr("[3]"));
+      }
+      auto next = group.split(0);
+      for (auto memory : kMemories) {
+        auto tensor = placed(group, value(group.rank(), {1000}, at::kFloat), memory);
+        next.all_reduce(tensor).wait();
+        EXPECT_SAME(tensor, reduced_values(group.size(), {1000}, at::kFloat, ReduceOp::SUM));
+      }
     }
   });
 }

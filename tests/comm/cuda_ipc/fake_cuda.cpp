@@ -1,5 +1,6 @@
 #include "comm/cuda_ipc/fake_cuda.h"
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -8,9 +9,11 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <lockstep/comm/reduce_kernels.h>
+#include <lockstep/comm/transports/cuda_ipc/device.h>
 #include <lockstep/comm/transports/cuda_ipc/fold.h>
 
 namespace {
@@ -64,6 +67,8 @@ Handle handle_of(void* pointer) {
 }
 
 thread_local int current_device = 0;
+thread_local int first_device = 0, devices = 8;
+std::atomic<std::size_t> allocated = 0;
 
 }  // namespace
 
@@ -75,7 +80,21 @@ void synchronize(cudaStream_t stream) {
   changed.wait(lock, [&] { return of(stream).tasks.empty() && !of(stream).busy; });
 }
 
+Stopped::Stopped(cudaStream_t stream) {
+  put(stream, [until = go_on_.get_future().share()] { until.wait(); });
+}
+
+void show_only(int device) { first_device = device, devices = 1; }
+std::size_t allocations() { return allocated; }
+
 }  // namespace lockstep::fake_cuda
+
+namespace lockstep::cuda_ipc {
+
+OnDevice::OnDevice(int device) : before_(std::exchange(current_device, device)) {}
+OnDevice::~OnDevice() { current_device = before_; }
+
+}  // namespace lockstep::cuda_ipc
 
 namespace lockstep::kernels {
 
@@ -98,10 +117,10 @@ extern "C" {
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error"; }
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfATest"; }
-cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSuccess; }
-cudaError_t cudaSetDevice(int device) { return current_device = device, cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) { return *count = devices, cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   *properties = {};
+  device += first_device;
   std::memcpy(&properties->uuid, &device, sizeof device);
   return cudaSuccess;
 }
@@ -115,6 +134,9 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   std::lock_guard lock(mutex);
   return of(stream).tasks.empty() && !of(stream).busy ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = reinterpret_cast<cudaEvent_t>(new Event);
@@ -151,6 +173,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return of(event).reached >= of(event).recorded ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
+  ++allocated;
   *memory = std::aligned_alloc(std::size_t{2} << 20, bytes);
   return cudaSuccess;
 }

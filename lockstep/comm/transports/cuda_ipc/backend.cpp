@@ -2,21 +2,34 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
 
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/log.h>
 #include <lockstep/comm/part_transport.h>
 #include <lockstep/comm/transports/cuda_ipc/engine.h>
+#include <lockstep/comm/transports/cuda_ipc/gpu.h>
 #include <lockstep/comm/transports/cuda_ipc/mail.h>
 #include <lockstep/comm/transports/shm/backend.h>
 #include <lockstep/comm/transports/shm/lane_work.h>
 #include <lockstep/kernels/kernels.h>
+
+namespace lockstep::cuda_ipc {
+
+// As LibTorch's own guards: it remembers where a thread is that is on a device without a context.
+OnDevice::OnDevice(int device) : before_(c10::cuda::ExchangeDevice(static_cast<c10::DeviceIndex>(device))) {}
+OnDevice::~OnDevice() {
+  try {
+    c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(before_));
+  } catch (...) {  // the process ends, and CUDA has gone before it
+  }
+}
+
+}  // namespace lockstep::cuda_ipc
 
 namespace lockstep::detail {
 namespace {
@@ -27,9 +40,6 @@ using cuda_ipc::Mail;
 using cuda_ipc::OnDevice;
 using cuda_ipc::Order;
 using cuda_ipc::Peers;
-
-// How long a rank that leaves in order waits for peers to have read what it gave them.
-constexpr std::chrono::seconds kFarewell(2);
 
 c10::cuda::CUDAStream current_stream(int device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
@@ -49,7 +59,7 @@ class ArenaAllocator final : public c10::Allocator {
 
   c10::DataPtr allocate(std::size_t bytes) override {
     auto* memory = arena_.allocate(bytes, current_stream(device_));
-    auto* block = new Block{&arena_, memory};
+    auto* block = new Block{&arena_, memory, device_};
     return {memory, block, &free_block, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device_))};
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
@@ -62,10 +72,14 @@ class ArenaAllocator final : public c10::Allocator {
   struct Block {
     Arena* arena;
     char* memory;
+    int device;
   };
   static void free_block(void* context) {
     const std::unique_ptr<Block> block(static_cast<Block*>(context));
-    block->arena->free(block->memory);
+    try {
+      block->arena->free(block->memory, current_stream(block->device));
+    } catch (...) {  // the process ends, and CUDA has gone before it
+    }
   }
   explicit ArenaAllocator(int device) : device_(device), arena_(Arena::of(device)) {}
 
@@ -73,21 +87,33 @@ class ArenaAllocator final : public c10::Allocator {
   Arena& arena_;
 };
 
-// Complete for the host when everything is enqueued; then the stream that asks waits for the rest. Until that
-// is done its tensors are kept.
+// Complete for the host when everything is enqueued; then the stream that asks waits for the rest. Tensors
+// are kept until wait() has returned: what that stream does with their memory afterwards comes after the
+// operation. The work itself may be kept longer, to ask whether the device is done.
 template <typename Engine>
 class DeviceWork final : public LaneWork<Engine> {
  public:
-  DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-             std::shared_ptr<Engine> engine, std::shared_ptr<Order> order)
-      : LaneWork<Engine>(rank, type, std::move(inputs), std::move(outputs), std::move(engine),
-                         /*abandons_shared_only=*/false),
-        order_(std::move(order)) {}
+  DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> tensors, std::shared_ptr<Engine> engine,
+             std::shared_ptr<Order> order)
+      : LaneWork<Engine>(rank, type, {}, {}, std::move(engine), /*abandons_shared_only=*/false),
+        order_(std::move(order)),
+        tensors_(std::move(tensors)) {}
 
+  // Any thread, also after wait(); asks the driver, and waits for nothing.
   bool isCompleted() override {
     if (!c10d::Work::isCompleted()) return false;
+    if (this->exception()) return true;
     const OnDevice here(order_->device);
-    return this->exception() || cuda_ipc::is_done(cudaEventQuery(order_->done));
+    return cuda_ipc::is_done(cudaEventQuery(order_->done));
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool complete = LaneWork<Engine>::wait(timeout);
+    take_tensors();
+    return complete;
+  }
+  void settle_or_abandon(const std::exception_ptr& error, int source) override {
+    if (error) abandon(take_tensors(), /*shared_only=*/false);
+    this->settle(error, source);
   }
   void synchronize() override {
     const OnDevice here(order_->device);
@@ -99,7 +125,12 @@ class DeviceWork final : public LaneWork<Engine> {
   }
 
  private:
+  std::vector<at::Tensor> take_tensors() {
+    std::lock_guard lock(this->mutex_);
+    return std::exchange(tensors_, {});
+  }
   const std::shared_ptr<Order> order_;
+  std::vector<at::Tensor> tensors_;
 };
 
 class CudaIpcBackend final : public PartBackend {
@@ -109,12 +140,12 @@ class CudaIpcBackend final : public PartBackend {
     cuda_ipc::Arena::make_room = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
     auto options = shm_options(context);
     ShmPlace place(*context.store, context.rank, context.size(), options);
-    auto& meeting = place.engine->meeting();
+    meeting_ = &place.engine->meeting();
     const auto deadline = shm::Clock::now() + context.timeout;
     peers_ = std::make_shared<Peers>(*place.engine, context.rank, context.size(), device_, deadline);
     lane_ = std::make_shared<shm::Lane>(std::make_unique<cuda_ipc::Engine>(std::move(place.engine), peers_),
                                         place.station);
-    auto messages = std::make_shared<shm::Messages>(meeting, *place.station, place.tuning.spin, lane_);
+    auto messages = std::make_shared<shm::Messages>(*meeting_, *place.station, place.tuning.spin, lane_);
     mail_ = std::make_shared<Mail>(std::move(messages), peers_);
     init();
   }
@@ -144,11 +175,11 @@ class CudaIpcBackend final : public PartBackend {
   void leave() {
     // A child that was forked has the memory and none of the threads: what it does is not this rank's doing.
     if (shm::fork_generation() != generation_ || left_.exchange(true)) return;
-    // Peers may still read from here, behind events: not from a process that has ended.
-    const auto until = shm::Clock::now() + kFarewell;
-    auto busy = [&] { return !peers_->collectives->is_idle() || !peers_->messages->is_idle(); };
-    while (!interrupted_ && busy() && shm::Clock::now() < until)
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    if (!peers_->finish(*meeting_, shm::Clock::now() + timeout_.load(), interrupted_) && !interrupted_)
+      log(LogLevel::warn,
+          "rank {} leaves a group of {} while its GPU is still busy for it: a rank is gone, or {} ms, the "
+          "group's timeout, are over",
+          rank_, size_, timeout_.load().count());
     mail_->close();
     lane_->close();
   }
@@ -171,7 +202,7 @@ class CudaIpcBackend final : public PartBackend {
     auto prepare = [&](const auto& engine) {
       using Engine = typename std::decay_t<decltype(engine)>::element_type;
       auto work = c10::make_intrusive<DeviceWork<Engine>>(rank_, request.type, std::move(request.keep),
-                                                          std::move(request.results), engine, order);
+                                                          engine, order);
       work->prepare(nullptr, std::move(request.explain));
       return work;
     };
@@ -200,20 +231,28 @@ class CudaIpcBackend final : public PartBackend {
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<bool> interrupted_ = false, left_ = false;
   std::shared_ptr<Peers> peers_;
+  shm::Meeting* meeting_ = nullptr;  // the lane's
   std::shared_ptr<shm::Lane> lane_;
   std::shared_ptr<Mail> mail_;
 };
 
 class CudaIpcTransport final : public PartTransport<CudaIpcBackend> {
  public:
-  using PartTransport::PartTransport;
+  CudaIpcTransport(c10::intrusive_ptr<CudaIpcBackend> backend, int device)
+      : PartTransport(std::move(backend)), device_(device) {}
   std::string absent(std::uint64_t /*sequence*/) override { return own().absent(); }
   bool capturing() const override {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    const OnDevice here(device_);  // the default stream is that of the device that is current
+    return cuda_ipc::is_capturing(current_stream(device_));
   }
+
+ private:
+  const int device_;
 };
 
 }  // namespace
+
+std::string gpu_of(int device) { return cuda_ipc::text(cuda_ipc::device_id(device)); }
 
 bool cuda_ipc_available() { return kernels::available() && c10::cuda::device_count() > 0; }
 
@@ -224,7 +263,8 @@ std::unique_ptr<Transport> make_cuda_ipc_transport(const TransportContext& conte
   if (context.device_index >= devices)
     throw ConfigError(fmt::format("backend 'cuda_ipc' was given device cuda:{}: there are {}",
                                   context.device_index, devices));
-  return std::make_unique<CudaIpcTransport>(c10::make_intrusive<CudaIpcBackend>(context));
+  return std::make_unique<CudaIpcTransport>(c10::make_intrusive<CudaIpcBackend>(context),
+                                            context.device_index);
 }
 
 }  // namespace lockstep::detail

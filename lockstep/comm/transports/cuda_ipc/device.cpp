@@ -28,12 +28,14 @@ class LocalEvents {
   }
   cudaEvent_t take() {
     {
-      // Not one that a stream has yet to come to: somebody may wait for that.
+      // Not one that a stream has yet to come to: somebody may wait for that. A stream that hangs must not
+      // keep the others from being used.
       std::lock_guard lock(mutex_);
-      if (!free_.empty() && is_done(cudaEventQuery(free_.front()))) {
+      if (!free_.empty()) {
         auto* event = free_.front();
         free_.pop_front();
-        return event;
+        if (is_done(cudaEventQuery(event))) return event;
+        free_.push_back(event);
       }
     }
     cudaEvent_t event = nullptr;
@@ -90,9 +92,10 @@ void check(cudaError_t status, const char* what) {
   throw Error(fmt::format("{}: {} ({})", what, cudaGetErrorString(status), cudaGetErrorName(status)));
 }
 
-OnDevice::OnDevice(int device) : device_(device) {
-  check(cudaGetDevice(&before_), "the current device cannot be told");
-  if (before_ != device) check(cudaSetDevice(device), "the device cannot be used");
+bool is_capturing(cudaStream_t stream) {
+  auto status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "the stream cannot be asked");
+  return status != cudaStreamCaptureStatusNone;
 }
 
 char* open_memory(const Handle& handle) {
@@ -120,6 +123,22 @@ DeviceId device_id(int device) {
   static_assert(sizeof properties.uuid == sizeof(DeviceId));
   std::memcpy(id.data(), &properties.uuid, id.size());
   return id;
+}
+
+bool is_visible(const DeviceId& id) {
+  int devices = 0;
+  check(cudaGetDeviceCount(&devices), "the devices cannot be counted");
+  for (int device = 0; device < devices; ++device)
+    if (device_id(device) == id) return true;
+  return false;
+}
+
+std::string text(const DeviceId& id) {
+  std::string text = "GPU";
+  for (std::size_t i = 0; i < id.size(); ++i)
+    text += fmt::format("{}{:02x}", i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "",
+                        static_cast<unsigned char>(id[i]));
+  return text;
 }
 
 Order::Order(int its_device) : device(its_device) {
@@ -154,9 +173,13 @@ std::shared_ptr<Track> Track::take(int device) {
   static auto& mutex = *new std::mutex;
   static auto& free = *new std::map<int, std::vector<Track*>>;
   auto put_back = [](Track* track) {
-    if (track->lost_) return;
-    std::lock_guard lock(mutex);
-    free[track->device_].push_back(track);
+    try {
+      // Whoever had it next would wait for what is still on it.
+      if (track->lost_ || !track->is_idle()) return;
+      std::lock_guard lock(mutex);
+      free[track->device_].push_back(track);
+    } catch (...) {  // the process ends, and CUDA has gone before it
+    }
   };
   {
     std::lock_guard lock(mutex);
@@ -177,7 +200,10 @@ void Track::wait(cudaEvent_t event) {
   check(cudaStreamWaitEvent(stream_, event, 0), "an event cannot be waited for");
 }
 
-bool Track::is_idle() const { return is_done(cudaStreamQuery(stream_)); }
+bool Track::is_idle() const {
+  const OnDevice here(device_);
+  return is_done(cudaStreamQuery(stream_));
+}
 
 // ---- memory -----------------------------------------------------------------------------------------------
 
@@ -225,15 +251,21 @@ char* Arena::allocate(std::size_t bytes, cudaStream_t stream) {
 }
 
 // What fails here leaves the memory taken: when the process ends, CUDA may be gone before its tensors are.
-void Arena::free(char* memory) noexcept {
+void Arena::free(char* memory, std::optional<cudaStream_t> used_on) noexcept {
   try {
     std::lock_guard lock(mutex_);
     auto taken = taken_.find(memory);
     if (taken == taken_.end()) return;
     const OnDevice here(device_);
-    auto* event = LocalEvents::of(device_).take();
-    check(cudaEventRecord(event, taken->second), "an event cannot be recorded");
-    freed_.push_back({memory, event});
+    std::vector<cudaStream_t> streams{taken->second};
+    if (used_on && *used_on != taken->second) streams.push_back(*used_on);
+    Freed freed{memory, {}};
+    for (auto* stream : streams) {
+      if (is_capturing(stream)) return;  // the graph may use it whenever it is replayed
+      freed.events.push_back(LocalEvents::of(device_).take());
+      check(cudaEventRecord(freed.events.back(), stream), "an event cannot be recorded");
+    }
+    freed_.push_back(std::move(freed));
     taken_.erase(taken);
   } catch (...) {
   }
@@ -241,9 +273,10 @@ void Arena::free(char* memory) noexcept {
 
 void Arena::collect() {
   freed_.remove_if([&](const Freed& each) {
-    if (!is_done(cudaEventQuery(each.event))) return false;
+    for (auto* event : each.events)
+      if (!is_done(cudaEventQuery(event))) return false;
     heap_.put(each.memory);
-    LocalEvents::of(device_).put(each.event);
+    for (auto* event : each.events) LocalEvents::of(device_).put(event);
     return true;
   });
 }

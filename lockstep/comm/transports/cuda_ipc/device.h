@@ -16,6 +16,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <lockstep/memory/heap.h>
 
@@ -27,21 +28,21 @@ void check(cudaError_t status, const char* what);
 // Of what cudaEventQuery and cudaStreamQuery say. An error is an end, too: somebody else tells of it.
 bool is_done(cudaError_t asked);
 
-// The thread's current device, for a while.
+// The thread's current device, for a while. Setting one makes a context on it, which takes memory, and a
+// thread that has set none is on device 0: who goes back there must know what LibTorch does (backend.cpp).
 class OnDevice {
  public:
   explicit OnDevice(int device);
-  // Setting a device makes a context on it: not where it was the same anyway.
-  ~OnDevice() {
-    if (before_ != device_) cudaSetDevice(before_);
-  }
+  ~OnDevice();
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  const int device_;
-  int before_ = 0;
+  const int before_;
 };
+
+// What is put on it now is part of a CUDA graph, and runs later.
+bool is_capturing(cudaStream_t stream);
 
 // By which another process opens memory or an event.
 using Handle = std::array<char, CUDA_IPC_HANDLE_SIZE>;
@@ -52,6 +53,8 @@ cudaEvent_t open_event(const Handle& handle);
 // Which GPU it is, the same in every process.
 using DeviceId = std::array<char, 16>;
 DeviceId device_id(int device);
+bool is_visible(const DeviceId& id);   // to this process
+std::string text(const DeviceId& id);  // as nvidia-smi writes it
 
 // Of one operation: when its tensors may be used, and when they may be used again. Events of this process
 // alone.
@@ -96,9 +99,10 @@ class Arena {
   // Gives back what others keep for later, when there is no memory left; or null.
   static inline void (*make_room)() = nullptr;
 
-  // For use on the stream; after free() it is given out again when what lies on the stream then is done.
+  // For use on the stream; after free() it is given out again when what lies then on it, and on the stream
+  // that is named there, is done.
   char* allocate(std::size_t bytes, cudaStream_t stream);
-  void free(char* memory) noexcept;
+  void free(char* memory, std::optional<cudaStream_t> used_on = {}) noexcept;
 
   struct Place {
     const Handle* handle = nullptr;  // null: it is not in the arena
@@ -114,7 +118,7 @@ class Arena {
   };
   struct Freed {
     char* memory;
-    cudaEvent_t event;
+    std::vector<cudaEvent_t> events;  // all of them are waited for
   };
   void grow(std::size_t bytes);
   void collect();

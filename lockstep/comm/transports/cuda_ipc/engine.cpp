@@ -121,11 +121,13 @@ void Engine::show(const std::vector<Piece>& pieces, Offer& own) {
   std::size_t total = 0;
   for (const auto& each : pieces) total += memory::round_up(each.bytes, kLine);
   if (total > stage_size_) {
+    // Larger than it must be: each size that is outgrown stays in the arena, as a piece of its own.
+    const auto size = std::max(total, stage_size_ + stage_size_ / 2);
     // Whoever reads it is waited for on the stream before it is given out again.
     if (stage_ != nullptr) arena_.free(std::exchange(stage_, nullptr));
     stage_size_ = 0;
-    stage_ = arena_.allocate(total, track_.stream());
-    stage_size_ = total;
+    stage_ = arena_.allocate(size, track_.stream());
+    stage_size_ = size;
   }
   const auto place = arena_.find(stage_, total);
   own.memory = *place.handle;

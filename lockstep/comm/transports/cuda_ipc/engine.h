@@ -31,7 +31,11 @@ class Engine final : public detail::CollectiveEngine {
   void begin(Part& part) override;
   void finish(Part& part, Clock::time_point deadline) override;
   void give_up() noexcept override;
-  void interrupt(const std::string& cause) override { host_->interrupt(cause); }
+  // A peer may have died in its kernels: what lies on the stream may wait for it for ever.
+  void interrupt(const std::string& cause) override {
+    track_.lose();
+    host_->interrupt(cause);
+  }
   std::string absent() const override { return host_->absent(); }
 
  private:

@@ -1,10 +1,13 @@
 // Built where LibTorch has no CUDA, or there is no nvcc; backend.cpp is built where both are.
 #include <lockstep/base/error.h>
 #include <lockstep/comm/transport.h>
+#include <lockstep/comm/transports/cuda_ipc/gpu.h>
 
 namespace lockstep::detail {
 
 bool cuda_ipc_available() { return false; }
+
+std::string gpu_of(int) { return {}; }
 
 std::unique_ptr<Transport> make_cuda_ipc_transport(const TransportContext&) {
   throw ConfigError(

@@ -1,6 +1,8 @@
 #include <lockstep/comm/transports/cuda_ipc/peers.h>
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 #include <type_traits>
 #include <utility>
 
@@ -75,9 +77,37 @@ Peers::Peers(shm::Engine& host, int its_rank, int its_ranks, int its_device, Clo
     std::memcpy(&other, exchange.of(r), sizeof other);
     one_device = one_device && other.device == own.device;
     if (r == rank) continue;
+    if (!is_visible(other.device))
+      throw ConfigError(
+          fmt::format("backend 'cuda_ipc' is not allowed: rank {} has {}, which rank {} of the group, on {}, "
+                      "does not see; GPUs that all ranks of the host see are, or cuda:nccl where each rank "
+                      "has one of its own",
+                      r, text(other.device), rank, text(own.device)));
     for (const auto& handle : other.events) events_[index(r)].push_back(open_event(handle));
   }
   exchange.meet(deadline);  // nobody leaves before all have opened what it showed them
+}
+
+bool Peers::finish(const shm::Meeting& meeting, Clock::time_point deadline, const std::atomic<bool>& stop) {
+  // Who has left in order has seen its own device finish.
+  auto is_broken = [&](int r) {
+    return r != rank && meeting.lost(r) && meeting.region().line(r).presence != shm::Line::kLeft;
+  };
+  auto wait_is_over = [&] {
+    if (stop || Clock::now() >= deadline) return true;
+    for (int r = 0; r < ranks; ++r)
+      if (is_broken(r)) return true;
+    return false;
+  };
+  while (!collectives->is_idle() || !messages->is_idle()) {
+    if (wait_is_over()) {
+      collectives->lose();
+      messages->lose();
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return true;
 }
 
 }  // namespace lockstep::cuda_ipc

@@ -1,6 +1,7 @@
 // The ranks of a group as one of them knows them: which GPU each has, and the events that it records.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <span>
 #include <string>
@@ -34,6 +35,11 @@ class Exchange {
 struct Peers {
   // Meets them. ConfigError where this cannot work on this host's GPUs.
   Peers(shm::Engine& host, int rank, int ranks, int device, Clock::time_point deadline);
+
+  // Until the device has done what this rank gave it: others read from here, behind events, and not from a
+  // process that has ended. False where it has not: at the deadline, when `stop` says so, or when a rank died
+  // or gave up, for which it may wait for ever. Then the tracks are not used again.
+  bool finish(const shm::Meeting& meeting, Clock::time_point deadline, const std::atomic<bool>& stop);
 
   const int rank, ranks, device;
   bool one_device = true;  // all have the same

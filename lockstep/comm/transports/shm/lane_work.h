@@ -26,7 +26,7 @@ class LaneWork : public EngineWork {
         abandons_shared_only_(abandons_shared_only) {}
 
   void set_item(ItemPtr item) { item_ = std::move(item); }
-  void settle_or_abandon(const std::exception_ptr& error, int source) {
+  virtual void settle_or_abandon(const std::exception_ptr& error, int source) {
     if (error) abandon(tensors(), abandons_shared_only_);
     settle(error, source);
   }
