@@ -141,7 +141,8 @@ class Group {
                                    Site site = Site::current());
 
   // A tensor in memory that the transport reaches without a copy, where it has such memory. Local: any
-  // rank, any order; the tensor may outlive the group.
+  // rank, any order; the tensor may outlive the group. On cuda_ipc record_stream has no effect on it: its
+  // memory is given out again when the streams are done that were current where it was allocated and freed.
   at::Tensor allocate(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat,
                       std::optional<at::Device> device = {});  // nothing: the World's
   // One tensor for all ranks: what one writes all have. Zeros at first; it may outlive the group. Every rank

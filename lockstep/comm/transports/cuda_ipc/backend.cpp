@@ -240,6 +240,11 @@ class CudaIpcTransport final : public PartTransport<CudaIpcBackend> {
  public:
   CudaIpcTransport(c10::intrusive_ptr<CudaIpcBackend> backend, int device)
       : PartTransport(std::move(backend)), device_(device) {}
+  Traits traits() const override {
+    auto traits = PartTransport::traits();
+    traits.on_device = true;
+    return traits;
+  }
   std::string absent(std::uint64_t /*sequence*/) override { return own().absent(); }
   bool capturing() const override {
     const OnDevice here(device_);  // the default stream is that of the device that is current
