@@ -20,6 +20,8 @@ using Clock = DeviceWatch::Clock;
 
 // Between two looks: a step's works are mostly done when it looks, so that it asks the driver little.
 constexpr std::chrono::milliseconds kLook{50};
+// How long who lets go of a watch waits for its thread: it is done at once, unless the driver keeps it.
+constexpr std::chrono::milliseconds kFarewell{200};
 
 struct Entry {
   c10::intrusive_ptr<c10d::Work> work;
@@ -46,12 +48,16 @@ std::pair<bool, std::string> ask(const Entry& entry) {
 
 // The thread has a share: the driver may keep it, as long as somebody else waits in it for the device.
 struct DeviceWatch::State {
+  State(c10::Device its_device, std::function<void(std::string)> its_fail)
+      : device(its_device), fail(std::move(its_fail)) {}
+
   const c10::Device device;
   const std::function<void(std::string)> fail;
   std::mutex mutex;
   std::condition_variable condition;
   std::deque<Entry> entries;
-  bool over = false, started = false;
+  bool over = false, started = false, gone = false;
+  std::thread::id thread;
 
   // The oldest, and of those behind it the first whose time is over. Under the mutex.
   std::optional<Entry> next() const {
@@ -62,8 +68,13 @@ struct DeviceWatch::State {
     return entries.front();
   }
   void look() {
-    const c10::OptionalDeviceGuard here(device);  // asking must not make a context on another one
     std::unique_lock lock(mutex);
+    look_until_over(lock);
+    gone = true;
+    condition.notify_all();
+  }
+  void look_until_over(std::unique_lock<std::mutex>& lock) {
+    const c10::OptionalDeviceGuard here(device);  // asking must not make a context on another one
     while (!over) {
       condition.wait_for(lock, kLook, [this] { return over; });
       while (auto entry = next()) {
@@ -74,7 +85,8 @@ struct DeviceWatch::State {
           over = true;  // nothing more is added or looked at
           entries.clear();
           lock.unlock();
-          return fail(std::move(cause));
+          fail(std::move(cause));
+          return lock.lock();
         }
         if (!complete) break;
         std::erase_if(entries, [&](const Entry& each) { return each.work == entry->work; });
@@ -84,13 +96,16 @@ struct DeviceWatch::State {
 };
 
 DeviceWatch::DeviceWatch(c10::Device device, std::function<void(std::string cause)> fail)
-    : state_(new State{device, std::move(fail), {}, {}, {}, false, false}) {}
+    : state_(std::make_shared<State>(device, std::move(fail))) {}
 
+// The process may end after this, and with it what the thread would touch.
 DeviceWatch::~DeviceWatch() {
-  std::lock_guard lock(state_->mutex);
+  std::unique_lock lock(state_->mutex);
   state_->over = true;
   state_->entries.clear();
   state_->condition.notify_all();
+  if (state_->started && state_->thread != std::this_thread::get_id())
+    state_->condition.wait_for(lock, kFarewell, [this] { return state_->gone; });
 }
 
 bool DeviceWatch::idle() const {
@@ -108,7 +123,10 @@ void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clo
   std::lock_guard lock(state_->mutex);
   if (state_->over) return;
   state_->entries.push_back({std::move(work), std::move(what), begun, deadline});
-  if (!std::exchange(state_->started, true)) std::thread([state = state_] { state->look(); }).detach();
+  if (std::exchange(state_->started, true)) return;
+  std::thread thread([state = state_] { state->look(); });
+  state_->thread = thread.get_id();
+  thread.detach();
 }
 
 }  // namespace lockstep::detail

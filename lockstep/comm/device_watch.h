@@ -18,7 +18,7 @@ class DeviceWatch {
   using Clock = AwakeClock;
   // fail(cause) is called at most once, by the watch's thread, and possibly after the watch is gone.
   DeviceWatch(c10::Device device, std::function<void(std::string cause)> fail);
-  ~DeviceWatch();  // waits for no device
+  ~DeviceWatch();  // waits for no device, but for its thread
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 

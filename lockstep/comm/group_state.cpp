@@ -335,14 +335,15 @@ void GroupState::close(bool in_order) noexcept {
     }
   if (in_order) await_device();
   if (!in_order) fail({"this rank is leaving", std::nullopt});
-  std::unique_ptr<DeviceWatch> watch;  // goes after the engines
   Transports engines;
+  std::unique_ptr<DeviceWatch> watch;
   {
     std::lock_guard lock(state_mutex_);
     engines.swap(transports_);
     watch.swap(device_watch_);
     without_engines_ = true;
   }
+  watch.reset();
   // Others see by themselves that our connections end, and must know that it is in order.
   const bool looked_at = std::any_of(engines.begin(), engines.end(),
                                      [](const auto& each) { return !each.second->traits().wakes_waiters; });

@@ -133,8 +133,12 @@ at::Tensor attention(const at::Tensor& qkv, const AttentionOptions& options) {
   }
   const auto h = heads_of(dense, options.heads);
   // A view, so that LibTorch notices when what its backward has saved is changed through it.
-  return rows_of(at::scaled_dot_product_attention(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale))
-      .flatten(2);
+  auto result =
+      rows_of(at::scaled_dot_product_attention(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale))
+          .flatten(2);
+  if (result.is_cuda() && result.requires_grad())
+    result.register_hook([](const at::Tensor& gradient) { return detail::dense(gradient); });
+  return result;
 }
 
 }  // namespace lockstep::nn
