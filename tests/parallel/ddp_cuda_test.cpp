@@ -130,6 +130,31 @@ TEST(DdpCuda, autocast_and_scaler_train_it) {
   });
 }
 
+TEST(DdpCuda, an_optimizer_that_ranks_share_has_the_masters_of_its_part) {
+  on_every_rank([](World& world) {
+    const AdamWOptions options{.lr = 1e-3, .master_weights = true};
+    const auto learn = [&](bool shared) {
+      Mlp model;
+      model->to(world.device(), at::kBFloat16);
+      DistributedDataParallel ddp(model, world.group(), {.bucket_bytes = 200, .first_bucket_bytes = 1});
+      std::unique_ptr<torch::optim::Optimizer> optimizer;
+      if (shared)
+        optimizer = std::make_unique<DistributedOptimizer<AdamW>>(ddp, options);
+      else
+        optimizer = std::make_unique<AdamW>(model->parameters(), options);
+      for (int step = 0; step < 6; ++step) {
+        optimizer->zero_grad();
+        ddp(input_of(world.rank(), step).to(world.device(), at::kBFloat16)).square().mean().backward();
+        optimizer->step();
+      }
+      check_replicas(*model, world.group());
+      return on_cpu(values_of(*model));
+    };
+    const auto shared = learn(true), plain = learn(false);
+    for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(at::equal(shared[i], plain[i])) << i;
+  });
+}
+
 TEST(DdpCuda, sync_batch_norm_normalises_as_one_with_the_global_batch) {
   on_every_rank([](World& world) {
     torch::nn::Sequential model(Unit<torch::nn::BatchNorm1d>(6), torch::nn::Linear(6, 3));
