@@ -1,6 +1,7 @@
 # The transport in shared memory, without LibTorch: also what the Python module is made of.
 set(LOCKSTEP_SHM_SOURCES
   base/awake_clock.cpp
+  base/crew.cpp
   base/environment.cpp
   base/error.cpp
   base/host.cpp

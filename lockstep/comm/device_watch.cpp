@@ -21,7 +21,7 @@ using Clock = DeviceWatch::Clock;
 // Between two looks: a step's works are mostly done when it looks, so that it asks the driver little.
 constexpr std::chrono::milliseconds kLook{50};
 // How long who lets go of a watch waits for its thread: it is done at once, unless the driver keeps it.
-constexpr std::chrono::milliseconds kFarewell{200};
+constexpr std::chrono::milliseconds kFarewell{2000};
 
 struct Entry {
   c10::intrusive_ptr<c10d::Work> work;
@@ -57,7 +57,7 @@ struct DeviceWatch::State {
   std::condition_variable condition;
   std::deque<Entry> entries;
   bool over = false, started = false, gone = false;
-  std::thread::id thread;
+  std::thread thread;
 
   // The oldest, and of those behind it the first whose time is over. Under the mutex.
   std::optional<Entry> next() const {
@@ -104,8 +104,12 @@ DeviceWatch::~DeviceWatch() {
   state_->over = true;
   state_->entries.clear();
   state_->condition.notify_all();
-  if (state_->started && state_->thread != std::this_thread::get_id())
-    state_->condition.wait_for(lock, kFarewell, [this] { return state_->gone; });
+  if (!state_->started) return;
+  auto thread = std::move(state_->thread);
+  const bool here = thread.get_id() == std::this_thread::get_id();
+  const bool gone = !here && state_->condition.wait_for(lock, kFarewell, [this] { return state_->gone; });
+  lock.unlock();
+  gone ? thread.join() : thread.detach();
 }
 
 bool DeviceWatch::idle() const {
@@ -124,9 +128,7 @@ void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clo
   if (state_->over) return;
   state_->entries.push_back({std::move(work), std::move(what), begun, deadline});
   if (std::exchange(state_->started, true)) return;
-  std::thread thread([state = state_] { state->look(); });
-  state_->thread = thread.get_id();
-  thread.detach();
+  state_->thread = std::thread([state = state_] { state->look(); });
 }
 
 }  // namespace lockstep::detail

@@ -182,6 +182,9 @@ class CudaIpcBackend final : public PartBackend {
           rank_, size_, timeout_.load().count());
     mail_->close();
     lane_->close();
+    // What their threads let go of last is CUDA's, which may be gone soon: the process may end.
+    mail_->wait_for_threads(kLetGo);
+    lane_->wait_for_threads(kLetGo);
   }
   std::string absent() const { return lane_->absent(); }
 
@@ -225,6 +228,7 @@ class CudaIpcBackend final : public PartBackend {
   // A device is kept waiting by an operation that lies on the host, and one of so many bytes is worth a
   // thread's waking.
   static constexpr std::int64_t kLarge = 256 << 10;
+  static constexpr std::chrono::milliseconds kLetGo{2000};  // they are, unless the driver keeps them
 
   const std::uint64_t generation_ = shm::fork_generation();
   const int device_;

@@ -172,20 +172,20 @@ Track::Track(int device) : device_(device) {
 std::shared_ptr<Track> Track::take(int device) {
   static auto& mutex = *new std::mutex;
   static auto& free = *new std::map<int, std::vector<Track*>>;
+  // Without CUDA, which may have gone before: the process may be ending.
   auto put_back = [](Track* track) {
-    try {
-      // Whoever had it next would wait for what is still on it.
-      if (track->lost_ || !track->is_idle()) return;
-      std::lock_guard lock(mutex);
-      free[track->device_].push_back(track);
-    } catch (...) {  // the process ends, and CUDA has gone before it
-    }
+    if (track->lost_) return;
+    std::lock_guard lock(mutex);
+    free[track->device_].push_back(track);
   };
   {
     std::lock_guard lock(mutex);
-    if (auto& of_device = free[device]; !of_device.empty()) {
-      auto* track = of_device.back();
-      of_device.pop_back();
+    auto& of_device = free[device];
+    // Not one where something still lies: whoever had it would wait for that.
+    auto idle = std::find_if(of_device.begin(), of_device.end(), [](Track* each) { return each->is_idle(); });
+    if (idle != of_device.end()) {
+      auto* track = *idle;
+      of_device.erase(idle);
       return {track, put_back};
     }
   }

@@ -203,4 +203,8 @@ void Mail::close() {
   messages_->close();
 }
 
+bool Mail::wait_for_threads(std::chrono::milliseconds limit) const {
+  return messages_->wait_for_threads(limit);
+}
+
 }  // namespace lockstep::cuda_ipc

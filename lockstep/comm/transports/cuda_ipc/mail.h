@@ -31,6 +31,7 @@ class Mail : public std::enable_shared_from_this<Mail> {
   void interrupt(const std::string& cause);
   // Those who sent what this rank has are told so first, for which some time is waited.
   void close();
+  bool wait_for_threads(std::chrono::milliseconds limit) const;
 
  private:
   struct Letter;

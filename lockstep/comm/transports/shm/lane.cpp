@@ -2,10 +2,7 @@
 
 #include <algorithm>
 #include <functional>
-#include <system_error>
 #include <thread>
-
-#include <lockstep/base/quiet_threads.h>
 
 namespace lockstep::shm {
 namespace {
@@ -20,17 +17,6 @@ constexpr std::int64_t kLarge = 256 << 10;
 constexpr std::chrono::milliseconds kLinger(10);
 // How long it may be away before its deputy does its work.
 constexpr std::chrono::milliseconds kAway(2);
-
-// False where no more threads can be had.
-bool start_quietly(std::function<void()> body) {
-  const detail::QuietThreads quiet;
-  try {
-    std::thread(std::move(body)).detach();
-  } catch (const std::system_error&) {
-    return false;
-  }
-  return true;
-}
 
 }  // namespace
 
@@ -52,7 +38,7 @@ void Lane::post(std::shared_ptr<Item> item, bool soon) {
   soon_ = soon_ || soon;
   if (!has_thread_) {
     // Without one, whoever waits does the work.
-    has_thread_ = start_quietly([self = shared_from_this()] { self->progress(); });
+    has_thread_ = crew_.start([self = shared_from_this()] { self->progress(); });
   } else if (away_) {
     call_deputy();
   } else if (asleep_ || soon ||
@@ -191,7 +177,7 @@ void Lane::call_deputy() {
   if (deputy_called_) return;
   deputy_called_ = true;
   if (has_deputy_) return away_long_.notify_one();
-  has_deputy_ = start_quietly([self = shared_from_this()] { self->stand_in(); });
+  has_deputy_ = crew_.start([self = shared_from_this()] { self->stand_in(); });
   deputy_called_ = has_deputy_;
 }
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include <lockstep/base/crew.h>
 #include <lockstep/comm/part.h>
 #include <lockstep/comm/transports/shm/meeting.h>
 
@@ -33,6 +34,8 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   bool is_idle();  // nothing is under way, but perhaps what is called at the end of it
   // No more is posted. What is under way is not waited for.
   void close();
+  // Then: until its threads have let go of it. False at the limit.
+  bool wait_for_threads(std::chrono::milliseconds limit) const { return crew_.wait(limit); }
   std::string absent() const { return engine_->absent(); }
 
  private:
@@ -54,6 +57,7 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   std::exception_ptr stopped_;  // none after the one that is under way
   int waiting_ = 0;
   bool busy_ = false, asleep_ = false, soon_ = false, closed_ = false, has_thread_ = false;
+  detail::Crew crew_;
   std::thread::id thread_, deputy_;  // the lane's
   bool away_ = false;                // the thread is in somebody's callback
   bool has_deputy_ = false, deputy_called_ = false;

@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <system_error>
 #include <thread>
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/base/quiet_threads.h>
 
 namespace lockstep::shm {
 namespace {
@@ -110,12 +108,8 @@ Messages::ItemPtr Messages::post(Part part, int peer, std::int64_t tag, std::chr
   }
   tell_settled(lock);
   if (!has_thread_ && !idle()) {
-    const detail::QuietThreads quiet;
-    try {
-      std::thread([self = shared_from_this()] { self->watch(); }).detach();
-      has_thread_ = true;
-    } catch (const std::system_error&) {  // no more threads: whoever waits does the work
-    }
+    // Without one, whoever waits does the work.
+    has_thread_ = crew_.start([self = shared_from_this()] { self->watch(); });
   } else if (asleep_ && neglected()) {
     posted_.notify_one();
   }

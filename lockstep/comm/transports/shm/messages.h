@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 
+#include <lockstep/base/crew.h>
 #include <lockstep/comm/transports/shm/engine.h>
 
 namespace lockstep::shm {
@@ -47,6 +48,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void interrupt(const std::string& cause);
   // The same; but those who sent what this rank has are told so first, for which some time is waited.
   void close();
+  bool wait_for_threads(std::chrono::milliseconds limit) const { return crew_.wait(limit); }
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -101,6 +103,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   Clock::time_point next_expiry_{}, last_use_{};
   int waiting_ = 0;
   bool closed_ = false, has_thread_ = false, asleep_ = false;
+  detail::Crew crew_;
 };
 
 }  // namespace lockstep::shm
