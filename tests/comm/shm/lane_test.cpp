@@ -176,5 +176,33 @@ TEST(Lane, works_without_a_thread_of_its_own) {
   EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 0);
 }
 
+// An engine whose end touches what goes with the process ends with whoever has waited for the threads.
+TEST(Lane, who_waits_for_its_threads_lets_go_of_the_engine) {
+  struct Marked final : detail::CollectiveEngine {
+    explicit Marked(std::thread::id& its_end) : end(its_end) {}
+    ~Marked() override { end = std::this_thread::get_id(); }
+    void begin(detail::Part&) override {}
+    void finish(detail::Part&, Clock::time_point) override {}
+    void give_up() noexcept override {}
+    void interrupt(const std::string&) override {}
+    std::string absent() const override { return {}; }
+    std::thread::id& end;
+  };
+  for (int round = 0; round < 200; ++round) {
+    std::thread::id end;
+    auto lane = std::make_shared<Lane>(std::make_unique<Marked>(end), nullptr);
+    auto ticket = std::make_shared<Ticket>();
+    ticket->part.call.operation = Operation::barrier;
+    ticket->start(seconds(60));
+    lane->post(ticket, /*soon=*/true);
+    lane->wait(*ticket, Clock::now() + seconds(60));
+    lane->close();
+    ASSERT_TRUE(lane->wait_for_threads(seconds(20)));
+    ASSERT_EQ(end, std::thread::id());
+    lane.reset();
+    ASSERT_EQ(end, std::this_thread::get_id()) << round;
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::shm
