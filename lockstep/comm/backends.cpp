@@ -160,27 +160,34 @@ std::vector<int> choose_nodes(std::vector<int> found) {
 
 namespace {
 
-constexpr const char* kNoGpu = "none";  // NCCL's transport says what that rank lacks
+constexpr const char* kNoGpu = "none";  // or none that this build can tell from others
 
-// The GPU of each rank of the world. The first group is that of all ranks, so nobody waits for this in
-// another.
-std::vector<std::string> exchange_gpus(const TransportContext& context) {
-  auto store = context.store;
-  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get()))
-    store = prefixed->getUnderlyingNonPrefixStore();
-  auto key = [](int rank) { return fmt::format("gpu/{}", rank); };
+// Of the world, whichever group is made.
+c10::intrusive_ptr<c10d::Store> whole_store(const TransportContext& context) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(context.store.get());
+  return prefixed ? prefixed->getUnderlyingNonPrefixStore() : context.store;
+}
+std::string gpu_key(int rank) { return fmt::format("gpu/{}", rank); }
+
+// Every rank says which GPU it has when it makes its first group, that of all ranks, whatever it knows of
+// GPUs itself: others may look.
+void announce_gpu(const TransportContext& context) {
   const bool has_one = context.device_index < static_cast<int>(torch::cuda::device_count());
-  put(*store, key(context.ranks[static_cast<std::size_t>(context.rank)]),
-      has_one ? gpu_of(context.device_index) : kNoGpu);
+  const auto gpu = has_one ? gpu_of(context.device_index) : std::string();
+  put(*whole_store(context), gpu_key(context.ranks[static_cast<std::size_t>(context.rank)]),
+      gpu.empty() ? kNoGpu : gpu);
+}
+
+std::vector<std::string> gpus_of_all(const TransportContext& context) {
   std::vector<std::string> gpus;
-  for (int r = 0; r < context.world_size; ++r) gpus.push_back(take(*store, key(r)));
+  for (int r = 0; r < context.world_size; ++r) gpus.push_back(take(*whole_store(context), gpu_key(r)));
   return gpus;
 }
 
 // What serves CUDA tensors is the same for all groups of a world, and decided by which GPUs its ranks have.
 std::string resolve_by_gpus(const std::string& name, const TransportContext& context) {
-  if ((name != kAuto && name != "nccl") || context.world_size == 1 || !cuda_ipc_available()) return name;
-  const auto gpus = exchange_gpus(context);
+  if ((name != kAuto && name != "nccl") || context.world_size == 1) return name;
+  const auto gpus = gpus_of_all(context);
   for (std::size_t a = 0; a < gpus.size(); ++a)
     for (std::size_t b = a + 1; b < gpus.size(); ++b) {
       if (gpus[a] != gpus[b] || gpus[a] == kNoGpu) continue;
@@ -190,7 +197,7 @@ std::string resolve_by_gpus(const std::string& name, const TransportContext& con
                       "cuda_ipc is allowed where the ranks of one host share GPUs",
                       a, b, gpus[a]));
     }
-  return "nccl";
+  return name == kAuto && !nccl_available() ? "cuda_ipc" : "nccl";
 }
 
 // What serves this group.
@@ -212,6 +219,8 @@ std::string resolve(const std::string& name, const TransportContext& context) {
 
 Transports make_transports(const Backends& backends, const TransportContext& context, ThreadsJob* threads) {
   Transports transports;
+  if (threads == nullptr && context.world_size > 1 && context.size() == context.world_size)
+    announce_gpu(context);
   for (const auto& [device, given] : backends) {
     const auto name = resolve(device == at::kCUDA ? resolve_by_gpus(given, context) : given, context);
     auto own = context;

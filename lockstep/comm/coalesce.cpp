@@ -1,6 +1,5 @@
 // Operations that go to their engine as one.
 #include <mutex>
-#include <thread>
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
@@ -9,19 +8,24 @@
 
 namespace lockstep::detail {
 
+const GroupState*& GroupState::coalescing() {
+  thread_local const GroupState* group = nullptr;
+  return group;
+}
+
 void GroupState::refuse_within_coalesce(std::string_view what) const {
-  if (coalesces_here())
+  if (const auto* group = coalescing())
     throw ConfigError(fmt::format(
-        "{} within coalesce of group '{}' is not allowed: collectives, send and recv are, and to wait "
-        "for them afterwards",
-        what, name_));
+        "{} on group '{}' is not allowed within coalesce of group '{}': collectives, send and recv on that "
+        "are, and to wait for them afterwards",
+        what, name_, group->name_));
 }
 
 void GroupState::coalesce(const std::function<void()>& calls) {
   refuse_within_coalesce("coalesce");
   // An engine has one batch at a time, whichever thread calls: nobody else's come between.
   const std::scoped_lock order(issue_mutex_, message_mutex_);
-  coalescing_thread_ = std::this_thread::get_id();
+  coalescing() = this;
   std::exception_ptr trouble;
   try {
     calls();
@@ -34,7 +38,7 @@ void GroupState::coalesce(const std::function<void()>& calls) {
   } catch (...) {
     if (!trouble) trouble = std::current_exception();
   }
-  coalescing_thread_ = std::thread::id();
+  coalescing() = nullptr;
   if (trouble) std::rethrow_exception(trouble);
 }
 

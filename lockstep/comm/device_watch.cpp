@@ -127,8 +127,9 @@ void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clo
   std::lock_guard lock(state_->mutex);
   if (state_->over) return;
   state_->entries.push_back({std::move(work), std::move(what), begun, deadline});
-  if (std::exchange(state_->started, true)) return;
+  if (state_->started) return;
   state_->thread = std::thread([state = state_] { state->look(); });
+  state_->started = true;
 }
 
 }  // namespace lockstep::detail

@@ -121,8 +121,8 @@ class Group {
   // What `calls` starts on this group goes to the engine as one. On NCCL that is one launch, in which sends
   // and receives do not wait for one another; elsewhere each goes by itself. All ranks coalesce the same
   // calls, and a send in a batch meets a receive in a batch. A Work can be waited for when coalesce has
-  // returned, not before; calls of other threads on this group come after. Not allowed within: barrier,
-  // coalesce, values.
+  // returned, not before; calls of other threads on this group come after. Not allowed within: other groups,
+  // barrier, values.
   //
   //   group.coalesce([&] {
   //     works.push_back(group.send(mine, {.peer = next}));

@@ -124,7 +124,8 @@ at::Device GroupState::control_device() const {
 Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start start) {
   const auto limit = timeout ? checked_timeout(*timeout) : timeout_;
   const Span span(SpanKind::wait, lockstep::name(call.operation), call.bytes);
-  const bool batched = coalesces_here();  // and has the mutexes
+  const bool batched = coalescing() == this;  // and has the mutexes
+  if (!batched) refuse_within_coalesce(lockstep::name(call.operation));
   std::unique_lock order(point_to_point(call.operation) ? message_mutex_ : issue_mutex_, std::defer_lock);
   if (!batched) order.lock();
   reap();
@@ -310,8 +311,11 @@ void GroupState::await_device() noexcept {
     std::lock_guard lock(state_mutex_);
     watch = device_watch_.get();  // this thread alone lets go of it
   }
-  while (watch != nullptr && !failed_ && AwakeClock::now() < deadline && !watch->idle())
-    std::this_thread::sleep_for(milliseconds(1));
+  try {
+    while (watch != nullptr && !failed_ && AwakeClock::now() < deadline && !watch->idle())
+      std::this_thread::sleep_for(milliseconds(1));
+  } catch (const std::exception&) {  // the process ends, and the device's library has gone before it
+  }
 }
 
 void GroupState::close(bool in_order) noexcept {

@@ -10,7 +10,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <c10/util/FunctionRef.h>
@@ -61,7 +60,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   Work issue(Call call, at::Device device, Timeout timeout, Start start);
   // What `calls` issues goes to the engines as one.
   void coalesce(const std::function<void()>& calls);
-  // ConfigError where this thread is within coalesce().
+  // ConfigError where this thread is within coalesce(), of whatever group.
   void refuse_within_coalesce(std::string_view what) const;
 
   // The group is of no use from here on: wakes whoever waits in its engines. The first verdict stays.
@@ -114,7 +113,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void compare(const Call& call, std::chrono::milliseconds timeout);
   void add_to_batch(const std::shared_ptr<Transport>& engine, const std::shared_ptr<Pending>& pending);
   void hand_over();  // what is in the batch
-  bool coalesces_here() const { return coalescing_thread_ == std::this_thread::get_id(); }
+  // Whose coalesce() this thread is in: an engine's batch may be the thread's, too.
+  static const GroupState*& coalescing();
   ConfigError gone() const;
   void await_device() noexcept;
 
@@ -128,8 +128,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // One collective is issued at a time, so all ranks see one order. Messages do not wait behind them.
   std::mutex issue_mutex_, message_mutex_;
   std::atomic<std::uint64_t> collectives_ = 0, messages_ = 0;
-  // Who holds both, to coalesce; what is in the batch, and the engines that have begun one.
-  std::atomic<std::thread::id> coalescing_thread_;
+  // Of who holds both, to coalesce: what is in the batch, and the engines that have begun one.
   std::vector<std::shared_ptr<Pending>> batch_;
   std::map<std::shared_ptr<Transport>, c10::intrusive_ptr<c10d::Work>> batched_works_;
 

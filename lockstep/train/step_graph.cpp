@@ -78,6 +78,7 @@ struct StepGraphCore::State {
     Tensors inputs = {}, outputs = {};
     Tensors parameters = {}, gradients = {};  // of the optimizers, and where the graph writes gradients
     std::vector<std::pair<at::Tensor, const void*>> places = {};  // parameters, and where they were
+    std::vector<StepWatch::User> users = {};                      // as they were when it was captured
     std::unique_ptr<CudaGraph> graph = {};
   };
 
@@ -198,19 +199,20 @@ struct StepGraphCore::State {
       if (output.defined())
         output = output.detach();  // its graph of autograd is the captured step's, long gone
     graph.gradients = gradients_of(graph.parameters);
-    for (const auto& user : watch.users)
+    graph.users = watch.users;
+    for (const auto& user : graph.users)
       for (const auto& parameter : user.parameters)
         graph.places.emplace_back(parameter, parameter.const_data_ptr());
     return {};
   }
 
-  // Whether parameters and state are still where the graph writes to them. Optimizers bring their options
-  // there.
+  // Whether parameters and state are still where the graph writes to them, whatever steps of other shapes
+  // have seen since. Optimizers bring their options there.
   bool in_place(const Graph& graph) const {
+    const auto& users = graph.graph != nullptr ? graph.users : watch.users;
     return std::all_of(graph.places.begin(), graph.places.end(),
                        [](const auto& place) { return place.first.const_data_ptr() == place.second; }) &&
-           std::all_of(watch.users.begin(), watch.users.end(),
-                       [](const auto& user) { return user.before_replay(); });
+           std::all_of(users.begin(), users.end(), [](const auto& user) { return user.before_replay(); });
   }
 
   static Tensors gradients_of(const Tensors& parameters) {

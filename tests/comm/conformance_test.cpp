@@ -466,17 +466,21 @@ TEST(Conformance, coalesced_operations_that_go_wrong) {
     EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { works.back().wait(); }); }),
                 HasSubstr("cannot be waited for within coalesce"));
     EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { (void)group.barrier(); }); }),
-                HasSubstr("barrier within coalesce"));
+                HasSubstr("barrier on group 'world' is not allowed within coalesce of"));
     EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { (void)group.all_gather_values(1); }); }),
-                HasSubstr("all_gather_values within coalesce"));
+                HasSubstr("all_gather_values on group"));
     EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { group.coalesce([] {}); }); }),
-                HasSubstr("coalesce within coalesce"));
+                HasSubstr("coalesce on group"));
+    auto another = group.split(0);
+    EXPECT_THAT(
+        error_of<ConfigError>([&] { works_within([&] { (void)another.all_reduce(at::ones({1}, on())); }); }),
+        HasSubstr("is not allowed within coalesce of group"));
     // What the program throws comes through; what was started before goes its way.
     EXPECT_THAT(error_of<std::runtime_error>(
                     [&] { works_within([] { throw std::runtime_error("the program's own"); }); }),
                 HasSubstr("the program's own"));
     for (auto& work : works) work.wait();
-    EXPECT_EQ(tensors.size(), 5u);
+    EXPECT_EQ(tensors.size(), 6u);
     for (const auto& tensor : tensors) EXPECT_EQ(tensor[0].item<double>(), group.size());
     // Another thread's calls come after the batch, on every rank.
     auto first = at::full({1}, group.rank() + 1.0, on()), second = first.clone();
@@ -489,6 +493,7 @@ TEST(Conformance, coalesced_operations_that_go_wrong) {
       batch.push_back(group.broadcast(tensors[0]));
     });
     other.join();
+    EXPECT_EQ(batch[1].call().sequence, batch[0].call().sequence + 1);
     for (auto& work : batch) work.wait();
     EXPECT_EQ(first.item<double>(), group.size() * (group.size() + 1) / 2);
     EXPECT_EQ(second.item<double>(), group.size());

@@ -201,8 +201,12 @@ void Track::wait(cudaEvent_t event) {
 }
 
 bool Track::is_idle() const {
-  const OnDevice here(device_);
-  return is_done(cudaStreamQuery(stream_));
+  try {
+    const OnDevice here(device_);
+    return is_done(cudaStreamQuery(stream_));
+  } catch (const std::exception&) {  // the process ends, and CUDA has gone before it
+    return true;
+  }
 }
 
 // ---- memory -----------------------------------------------------------------------------------------------

@@ -46,12 +46,9 @@ class NcclTransport final : public Transport {
   // until the deadline.
   ~NcclTransport() override {
     if (interrupted_) return;
-    auto over = std::make_shared<std::promise<void>>();
+    auto over = std::make_shared<std::promise<void>>();  // also where it fails: when the thread lets go of it
     auto future = over->get_future();
-    in_background([over](Nccl& backend) {
-      backend.shutdown();
-      over->set_value();
-    });
+    in_background([over = std::move(over)](Nccl& backend) { backend.shutdown(); });
     if (future.wait_for(timeout_) == std::future_status::timeout)
       log(LogLevel::warn, "nccl: operations nobody waited for are still under way after {:.3f} s: left",
           std::chrono::duration<double>(timeout_).count());
@@ -88,12 +85,13 @@ class NcclTransport final : public Transport {
   template <typename Body>
   void in_background(Body body) noexcept {
     try {
-      std::thread([backend = backend_, body = std::move(body)] {
+      std::thread([backend = backend_, body = std::move(body)]() mutable {
         try {
           body(*backend);
         } catch (const std::exception& error) {
           log(LogLevel::warn, "nccl: {}", error.what());
         }
+        backend.reset();  // before who waits for us hears of it
       }).detach();
     } catch (...) {  // no thread to be had
     }
