@@ -228,19 +228,25 @@ TEST(DdpCuda, a_step_does_not_wait_for_the_device) {
   });
 }
 
+// One of its own, of all ranks, whose second all_reduce has a deadline that passes: some seconds of work lie
+// before it.
+Group group_that_is_late(World& world, const at::Tensor& tensor) {
+  std::vector<int> ranks(static_cast<std::size_t>(world.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  auto group = world.group(ranks);
+  group.all_reduce(tensor).wait();
+  auto busy = at::rand({8192, 8192}, at::TensorOptions(world.device()).dtype(at::kDouble));
+  for (int i = 0; i < 100; ++i) busy = at::mm(busy, busy).div_(8192);
+  group.all_reduce(tensor, {.timeout = std::chrono::milliseconds(100)}).wait();
+  return group;
+}
+
 // A wait is the stream's; that the device is not done in time is told all the same.
 TEST(DdpCuda, a_deadline_passes_on_the_device) {
   if (transport() != "nccl") GTEST_SKIP() << "others wait for one another on the host";
   on_every_rank([](World& world) {
-    std::vector<int> ranks(static_cast<std::size_t>(world.size()));
-    std::iota(ranks.begin(), ranks.end(), 0);
-    auto group = world.group(ranks);
     auto tensor = at::ones({16}, at::TensorOptions(world.device()));
-    group.all_reduce(tensor).wait();
-    // Some seconds of work before it.
-    auto busy = at::rand({8192, 8192}, at::TensorOptions(world.device()).dtype(at::kDouble));
-    for (int i = 0; i < 100; ++i) busy = at::mm(busy, busy).div_(8192);
-    group.all_reduce(tensor, {.timeout = std::chrono::milliseconds(100)}).wait();
+    auto group = group_that_is_late(world, tensor);
     std::string told;
     for (int i = 0; i < 300 && told.empty(); ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -259,14 +265,8 @@ TEST(DdpCuda, a_deadline_passes_on_the_device) {
 TEST(DdpCuda, a_deadline_passes_while_the_program_waits_for_the_device) {
   if (transport() != "nccl") GTEST_SKIP() << "others wait for one another on the host";
   on_every_rank([](World& world) {
-    std::vector<int> ranks(static_cast<std::size_t>(world.size()));
-    std::iota(ranks.begin(), ranks.end(), 0);
-    auto group = world.group(ranks);
     auto tensor = at::ones({16}, at::TensorOptions(world.device())), other = tensor.clone();
-    group.all_reduce(tensor).wait();
-    auto busy = at::rand({8192, 8192}, at::TensorOptions(world.device()).dtype(at::kDouble));
-    for (int i = 0; i < 100; ++i) busy = at::mm(busy, busy).div_(8192);
-    group.all_reduce(tensor, {.timeout = std::chrono::milliseconds(100)}).wait();
+    auto group = group_that_is_late(world, tensor);
     using Clock = std::chrono::steady_clock;
     std::optional<Clock::time_point> told;
     std::thread asks([&] {

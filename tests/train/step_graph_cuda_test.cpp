@@ -43,6 +43,17 @@ void expect_close(const std::vector<Tensor>& a, const std::vector<Tensor>& b, do
         << i << ": " << (a[i] - b[i]).abs().max().item<float>();
 }
 
+// To give back what went in.
+auto one_step_of(torch::nn::Sequential& model, AdamW& optimizer, bool to_none = true) {
+  return [&model, &optimizer, to_none](const Tensor& x) {
+    optimizer.zero_grad(to_none);
+    const auto loss = (model->forward(x) - x).square().mean();
+    loss.backward();
+    optimizer.step();
+    return loss.detach();
+  };
+}
+
 // A learning rate that changes, both ways of clearing gradients, float32 and bfloat16 with masters.
 std::vector<Tensor> trained(bool graph, bool to_none, at::ScalarType dtype, std::vector<float>& losses) {
   auto model = model_of(dtype);
@@ -50,15 +61,7 @@ std::vector<Tensor> trained(bool graph, bool to_none, at::ScalarType dtype, std:
       model->parameters(),
       {.lr = 1e-2, .master_weights = true, .capturable = true, .implementation = Implementation::fused});
   LinearLR scheduler(optimizer, {.start_factor = 0.1, .total_iters = 8});
-  StepGraph step(
-      [&](const Tensor& x) {
-        optimizer.zero_grad(to_none);
-        const auto loss = (model->forward(x) - x).square().mean();
-        loss.backward();
-        optimizer.step();
-        return loss.detach();
-      },
-      {.enabled = graph});
+  StepGraph step(one_step_of(model, optimizer, to_none), {.enabled = graph});
   for (int i = 0; i < 12; ++i) {
     losses.push_back(step.run(input(i).to(dtype)).item<float>());
     scheduler.step();
@@ -171,13 +174,7 @@ TEST_F(StepGraphCuda, a_checkpoint_that_is_loaded_between_replays_counts) {
   const auto path = (folder / "run.safetensors").string();
   auto model = model_of();
   AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
-  StepGraph step([&](const Tensor& x) {
-    optimizer.zero_grad();
-    const auto loss = (model->forward(x) - x).square().mean();
-    loss.backward();
-    optimizer.step();
-    return loss.detach();
-  });
+  StepGraph step(one_step_of(model, optimizer));
   for (int i = 0; i < 6; ++i) step.run(input(i));
   // Also where a step of another shape, which runs as it is, has seen the loaded state before the graph does.
   for (const bool another_shape : {false, true}) {
@@ -200,13 +197,7 @@ TEST_F(StepGraphCuda, state_that_is_replaced_before_the_capture_is_warmed_up_aga
   auto model = model_of(), plain = model_of();
   AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true}),
       other(plain->parameters(), {.lr = 1e-2, .capturable = true});
-  StepGraph step([&](const Tensor& x) {
-    optimizer.zero_grad();
-    const auto loss = (model->forward(x) - x).square().mean();
-    loss.backward();
-    optimizer.step();
-    return loss.detach();
-  });
+  StepGraph step(one_step_of(model, optimizer));
   for (int i = 0; i < 3; ++i) step.run(input(i));
   save(path, {.model = model, .optimizer = optimizer});
   load(path, {.model = model, .optimizer = optimizer});

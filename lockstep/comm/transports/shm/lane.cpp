@@ -1,7 +1,6 @@
 #include <lockstep/comm/transports/shm/lane.h>
 
 #include <algorithm>
-#include <functional>
 #include <thread>
 
 namespace lockstep::shm {
