@@ -1,8 +1,10 @@
 #include <lockstep/base/crew.h>
 
+#include <unistd.h>
+
 #include <condition_variable>
+#include <list>
 #include <mutex>
-#include <set>
 #include <system_error>
 #include <thread>
 
@@ -11,44 +13,77 @@
 namespace lockstep::detail {
 
 struct Crew::State {
-  std::mutex mutex;
-  std::condition_variable ended;
-  std::size_t running = 0;
-  std::set<std::thread::id> threads;  // of those that have begun
+  using Threads = std::list<std::thread>;
 
-  void run(std::function<void()>& body) {
-    const auto here = std::this_thread::get_id();
-    {
-      std::lock_guard lock(mutex);
-      threads.insert(here);
+  std::mutex mutex;
+  std::condition_variable over;
+  Threads running, done;    // done: nothing of their bodies is left
+  std::size_t joining = 0;  // of those that were done
+  const ::pid_t process = ::getpid();
+
+  // A child that was forked has none of the threads, and nothing to join.
+  bool in_child() const { return process != ::getpid(); }
+
+  // Who runs has a share: there are those alone that are done, and perhaps this very thread is one of them.
+  ~State() {
+    if (in_child()) {
+      new Threads(std::move(done));
+      return;
     }
+    for (auto& thread : done) thread.detach();
+  }
+
+  void run(std::function<void()>& body, Threads::iterator self) {
     body();
     body = nullptr;
     std::lock_guard lock(mutex);
-    threads.erase(here);
-    --running;
-    ended.notify_all();
+    done.splice(done.end(), running, self);
+    over.notify_all();
+  }
+
+  // Gives up the lock meanwhile: a thread's last steps are not ours.
+  void join_done(std::unique_lock<std::mutex>& lock) {
+    if (done.empty() || in_child()) return;
+    Threads mine;
+    mine.swap(done);
+    joining += mine.size();
+    lock.unlock();
+    for (auto& thread : mine) thread.join();
+    lock.lock();
+    joining -= mine.size();
+    over.notify_all();
   }
 };
 
 Crew::Crew() : state_(std::make_shared<State>()) {}
 
 bool Crew::start(std::function<void()> body) {
-  std::lock_guard lock(state_->mutex);
+  std::unique_lock lock(state_->mutex);
+  state_->join_done(lock);
+  const auto self = state_->running.emplace(state_->running.end());
   const QuietThreads quiet;
   try {
-    std::thread([state = state_, body = std::move(body)]() mutable { state->run(body); }).detach();
+    *self = std::thread([state = state_, body = std::move(body), self]() mutable { state->run(body, self); });
   } catch (const std::system_error&) {
+    state_->running.erase(self);
     return false;
+  } catch (...) {
+    state_->running.erase(self);
+    throw;
   }
-  ++state_->running;
   return true;
 }
 
 bool Crew::wait(std::chrono::milliseconds limit) const {
+  if (state_->in_child()) return true;
   std::unique_lock lock(state_->mutex);
-  const std::size_t own = state_->threads.contains(std::this_thread::get_id()) ? 1 : 0;
-  return state_->ended.wait_for(lock, limit, [&] { return state_->running == own; });
+  std::size_t own = 0;
+  for (const auto& thread : state_->running) own += thread.get_id() == std::this_thread::get_id() ? 1 : 0;
+  const auto end = std::chrono::steady_clock::now() + limit;
+  const bool all = state_->over.wait_until(lock, end, [&] { return state_->running.size() <= own; });
+  state_->join_done(lock);
+  // What somebody else joins has not ended either.
+  return state_->over.wait_until(lock, end, [&] { return state_->joining == 0; }) && all;
 }
 
 }  // namespace lockstep::detail

@@ -29,6 +29,40 @@ TEST(Crew, has_let_go_of_everything_when_it_was_waited_for) {
   }
 }
 
+// What a thread has of libraries, such as CUDA's, goes when it ends, after its body has.
+TEST(Crew, threads_have_nothing_of_their_own_left_when_they_were_waited_for) {
+  static std::atomic<int> alive;
+  struct Slow {
+    Slow() { ++alive; }
+    ~Slow() {
+      std::this_thread::sleep_for(milliseconds(30));
+      --alive;
+    }
+  };
+  alive = 0;
+  Crew crew;
+  for (int i = 0; i < 3; ++i)
+    ASSERT_TRUE(crew.start([] {
+      thread_local Slow own;
+      static_cast<void>(&own);
+    }));
+  std::thread another([&] {
+    EXPECT_TRUE(crew.wait(seconds(20)));
+    EXPECT_EQ(alive, 0);
+  });
+  EXPECT_TRUE(crew.wait(seconds(20)));
+  EXPECT_EQ(alive, 0);
+  another.join();
+}
+
+TEST(Crew, many_short_lives_one_after_another) {
+  Crew crew;
+  std::atomic<int> ended = 0;
+  for (int i = 0; i < 500; ++i) ASSERT_TRUE(crew.start([&] { ++ended; }));
+  EXPECT_TRUE(crew.wait(seconds(20)));
+  EXPECT_EQ(ended, 500);
+}
+
 TEST(Crew, nobody_waits_for_itself) {
   Crew crew;
   std::atomic<bool> alone = false;
