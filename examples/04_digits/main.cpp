@@ -19,7 +19,7 @@ namespace ls = lockstep;
 namespace fs = std::filesystem;
 
 struct Options {
-  std::string data, save;
+  std::string data = {}, save = {};
   int epochs = 20, batch_size = 64, save_every = 10;
   std::uint64_t seed = 1;
 };
