@@ -244,7 +244,7 @@ Call unpack(std::span<const std::uint8_t> bytes, int group_size) {
 }
 
 const Call* current_call() { return current; }
-CallScope::CallScope(const Call& call) : outer_(std::exchange(current, &call)) {}
+CallScope::CallScope(const Call* call) : outer_(std::exchange(current, call)) {}
 CallScope::~CallScope() { current = outer_; }
 
 }  // namespace detail

@@ -132,7 +132,7 @@ Call unpack(std::span<const std::uint8_t> bytes, int group_size);
 const Call* current_call();
 class CallScope {
  public:
-  explicit CallScope(const Call& call);
+  explicit CallScope(const Call* call);  // null: as where c10d is used directly
   ~CallScope();
   CallScope(const CallScope&) = delete;
   CallScope& operator=(const CallScope&) = delete;

@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/group.h>
-#include <lockstep/comm/pending.h>
+#include <lockstep/comm/host_call.h>
 
 namespace lockstep::detail {
 
@@ -42,6 +42,20 @@ void GroupState::coalesce(const std::function<void()>& calls) {
   if (trouble) std::rethrow_exception(trouble);
 }
 
+void GroupState::together(Transport& engine, Pending& pending, c10::function_ref<void()> messages) {
+  if (size() == 1 || coalescing() == this || !engine.backend().supportsCoalescing()) return messages();
+  const std::lock_guard order(message_mutex_);
+  engine.backend().startCoalescing();
+  try {
+    messages();
+  } catch (...) {
+    engine.backend().endCoalescing();
+    throw;
+  }
+  const auto work = engine.backend().endCoalescing();
+  if (work && !pending.works.empty()) pending.works.assign(1, work);
+}
+
 void GroupState::add_to_batch(const std::shared_ptr<Transport>& engine,
                               const std::shared_ptr<Pending>& pending) {
   if (engine->backend().supportsCoalescing() && !batched_works_.contains(engine)) {
@@ -58,6 +72,7 @@ void GroupState::hand_over() {
   std::exception_ptr trouble;
   for (auto& [engine, work] : works) {
     try {
+      const HostCall here(*this, *engine, *batch.front());
       work = engine->backend().endCoalescing();
     } catch (...) {
       trouble = std::current_exception();

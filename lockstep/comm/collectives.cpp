@@ -309,19 +309,21 @@ Work Group::gather(std::vector<at::Tensor> out, at::Tensor in, RootOptions optio
     }
     pending.by_messages = true;
     const int tag = internal_tag(pending.call());
-    if (!root) {
-      if (in.numel() > 0) pending.works.push_back(engine.backend().send(ins, options.root, tag));
-      return;
-    }
-    for (int r = 0; r < size(); ++r) {
-      auto& tensor = out[static_cast<std::size_t>(r)];
-      if (r == rank()) {
-        copy_here(pending, tensor, source);
-      } else if (tensor.numel() > 0) {
-        std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, tensor, false))};
-        pending.works.push_back(engine.backend().recv(outs, r, tag));
+    state_->together(engine, pending, [&] {
+      if (!root) {
+        if (in.numel() > 0) pending.works.push_back(engine.backend().send(ins, options.root, tag));
+        return;
       }
-    }
+      for (int r = 0; r < size(); ++r) {
+        auto& tensor = out[static_cast<std::size_t>(r)];
+        if (r == rank()) {
+          copy_here(pending, tensor, source);
+        } else if (tensor.numel() > 0) {
+          std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, tensor, false))};
+          pending.works.push_back(engine.backend().recv(outs, r, tag));
+        }
+      }
+    });
   };
   return state_->issue(std::move(call), in.device(), options.timeout, start);
 }
@@ -360,20 +362,22 @@ Work Group::scatter(at::Tensor out, std::vector<at::Tensor> in, RootOptions opti
     }
     pending.by_messages = true;
     const int tag = internal_tag(pending.call());
-    if (!root) {
-      std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, out, false))};
-      if (out.numel() > 0) pending.works.push_back(engine.backend().recv(outs, options.root, tag));
-      return;
-    }
-    for (int r = 0; r < size(); ++r) {
-      auto& source = sources[static_cast<std::size_t>(r)];
-      std::vector<at::Tensor> ins{to_move(engine, source)};
-      if (r == rank())
-        copy_here(pending, out, source);
-      else if (source.numel() > 0)
-        pending.works.push_back(engine.backend().send(ins, r, tag));
-      pending.keep.push_back(source);
-    }
+    state_->together(engine, pending, [&] {
+      if (!root) {
+        std::vector<at::Tensor> outs{to_move(engine, dense_target(pending, out, false))};
+        if (out.numel() > 0) pending.works.push_back(engine.backend().recv(outs, options.root, tag));
+        return;
+      }
+      for (int r = 0; r < size(); ++r) {
+        auto& source = sources[static_cast<std::size_t>(r)];
+        std::vector<at::Tensor> ins{to_move(engine, source)};
+        if (r == rank())
+          copy_here(pending, out, source);
+        else if (source.numel() > 0)
+          pending.works.push_back(engine.backend().send(ins, r, tag));
+        pending.keep.push_back(source);
+      }
+    });
   };
   return state_->issue(std::move(call), out.device(), options.timeout, start);
 }
@@ -493,6 +497,22 @@ void check_peer(const Group& group, const PeerOptions& options, bool any_allowed
     throw ConfigError(fmt::format("tag={} is not allowed: from 0 to {} is", options.tag, kLargestTag));
 }
 
+// Of an engine that has none; null: the group has failed, which its caller hears.
+void check_tags(const Group& group, const std::shared_ptr<Transport>& engine, const PeerOptions& options) {
+  if (!engine || engine->traits().tags) return;
+  const auto name = engine->backend().getBackendName();
+  if (options.peer == kAnyRank)
+    throw ConfigError(
+        fmt::format("recv from any rank is not allowed on group '{}': {} receives from a rank that is named, "
+                    "from 0 to {}",
+                    group.name(), name, group.size() - 1));
+  if (options.tag != 0)
+    throw ConfigError(fmt::format(
+        "tag={} is not allowed on group '{}': {} has no tags, and pairs the messages of two ranks in their "
+        "order; 0 is, or a group for each kind of message",
+        options.tag, group.name(), name));
+}
+
 Call describe_message(Operation operation, const at::Tensor& tensor, const PeerOptions& options, Site site) {
   auto call = describe_call(operation, tensor, site);
   call.root = options.peer;
@@ -506,7 +526,7 @@ Call describe_message(Operation operation, const at::Tensor& tensor, const PeerO
 Work Group::send(at::Tensor tensor, PeerOptions options, Site site) {
   check_tensor(tensor, "send's tensor", false);
   check_peer(*this, options, false);
-  engine_for(*state_, tensor, "send's tensor");
+  check_tags(*this, engine_for(*state_, tensor, "send's tensor"), options);
   auto call = describe_message(Operation::send, tensor, options, site);
   auto start = [&](Transport& engine, Pending& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
@@ -521,7 +541,7 @@ Work Group::send(at::Tensor tensor, PeerOptions options, Site site) {
 Work Group::recv(at::Tensor tensor, PeerOptions options, Site site) {
   check_tensor(tensor, "recv's tensor", true);
   check_peer(*this, options, true);
-  engine_for(*state_, tensor, "recv's tensor");
+  check_tags(*this, engine_for(*state_, tensor, "recv's tensor"), options);
   if (options.peer == kAnyRank && tensor.numel() == 0)
     throw ConfigError("recv of an empty tensor from any rank: nothing comes, so its sender cannot be told");
   auto call = describe_message(Operation::recv, tensor, options, site);

@@ -7,10 +7,10 @@
 #include <exception>
 #include <mutex>
 #include <optional>
-#include <thread>
 
 #include <c10/core/DeviceGuard.h>
 #include <fmt/format.h>
+#include <lockstep/base/error.h>
 #include <lockstep/comm/pending.h>
 
 namespace lockstep::detail {
@@ -56,8 +56,7 @@ struct DeviceWatch::State {
   std::mutex mutex;
   std::condition_variable condition;
   std::deque<Entry> entries;
-  bool over = false, started = false, gone = false;
-  std::thread thread;
+  bool over = false, started = false;
 
   // The oldest, and of those behind it the first whose time is over. Under the mutex.
   std::optional<Entry> next() const {
@@ -68,13 +67,8 @@ struct DeviceWatch::State {
     return entries.front();
   }
   void look() {
-    std::unique_lock lock(mutex);
-    look_until_over(lock);
-    gone = true;
-    condition.notify_all();
-  }
-  void look_until_over(std::unique_lock<std::mutex>& lock) {
     const c10::OptionalDeviceGuard here(device);  // asking must not make a context on another one
+    std::unique_lock lock(mutex);
     while (!over) {
       condition.wait_for(lock, kLook, [this] { return over; });
       while (auto entry = next()) {
@@ -85,8 +79,7 @@ struct DeviceWatch::State {
           over = true;  // nothing more is added or looked at
           entries.clear();
           lock.unlock();
-          fail(std::move(cause));
-          return lock.lock();
+          return fail(std::move(cause));
         }
         if (!complete) break;
         std::erase_if(entries, [&](const Entry& each) { return each.work == entry->work; });
@@ -100,16 +93,13 @@ DeviceWatch::DeviceWatch(c10::Device device, std::function<void(std::string caus
 
 // The process may end after this, and with it what the thread would touch.
 DeviceWatch::~DeviceWatch() {
-  std::unique_lock lock(state_->mutex);
-  state_->over = true;
-  state_->entries.clear();
-  state_->condition.notify_all();
-  if (!state_->started) return;
-  auto thread = std::move(state_->thread);
-  const bool here = thread.get_id() == std::this_thread::get_id();
-  const bool gone = !here && state_->condition.wait_for(lock, kFarewell, [this] { return state_->gone; });
-  lock.unlock();
-  gone ? thread.join() : thread.detach();
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->over = true;
+    state_->entries.clear();
+    state_->condition.notify_all();
+  }
+  crew_.wait(kFarewell);
 }
 
 bool DeviceWatch::idle() const {
@@ -127,9 +117,8 @@ void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clo
   std::lock_guard lock(state_->mutex);
   if (state_->over) return;
   state_->entries.push_back({std::move(work), std::move(what), begun, deadline});
-  if (state_->started) return;
-  state_->thread = std::thread([state = state_] { state->look(); });
-  state_->started = true;
+  if (!state_->started) state_->started = crew_.start([state = state_] { state->look(); });
+  if (!state_->started) throw Error("no thread can be had to watch the deadlines of what the device does");
 }
 
 }  // namespace lockstep::detail

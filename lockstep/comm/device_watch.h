@@ -9,6 +9,7 @@
 
 #include <c10/core/Device.h>
 #include <lockstep/base/awake_clock.h>
+#include <lockstep/base/crew.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace lockstep::detail {
@@ -31,6 +32,7 @@ class DeviceWatch {
  private:
   struct State;
   const std::shared_ptr<State> state_;
+  Crew crew_;
 };
 
 }  // namespace lockstep::detail

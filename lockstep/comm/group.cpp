@@ -62,6 +62,13 @@ std::string Group::backend(at::DeviceType device) const {
   return engine ? engine->backend().getBackendName() : std::string();
 }
 
+std::chrono::milliseconds Group::timeout() const { return state_->timeout(); }
+
+bool Group::has_tags(at::DeviceType device) const {
+  const auto engine = state_->transport(device);
+  return engine && engine->traits().tags;
+}
+
 std::string Group::broadcast_value(std::string_view value, RootOptions options, Site site) {
   state_->refuse_within_coalesce("broadcast_value");
   const auto device = state_->control_device();

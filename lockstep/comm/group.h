@@ -90,6 +90,11 @@ class Group {
   const std::vector<int>& ranks() const;  // the members' ranks in the world, in the group's order
   const std::string& name() const;
   std::string backend(at::DeviceType device = at::kCPU) const;  // "gloo"; empty where there is none
+  std::chrono::milliseconds timeout() const;                    // of operations that are given none
+  // Whether messages are paired by tags. On NCCL they are not, and nothing is received from any rank: two
+  // ranks start all their messages to one another, either way, in the same order, or coalesce them; and the
+  // first message of two ranks waits, when it is started, until both have come to it.
+  bool has_tags(at::DeviceType device = at::kCPU) const;
 
   // In place. AVG divides the sum by size(), once; floating point only.
   Work all_reduce(at::Tensor tensor, AllReduceOptions options = {}, Site site = Site::current());

@@ -1,21 +1,31 @@
 #include <lockstep/comm/group_state.h>
 
 #include <algorithm>
-#include <future>
+#include <exception>
 #include <thread>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <fmt/format.h>
+#include <lockstep/base/crew.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/span.h>
+#include <lockstep/comm/first_meeting.h>
+#include <lockstep/comm/host_call.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/world_state.h>
 
 namespace lockstep::detail {
 
 using std::chrono::milliseconds;
+
+namespace {
+
+// How long who lets go of an engine waits for it: the process may end after that.
+constexpr milliseconds kFarewell(500);
+
+}  // namespace
 
 std::int64_t hash_of(const std::string& text) {
   std::uint64_t hash = 14695981039346656037u;
@@ -108,8 +118,9 @@ std::optional<std::uint64_t> GroupState::left_after(int rank) {
   return begun;
 }
 
-// Operations under way hold the group, so there are none.
-GroupState::~GroupState() { close(/*in_order=*/true); }
+// Operations under way hold the group, so there are none. While an exception goes through, it is left at
+// once.
+GroupState::~GroupState() { close(/*in_order=*/std::uncaught_exceptions() == 0); }
 
 std::shared_ptr<Transport> GroupState::transport(at::DeviceType device) const {
   std::lock_guard lock(state_mutex_);
@@ -119,6 +130,36 @@ std::shared_ptr<Transport> GroupState::transport(at::DeviceType device) const {
 
 at::Device GroupState::control_device() const {
   return transport(at::kCPU) ? at::Device(at::kCPU) : world_->device();
+}
+
+void GroupState::meet_all(Transport& engine, const Pending& pending) {
+  auto* first = engine.first_meeting(/*of_all=*/true);
+  if (first == nullptr) return;
+  first->await(
+      {}, pending.left(), [&](bool waits) { note_wait(pending.call(), waits); },
+      [this] { return failed_.load(); });
+  const HostCall here(*this, engine, pending);
+  engine.open();
+}
+
+// Others need not wait for two who have not met: the order of messages is given up meanwhile. Both then hold
+// theirs when they enter the call.
+void GroupState::meet_peer(Transport& engine, const Pending& pending, std::unique_lock<std::mutex>& order) {
+  auto* first = engine.first_meeting(/*of_all=*/false);
+  if (first == nullptr) return;
+  const int peer = pending.call().root;
+  order.unlock();
+  first->await(
+      peer, pending.left(), [&](bool waits) { note_wait(pending.call(), waits); },
+      [this] { return failed_.load(); });
+  for (;;) {
+    order.lock();
+    if (first->enter(peer)) return;
+    order.unlock();
+    if (failed_) throw Error("it was interrupted");
+    if (Clock::now() >= pending.deadline()) throw Error("the deadline has passed");
+    std::this_thread::sleep_for(milliseconds(5));
+  }
 }
 
 Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start start) {
@@ -152,22 +193,31 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
     // Not within an engine's batch, which would wait for the comparison.
     if (world_->compares_calls() && !engine->traits().compares_calls && !pending->by_messages &&
         !(batched && engine->backend().supportsCoalescing()))
-      compare(pending->call(), pending->timeout());
+      compare(*pending);
+    // A batch is everybody's, whatever is in it.
+    if (!pending->by_messages || batched)
+      meet_all(*engine, *pending);
+    else if (pending->call().count > 0)
+      meet_peer(*engine, *pending, order);
     if (batched) add_to_batch(engine, pending);
-    CallScope scope(pending->call());
+    CallScope scope(&pending->call());
+    const HostCall here(*this, *engine, *pending);
     start(*engine, *pending);
   } catch (const std::exception& error) {
-    if (!batched) order.unlock();
+    if (order.owns_lock()) order.unlock();
     pending->fail_at_issue(error);
   }
   return Work(std::move(pending));
 }
 
 // A side collective: one all-gather of a few hundred bytes per rank, waited for before data moves.
-void GroupState::compare(const Call& call, milliseconds timeout) {
+void GroupState::compare(const Pending& pending) {
+  const auto& call = pending.call();
   const auto device = control_device();
   auto engine = transport(device.type());
   if (!engine) throw gone();
+  meet_all(*engine, pending);
+  const HostCall here(*this, *engine, pending);
   const auto length = static_cast<std::int64_t>(packed_size(size()));
   auto packed = pack(call);
   auto mine = at::empty({length}, at::kByte);
@@ -175,8 +225,8 @@ void GroupState::compare(const Call& call, milliseconds timeout) {
   mine = mine.to(device);
   auto all = at::empty({length * size()}, at::TensorOptions(at::kByte).device(device));
   c10d::AllgatherOptions options;
-  options.timeout = timeout;
-  engine->backend()._allgather_base(all, mine, options)->wait(timeout);
+  options.timeout = pending.left();
+  engine->backend()._allgather_base(all, mine, options)->wait(options.timeout);
   all = all.to(at::kCPU);
 
   std::vector<Call> calls;
@@ -260,8 +310,10 @@ void GroupState::adopt(std::shared_ptr<Pending> pending) noexcept {
       std::lock_guard lock(state_mutex_);
       if (!closed_) return dropped_.push_back(std::move(pending));
     }
-    // The engine goes with it, and may wait for peers: not on the thread that drops.
-    std::thread([pending = std::move(pending)]() mutable { pending.reset(); }).detach();
+    // The engine goes with it, and may wait for peers: the thread that drops does not wait long.
+    Crew crew;
+    crew.start([pending = std::move(pending)]() mutable { pending.reset(); });
+    crew.wait(kFarewell);
   } catch (const std::exception& error) {
     fail({fmt::format("an operation was dropped and could not be kept: {}", error.what()), std::nullopt});
   }
@@ -356,16 +408,15 @@ void GroupState::close(bool in_order) noexcept {
   if (!failed_) return;  // `engines` and `dropped` go here, in order
 
   // An engine that was interrupted should go at once; if one does not, nobody waits for it.
-  auto gone = std::make_shared<std::promise<void>>();
-  auto future = gone->get_future();
   try {
-    std::thread([engines = std::move(engines), dropped = std::move(dropped), gone]() mutable {
+    Crew crew;
+    // Where no thread is to be had, they go here after all.
+    crew.start([engines = std::move(engines), dropped = std::move(dropped)]() mutable {
       dropped.clear();
       engines.clear();
-      gone->set_value();
-    }).detach();
-    future.wait_for(milliseconds(500));
-  } catch (const std::exception&) {  // no thread to be had: the engines go here after all
+    });
+    crew.wait(kFarewell);
+  } catch (const std::exception&) {  // no memory to be had
   }
 }
 

@@ -60,6 +60,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   Work issue(Call call, at::Device device, Timeout timeout, Start start);
   // What `calls` issues goes to the engines as one.
   void coalesce(const std::function<void()>& calls);
+  // The engine's messages that an operation is made of, as one where the engine can: on NCCL they go the way
+  // of collectives then, and not between the messages of the program. Of who holds the order of collectives.
+  void together(Transport& engine, Pending& pending, c10::function_ref<void()> messages);
   // ConfigError where this thread is within coalesce(), of whatever group.
   void refuse_within_coalesce(std::string_view what) const;
 
@@ -110,7 +113,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   control::FlightRing::Ticket note_begin(const Pending& pending);
   void check_usable(const Call& call);
   void reap();
-  void compare(const Call& call, std::chrono::milliseconds timeout);
+  void compare(const Pending& pending);
+  // Before an operation of all ranks, and before a message.
+  void meet_all(Transport& engine, const Pending& pending);
+  void meet_peer(Transport& engine, const Pending& pending, std::unique_lock<std::mutex>& order);
   void add_to_batch(const std::shared_ptr<Transport>& engine, const std::shared_ptr<Pending>& pending);
   void hand_over();  // what is in the batch
   // Whose coalesce() this thread is in: an engine's batch may be the thread's, too.

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <lockstep/base/span.h>
+#include <lockstep/comm/first_meeting.h>
 #include <lockstep/comm/tensors.h>
 #include <lockstep/comm/world_state.h>
 
@@ -164,6 +165,10 @@ void Pending::wait_locked(Clock::time_point deadline) {
   }
 }
 
+milliseconds Pending::left() const {
+  return std::max(duration_cast<milliseconds>(deadline_ - Clock::now()), milliseconds(1));
+}
+
 // An engine's time passes while the process is stopped, ours does not: where our own waits keep the deadline,
 // the engine's must not come first.
 milliseconds Pending::engine_timeout() const {
@@ -267,7 +272,7 @@ std::optional<int> Pending::lost_peer() const {
 }
 
 std::string Pending::cause_of(const std::exception& error, Clock::time_point deadline) const {
-  if (Clock::now() < deadline) return plain_text(error);
+  if (Clock::now() < deadline || dynamic_cast<const NotMet*>(&error)) return plain_text(error);
   auto cause = fmt::format("it was not complete within {:.3f} s, its deadline",
                            duration<double>(deadline - start_).count());
   auto absent = point_to_point(call().operation) ? "" : transport_->absent(call().sequence);

@@ -38,6 +38,9 @@ class Pending : public std::enable_shared_from_this<Pending> {
   GroupState& group() const { return *group_; }
   const std::shared_ptr<Transport>& transport() const { return transport_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
+  Clock::time_point deadline() const { return deadline_; }
+  // Of the timeout, at least a moment.
+  std::chrono::milliseconds left() const;
   // What the engine is told.
   std::chrono::milliseconds engine_timeout() const;
   // Sends and receives of some engines complete unseen unless somebody waits for them.

@@ -15,22 +15,27 @@
 
 namespace lockstep::detail {
 
+class FirstMeeting;
+
 class Transport {
  public:
   // Group supplies what is false here, in one place.
   struct Traits {
-    bool avg = false;                 // reduces with AVG itself
-    bool unequal = false;             // all_gather, gather, scatter, reduce_scatter of unequal sizes, and
-                                      // all_to_all by splits, without padding
-    bool reduce_scatter = true;       // has one whose completion can be seen
-    bool any_dtype = false;           // moves every dtype and reduces all that reduce.h does
-    bool compares_calls = false;      // finds mismatches itself, before data moves
+    bool avg = false;             // reduces with AVG itself
+    bool unequal = false;         // all_gather, gather, scatter, reduce_scatter of unequal sizes, and
+                                  // all_to_all by splits, without padding
+    bool reduce_scatter = true;   // has one whose completion can be seen
+    bool any_dtype = false;       // moves every dtype and reduces all that reduce.h does
+    bool compares_calls = false;  // finds mismatches itself, before data moves
+    bool tags = true;             // pairs messages by tags, and receives from any rank; else by order alone
     bool completes_unwatched = true;  // isCompleted() of sends and receives turns true without wait()
     bool keeps_inputs = false;        // reduce leaves the tensors of ranks other than the root alone
     bool wakes_waiters = true;        // interrupt() ends every wait() of its works; else Group's own waits do
     bool blocks_host = true;          // wait() returns when the data is there (not: when a stream will wait)
     bool captures = false;            // what it does can be recorded in a CUDA graph
     bool on_device = false;           // a work that was waited for may still run there: isCompleted() tells
+    bool meets_first =
+        false;  // a first operation would wait for the others inside a call, without a deadline
   };
 
   virtual ~Transport() = default;
@@ -41,6 +46,11 @@ class Transport {
   // Ends every wait inside the engine, now and later, with an error. Any thread, any number of times.
   // The engine is of no use afterwards, and destroying it does not wait for peers.
   virtual void interrupt(const std::string& cause) noexcept = 0;
+  // Where ranks meet before a first operation, for which the engine would wait inside a call, without a
+  // deadline; null where it would not. Asked before each: of all ranks, or a message.
+  virtual FirstMeeting* first_meeting(bool /*of_all*/) { return nullptr; }
+  // When all have met: makes what later calls need of all of them.
+  virtual void open() {}
   // What tells whether a work is done, and keeps no tensors.
   virtual c10::intrusive_ptr<c10d::Work> watched(c10d::Work& work) {
     return c10::intrusive_ptr<c10d::Work>::reclaim_copy(&work);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -47,7 +48,7 @@ struct Pipeline::State {
   std::shared_ptr<torch::nn::Module> module;
   std::vector<at::Tensor> parameters, own;
   std::vector<Ties> ties;
-  at::Device device = at::kCPU;
+  std::optional<detail::PipelineRoutes> routes;
   at::Tensor loss;  // of the last step, where the last stage is
   bool has_loss = false;
   bool out_of_step = false;  // a pass ended with messages under way
@@ -70,6 +71,7 @@ void Pipeline::State::keep(std::vector<PipelineStage> pieces) {
   std::vector<std::pair<at::Tensor, std::set<int>>> holders;  // of each weight, in the model's order
   std::size_t piece = 0;
   std::set<const void*> seen;
+  at::Device model_device = at::kCPU;
   for (int s = 0; s < schedule.num_stages(); ++s) {
     const int rank = schedule.rank_of_stage[static_cast<std::size_t>(s)];
     std::vector<PipelineStage> mine;
@@ -77,6 +79,7 @@ void Pipeline::State::keep(std::vector<PipelineStage> pieces) {
       auto& each = pieces[piece];
       for (const auto& weight : each.module()->parameters()) {
         if (!weight.defined()) continue;
+        if (model_device.is_cpu() && !weight.is_meta()) model_device = weight.device();
         const auto [number, is_new] = numbers.emplace(weight.unsafeGetTensorImpl(), holders.size());
         if (is_new) holders.emplace_back(weight, std::set<int>());
         holders[number->second].second.insert(rank);
@@ -92,7 +95,8 @@ void Pipeline::State::keep(std::vector<PipelineStage> pieces) {
         return values;
       };
   }
-  if (!parameters.empty()) device = parameters[0].device();
+  routes.emplace(group, parameters.empty() ? std::nullopt : std::optional(parameters[0].device()),
+                 model_device, schedule);
   tie(holders);
 }
 
@@ -162,7 +166,7 @@ PipelineRun Pipeline::State::run(detail::PipelineJob job) {
         "on every rank, or end the job");
   tell_profiler();
   if (job.backward) set_ties_aside();
-  PipelineRun pass(group, schedule, stages, device, std::move(job));
+  PipelineRun pass(*routes, schedule, stages, std::move(job));
   loss.reset();
   has_loss = false;
   out_of_step = true;

@@ -79,15 +79,39 @@ void refuse_stage_values(const char* what, std::size_t given, std::size_t taken)
                                 given, given == 1 ? "" : "s", taken));
 }
 
-PipelineRun::PipelineRun(Group group, const PipelineSchedule& schedule, const Stages& stages,
-                         at::Device device, PipelineJob job)
-    : group_(group),
+PipelineRun::PipelineRun(const PipelineRoutes& routes, const PipelineSchedule& schedule, const Stages& stages,
+                         PipelineJob job)
+    : group_(routes.group),
       schedule_(schedule),
       stages_(stages),
-      device_(device),
       job_(std::move(job)),
-      wire_(std::move(group), device, job_.site),
-      last_(schedule.num_stages() - 1) {}
+      wire_(routes, job_.site),
+      last_(schedule.num_stages() - 1) {
+  for (int peer = 0; peer < group_.size(); ++peer) {
+    if (peer == group_.rank()) continue;
+    for (const auto& action : schedule_.ranks[static_cast<std::size_t>(peer)])
+      if (is_transfer(action.op) && !is_left_out(action.op))
+        if (const auto transfer = transfer_of(action); transfer.sends && transfer.peer == group_.rank())
+          wire_.expect(peer, transfer.tag);
+  }
+}
+
+// Without backward there are forward's actions alone.
+bool PipelineRun::is_left_out(PipelineOp op) const {
+  return !job_.backward && op != PipelineOp::forward && op != send_forward && op != receive_forward;
+}
+
+PipelineRun::Transfer PipelineRun::transfer_of(PipelineAction action) const {
+  const auto [op, s, m] = action;
+  const bool sends = op == send_forward || op == send_backward;
+  const bool ahead = op == send_forward || op == receive_forward;
+  const bool with_next = op == send_forward || op == receive_backward;
+  const int boundary = with_next ? s : s - 1;
+  return {.sends = sends,
+          .ahead = ahead,
+          .peer = rank_of(with_next ? s + 1 : s - 1),
+          .tag = kFirstTag + 2 * (boundary * schedule_.microbatches + m) + (ahead ? 0 : 1)};
+}
 
 void PipelineRun::split(const StageValues& whole, std::vector<StageValues>& parts, const char* what) const {
   const auto count = schedule_.microbatches;
@@ -143,9 +167,7 @@ void PipelineRun::run() {
     fail(fmt::format("rank {}", world_rank()));
   }
   for (const auto& action : schedule_.ranks[static_cast<std::size_t>(group_.rank())]) {
-    if (!job_.backward && action.op != PipelineOp::forward && action.op != send_forward &&
-        action.op != receive_forward)
-      continue;
+    if (is_left_out(action.op)) continue;
     const double begin = now();
     const Span span(SpanKind::pipeline, spans_wanted() ? to_string(action) : std::string());
     act(action);
@@ -157,13 +179,7 @@ void PipelineRun::run() {
 
 void PipelineRun::act(PipelineAction action) {
   auto& place = slot(action.stage, action.microbatch);
-  switch (action.op) {
-    case send_forward:
-    case receive_forward:
-    case send_backward:
-    case receive_backward: return transfer(place, action);
-    default: break;
-  }
+  if (is_transfer(action.op)) return transfer(place, action);
   if (!failure_.empty()) return;  // the others are told by what they wait for
   try {
     switch (action.op) {
@@ -242,13 +258,8 @@ void PipelineRun::backward(Slot& slot, PipelineAction action) {
 }
 
 void PipelineRun::transfer(Slot& slot, PipelineAction action) {
-  const auto [op, s, m] = action;
-  // A message is known by the stages between which it goes: after which, which way, which micro-batch.
-  const bool ahead = op == send_forward || op == receive_forward;
-  const int boundary = op == send_forward || op == receive_backward ? s : s - 1;
-  const int peer = rank_of(op == send_forward || op == receive_backward ? s + 1 : s - 1);
-  const int tag = kFirstTag + 2 * (boundary * schedule_.microbatches + m) + (ahead ? 0 : 1);
-  if (op == send_forward || op == send_backward) {
+  const auto [sends, ahead, peer, tag] = transfer_of(action);
+  if (sends) {
     auto& values = ahead ? slot.outputs : slot.input_gradients;
     if (failure_.empty()) {
       try {

@@ -29,7 +29,7 @@ class PipelineRun {
  public:
   using Stages = std::map<int, PipelineStage::Forward>;  // this rank's
 
-  PipelineRun(Group group, const PipelineSchedule& schedule, const Stages& stages, at::Device device,
+  PipelineRun(const PipelineRoutes& routes, const PipelineSchedule& schedule, const Stages& stages,
               PipelineJob job);
 
   // Throws what a stage here threw; an Error with the text where another rank's did; CommError.
@@ -51,6 +51,14 @@ class PipelineRun {
     PipelineBackward weights;     // what its backward has left to do
   };
 
+  // One transfer as its two ends see it. The tag says after which stage, which way, which micro-batch.
+  struct Transfer {
+    bool sends, ahead;
+    int peer, tag;
+  };
+  Transfer transfer_of(PipelineAction action) const;
+  bool is_left_out(PipelineOp op) const;
+
   void split(const StageValues& whole, std::vector<StageValues>& parts, const char* what) const;
   void prepare();
   void act(PipelineAction action);
@@ -69,7 +77,6 @@ class PipelineRun {
   Group group_;
   const PipelineSchedule& schedule_;
   const Stages& stages_;
-  const at::Device device_;
   PipelineJob job_;
   PipelineWire wire_;
   const int last_;

@@ -13,8 +13,6 @@ namespace {
 
 using enum PipelineOp;
 
-bool is_transfer(PipelineOp op) { return op >= send_forward; }
-
 struct Place {
   int rank = 0;
   int number = 0;  // among that rank's actions

@@ -28,6 +28,8 @@ enum class PipelineOp : std::uint8_t {
   receive_backward,  // RECV_B: the gradient of its output from the next stage
 };
 
+constexpr bool is_transfer(PipelineOp op) { return op >= PipelineOp::send_forward; }
+
 struct PipelineAction {
   PipelineOp op = PipelineOp::forward;
   int stage = 0;

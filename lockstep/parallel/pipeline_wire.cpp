@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <set>
+#include <utility>
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -12,9 +14,11 @@ namespace lockstep::detail {
 namespace {
 
 // A message begins with a header of fixed length: kind, length of what follows, and what follows, as far as
-// it fits. A description has, for each value: its type (-1: undefined), whether it needs a gradient, whether
-// it comes from the device's own memory, the number of dimensions, sizes.
+// it fits. A description has, for each value: its type (-1: undefined), whether it needs a gradient, the kind
+// of device from whose memory it comes, whether it is wanted where the receiver's stages are (or on the CPU),
+// the number of dimensions, sizes.
 constexpr std::int64_t kWords = 32, kBegin = 2, kValues = 1, kFailure = 2;
+constexpr std::ptrdiff_t kSizes = 5;
 constexpr std::size_t kText = (kWords - kBegin) * sizeof(std::int64_t);
 
 at::Tensor header_of(std::int64_t kind, std::int64_t length) {
@@ -26,11 +30,79 @@ at::Tensor header_of(std::int64_t kind, std::int64_t length) {
 
 }  // namespace
 
-PipelineWire::PipelineWire(Group group, at::Device device, Site site)
-    : group_(std::move(group)),
-      device_(device),
-      words_(group_.backend(at::kCPU).empty() ? device : at::kCPU),
+PipelineRoutes::PipelineRoutes(Group its_group, std::optional<at::Device> own, at::Device like,
+                               const PipelineSchedule& schedule)
+    : group(std::move(its_group)), device(own.value_or(like)) {
+  constexpr int kNone = -1;
+  const auto gather = [&](int kind) {
+    const auto kinds = group.all_gather_values(kind, {.tag = "pipeline devices"});
+    return std::set<int>(kinds.begin(), kinds.end());
+  };
+  auto kinds = gather(own ? static_cast<int>(own->type()) : kNone);
+  if (kinds.erase(kNone) > 0) {
+    const auto of_world = group.allocate({0}).device();
+    if (!own && !kinds.contains(static_cast<int>(like.type())) &&
+        kinds.contains(static_cast<int>(of_world.type())))
+      device = of_world;
+    kinds = gather(static_cast<int>(device.type()));
+  }
+  alike = kinds.size() == 1;
+  if (!alike && group.backend(at::kCPU).empty())
+    throw ConfigError(
+        fmt::format("stages are on devices of different kinds, and group '{}' has no transport for the CPU, "
+                    "by which they could hand values to one another: cpu:auto,cuda:auto, say, has",
+                    group.name()));
+  std::set<std::pair<int, int>> pairs;
+  for (std::size_t s = 1; s < schedule.rank_of_stage.size(); ++s) {
+    const auto [a, b] = std::minmax(schedule.rank_of_stage[s - 1], schedule.rank_of_stage[s]);
+    if (a != b) pairs.emplace(a, b);
+  }
+  for (const auto& [a, b] : pairs) open(a, b), open(b, a);
+}
+
+// All ranks have the same engines. Values go by the device's where all devices are alike, else by the CPU's.
+void PipelineRoutes::open(int sender, int receiver) {
+  if (group.rank() != sender && group.rank() != receiver) return;
+  std::vector<at::Device> without_tags;
+  const auto look = [&](at::Device at) {
+    if (!group.backend(at.type()).empty() && !group.has_tags(at.type())) without_tags.push_back(at);
+  };
+  look(at::kCPU);
+  if (alike && !device.is_cpu()) look(device);
+  if (without_tags.empty()) return;
+  auto channel = group.subgroup(
+      {sender, receiver},
+      {.name = fmt::format("{}.{}to{}", group.name(), sender, receiver), .timeout = group.timeout()});
+  const bool sends = group.rank() == sender;
+  for (const auto& at : without_tags) {
+    auto word = at::zeros({1}, at::TensorOptions(at::kFloat).device(at));
+    (sends ? channel.send(word, {.peer = 1}) : channel.recv(word, {.peer = 0})).wait();
+  }
+  channels_.push_back({sends ? receiver : sender, sends, std::move(channel)});
+}
+
+const Group* PipelineRoutes::channel(int peer, bool sends) const {
+  for (const auto& each : channels_)
+    if (each.peer == peer && each.sends == sends) return &each.group;
+  return nullptr;
+}
+
+PipelineWire::PipelineWire(const PipelineRoutes& routes, Site site)
+    : routes_(routes),
+      group_(routes.group),
+      has_cpu_(!group_.backend(at::kCPU).empty()),
+      words_(has_cpu_ ? at::Device(at::kCPU) : routes.device),
       site_(site) {}
+
+Work PipelineWire::message(bool sends, at::Tensor tensor, int peer, int tag) {
+  const auto* channel = routes_.channel(peer, sends);
+  const bool by_tag = channel == nullptr || group_.has_tags(tensor.device().type());
+  auto group = by_tag ? group_ : *channel;
+  const PeerOptions options =
+      by_tag ? PeerOptions{.peer = peer, .tag = tag} : PeerOptions{.peer = sends ? 1 : 0};
+  return sends ? group.send(std::move(tensor), options, site_)
+               : group.recv(std::move(tensor), options, site_);
+}
 
 void PipelineWire::post(at::Tensor tensor, int peer, int tag) {
   // What has been taken need not be held any longer.
@@ -38,11 +110,11 @@ void PipelineWire::post(at::Tensor tensor, int peer, int tag) {
     sent_.front().wait();
     sent_.pop_front();
   }
-  sent_.push_back(group_.send(std::move(tensor), {.peer = peer, .tag = tag}, site_));
+  sent_.push_back(message(/*sends=*/true, std::move(tensor), peer, tag));
 }
 
 at::Tensor PipelineWire::take(at::Tensor tensor, int peer, int tag) {
-  group_.recv(tensor, {.peer = peer, .tag = tag}, site_).wait();
+  message(/*sends=*/false, tensor, peer, tag).wait();
   return tensor;
 }
 
@@ -58,11 +130,14 @@ void PipelineWire::send(const StageValues& values, int peer, int tag) {
       throw ConfigError(fmt::format("a stage gave a tensor of layout {} to the next: dense ones are allowed",
                                     c10::str(value.layout())));
     auto plain = value.detach().contiguous();
-    const bool direct = !group_.backend(plain.device().type()).empty();
-    words.insert(words.end(), {static_cast<std::int64_t>(plain.scalar_type()), value.requires_grad(), direct,
-                               plain.dim()});
+    const auto own = routes_.device.type();
+    const bool home = plain.device().type() == own;
+    const bool direct = home && routes_.alike && !group_.backend(own).empty();
+    const auto by = direct || !has_cpu_ ? routes_.device : at::Device(at::kCPU);
+    words.insert(words.end(), {static_cast<std::int64_t>(plain.scalar_type()), value.requires_grad(),
+                               static_cast<std::int64_t>(by.type()), home, plain.dim()});
     words.insert(words.end(), plain.sizes().begin(), plain.sizes().end());
-    if (plain.numel() > 0) message.push_back(direct ? std::move(plain) : plain.cpu());
+    if (plain.numel() > 0) message.push_back(plain.to(by));
   }
   const auto length = static_cast<std::int64_t>(words.size());
   const auto kept = std::min(length, kWords - kBegin);
@@ -84,7 +159,17 @@ void PipelineWire::send_failure(const std::string& text, int peer, int tag) {
   post(rest.to(words_), peer, tag);
 }
 
+// Without tags messages come in their sender's order, which need not be that in which they are needed here.
 PipelineWire::Message PipelineWire::receive(int peer, int tag) {
+  if (routes_.channel(peer, /*sends=*/false) == nullptr) return take_message(peer, tag);
+  for (auto& coming = coming_[peer]; !coming.empty() && !early_.contains(tag); coming.pop_front())
+    early_.emplace(coming.front(), take_message(peer, coming.front()));
+  auto message = early_.extract(tag);
+  LOCKSTEP_ASSERT(!message.empty(), "a pipeline asks for a message that its schedule does not have");
+  return std::move(message.mapped());
+}
+
+PipelineWire::Message PipelineWire::take_message(int peer, int tag) {
   const auto on_words = [&](std::int64_t count, at::ScalarType type) {
     return at::empty({count}, at::TensorOptions(type).device(words_));
   };
@@ -118,14 +203,15 @@ PipelineWire::Message PipelineWire::receive(int peer, int tag) {
       continue;
     }
     const auto type = static_cast<at::ScalarType>(word[0]);
-    const bool direct = word[2] != 0;
-    const std::vector<std::int64_t> sizes(word + 4, word + 4 + word[3]);
-    auto value = at::empty(sizes, at::TensorOptions(type).device(direct ? device_ : at::kCPU));
+    const auto by = static_cast<at::DeviceType>(word[2]);
+    const bool home = word[3] != 0;
+    const std::vector<std::int64_t> sizes(word + kSizes, word + kSizes + word[4]);
+    auto value = at::empty(sizes, at::TensorOptions(type).device(by == at::kCPU ? at::kCPU : routes_.device));
     if (value.numel() > 0) take(value, peer, tag);
-    value = value.to(device_);
+    value = value.to(home ? routes_.device : at::Device(at::kCPU));
     if (word[1] != 0) value.requires_grad_();
     message.values.push_back(std::move(value));
-    word += 4 + word[3];
+    word += kSizes + word[4];
   }
   return message;
 }

@@ -30,7 +30,7 @@ void expect_reduced(const at::Tensor& got, const at::Tensor& expected, ReduceOp 
 // NCCL has no bitwise reductions; and, or of booleans are min and max.
 bool has_reduction(ReduceOp op, at::ScalarType type) {
   const bool bitwise = op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
-  return transport() != "nccl" || !bitwise || (type == at::kBool && op != ReduceOp::BXOR);
+  return !by_nccls_rules() || !bitwise || (type == at::kBool && op != ReduceOp::BXOR);
 }
 
 template <typename F>
@@ -282,20 +282,55 @@ TEST(Conformance, all_to_all_of_unequal_splits) {
   });
 }
 
+// What ranks send one another at the same time: without tags they must start it in the same order, or as one.
+void both(Group& group, const std::function<void()>& messages) {
+  if (group.has_tags(test_device().type())) return messages();
+  group.coalesce(messages);
+}
+
 TEST(Conformance, send_and_recv) {
   on_every_rank([](World& world) {
     auto group = world.group();
     const int n = group.size(), me = group.rank(), next = (me + 1) % n, previous = (me + n - 1) % n;
+    const bool tags = group.has_tags(test_device().type());
+    EXPECT_EQ(tags, !by_nccls_rules());
     for (auto type : kTrainingDtypes) {
       auto in = at::zeros({4, 3}, on(type)).t();
-      auto received = group.recv(in, {.peer = previous});
-      auto sent = group.send(value(me, {4, 3}, type).t(), {.peer = next});
-      received.wait();
-      sent.wait();
+      std::vector<Work> works;
+      both(group, [&] {
+        works.push_back(group.recv(in, {.peer = previous}));
+        works.push_back(group.send(value(me, {4, 3}, type).t(), {.peer = next}));
+      });
+      for (auto& work : works) work.wait();
       EXPECT_SAME(in, value(previous, {4, 3}, type).t());
-      EXPECT_EQ(received.source(), previous);
+      EXPECT_EQ(works[0].source(), previous);
     }
-    // Tags pair them, whatever the order; many may be under way.
+    // One after another, in the order that both have: many may be under way.
+    if (me < 2) {
+      std::vector<at::Tensor> in;
+      std::vector<Work> works;
+      for (int i = 0; i < 8; ++i) {
+        if (i % 2 == me) {
+          works.push_back(group.send(value(me, {1000 + i}, at::kFloat, i), {.peer = 1 - me}));
+        } else {
+          in.push_back(at::zeros({1000 + i}, on()));
+          works.push_back(group.recv(in.back(), {.peer = 1 - me}));
+        }
+      }
+      for (auto& work : works) work.wait();
+      for (int i = 0; i < 8; ++i)
+        if (i % 2 != me)
+          EXPECT_SAME(in[static_cast<std::size_t>(i / 2)], value(1 - me, {1000 + i}, at::kFloat, i));
+    }
+    if (!tags) {
+      auto tensor = at::zeros({3}, on());
+      EXPECT_THAT(error_of<ConfigError>([&] { (void)group.send(tensor, {.peer = next, .tag = 3}); }),
+                  HasSubstr("tag=3 is not allowed on group 'world': nccl has no tags"));
+      EXPECT_THAT(error_of<ConfigError>([&] { (void)group.recv(tensor, {.peer = kAnyRank}); }),
+                  HasSubstr("recv from any rank is not allowed on group 'world': nccl"));
+      return;
+    }
+    // Tags pair them, whatever the order.
     std::vector<at::Tensor> in;
     std::vector<Work> works;
     for (int tag = 0; tag < 8; ++tag) {
@@ -333,6 +368,7 @@ TEST(Conformance, send_and_recv_with_a_timeout_of_their_own) {
 }
 
 TEST(Conformance, recv_from_any_rank) {
+  if (by_nccls_rules()) GTEST_SKIP() << "NCCL receives from a rank that is named";
   on_every_rank([](World& world) {
     auto group = world.group();
     if (group.rank() != 0)
@@ -554,9 +590,13 @@ TEST(Conformance, dropped_works_complete) {
       auto dropped = group.all_reduce(gone);  // the tensor goes before the Work
     }
     if (group.size() > 1 && group.rank() < 2) {
-      const int peer = 1 - group.rank();
-      auto gone = group.send(at::ones({20}, on()), {.peer = peer, .tag = 3});
-      group.recv(at::zeros({20}, on()), {.peer = peer, .tag = 3}).wait();
+      const PeerOptions other{.peer = 1 - group.rank(), .tag = by_nccls_rules() ? 0 : 3};
+      std::vector<Work> received;
+      both(group, [&] {
+        auto gone = group.send(at::ones({20}, on()), other);
+        received.push_back(group.recv(at::zeros({20}, on()), other));
+      });
+      received[0].wait();
     }
     group.all_reduce(kept).wait();
     EXPECT_SAME(kept, at::full({1000}, static_cast<double>(group.size()), on(at::kFloat)));
@@ -580,10 +620,12 @@ TEST(Conformance, done_turns_true_by_polling) {
     if (group.size() == 1) return;
     const int n = group.size(), next = (group.rank() + 1) % n, previous = (group.rank() + n - 1) % n;
     auto in = at::zeros({4}, on());
-    auto received = group.recv(in, {.peer = previous});
-    auto sent = group.send(at::full({4}, static_cast<double>(group.rank()), on()), {.peer = next});
-    poll(received);
-    poll(sent);
+    std::vector<Work> works;
+    both(group, [&] {
+      works.push_back(group.recv(in, {.peer = previous}));
+      works.push_back(group.send(at::full({4}, static_cast<double>(group.rank()), on()), {.peer = next}));
+    });
+    for (auto& each : works) poll(each);
     EXPECT_SAME(in, at::full({4}, static_cast<double>(previous), on()));
   });
 }

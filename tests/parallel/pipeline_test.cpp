@@ -129,6 +129,33 @@ TEST(Pipeline, a_world_of_one_and_more_pieces_than_stages_work) {
   });
 }
 
+TEST(Pipeline, a_stage_may_have_no_weights) {
+  on_every_rank([](World& world) {
+    const auto pieces_of = [&] {
+      auto pieces = blocks(world.size());
+      pieces.insert(pieces.begin() + (world.size() > 1 ? 1 : 0), PipelineStage(torch::nn::Tanh(), "tanh"));
+      return pieces;
+    };
+    auto whole = pieces_of();
+    StageValues values = {batch_of(100)};
+    for (const auto& piece : whole) values = piece(values);
+    kLoss(values[0], batch_of(200)).backward();
+    std::vector<int> cut(static_cast<std::size_t>(world.size()), 1);
+    cut.back() = 2;
+    Pipeline pipeline(pieces_of(), world.group(), ScheduleGPipe{.num_microbatches = 4}, {.cut = cut});
+    pipeline.step(batch_of(100), batch_of(200), kLoss);
+    if (world.rank() == 1 && world.size() > 2) {
+      EXPECT_TRUE(pipeline.parameters().empty());
+    }
+    const auto here = pipeline.module()->named_parameters();
+    for (const auto& piece : whole)
+      for (const auto& item : piece.module()->named_parameters())
+        if (const auto* found = here.find(*piece.name() + "." + item.key())) {
+          EXPECT_TRUE(at::allclose(found->grad(), item.value().grad(), 1e-10, 1e-12)) << item.key();
+        }
+  });
+}
+
 TEST(Pipeline, only_the_first_and_the_last_rank_need_data) {
   on_every_rank([](World& world) {
     Pipeline pipeline(blocks(world.size()), world.group(), ScheduleGPipe{.num_microbatches = 2});

@@ -1,17 +1,21 @@
 // LibTorch's own NCCL as a transport. CUDA tensors. NCCL refuses two ranks on one GPU.
 #include <cstdlib>
 
-#include <future>
-#include <thread>
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <utility>
 
+#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <fmt/format.h>
+#include <lockstep/base/crew.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
-#include <lockstep/comm/reduce.h>
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/first_meeting.h>
+#include <lockstep/comm/transports/nccl/rules.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 namespace lockstep::detail {
@@ -22,7 +26,9 @@ using Nccl = c10d::ProcessGroupNCCL;
 class NcclTransport final : public Transport {
  public:
   explicit NcclTransport(const TransportContext& context)
-      : device_(at::kCUDA, static_cast<c10::DeviceIndex>(context.device_index)), timeout_(context.timeout) {
+      : device_(at::kCUDA, static_cast<c10::DeviceIndex>(context.device_index)),
+        timeout_(context.timeout),
+        first_(context.store, context.rank, context.size()) {
     const int devices = c10::cuda::device_count();
     if (context.device_index >= devices)
       throw ConfigError(
@@ -43,20 +49,23 @@ class NcclTransport final : public Transport {
   }
 
   // NCCL waits for what is under way, for as long as that takes: a thread of its own does, and we wait for it
-  // until the deadline.
+  // until the deadline. Where an abort is under way it has a moment: the process may end after this, and CUDA
+  // with it.
   ~NcclTransport() override {
-    if (interrupted_) return;
-    auto over = std::make_shared<std::promise<void>>();  // also where it fails: when the thread lets go of it
-    auto future = over->get_future();
-    in_background([over = std::move(over)](Nccl& backend) { backend.shutdown(); });
-    if (future.wait_for(timeout_) == std::future_status::timeout)
+    if (interrupted_) {
+      // Since it began: groups are left one after another, and have been interrupted together.
+      const auto left = kAbort - (std::chrono::steady_clock::now() - interrupted_at_.load());
+      crew_.wait(
+          std::chrono::duration_cast<std::chrono::milliseconds>(std::max(left, decltype(left)::zero())));
+      return;
+    }
+    in_background([](Nccl& backend) { backend.shutdown(); });
+    if (!crew_.wait(timeout_))
       log(LogLevel::warn, "nccl: operations nobody waited for are still under way after {:.3f} s: left",
           std::chrono::duration<double>(timeout_).count());
   }
 
-  Traits traits() const override {
-    return {.avg = true, .keeps_inputs = true, .blocks_host = false, .captures = true, .on_device = true};
-  }
+  Traits traits() const override { return nccl_traits(); }
   // LibTorch's own watchdog has such copies, too: without the results.
   c10::intrusive_ptr<c10d::Work> watched(c10d::Work& work) override {
     if (const auto* its = dynamic_cast<const Nccl::WorkNCCL*>(&work))
@@ -68,39 +77,58 @@ class NcclTransport final : public Transport {
     return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   }
   c10d::Backend& backend() override { return *backend_; }
-
-  bool reduces(Dtype dtype, ReduceOp op) const override {
-    const bool bitwise = op == ReduceOp::BAND || op == ReduceOp::BOR || op == ReduceOp::BXOR;
-    // and, or of booleans are min and max of 0 and 1
-    const bool boolean = dtype == Dtype::boolean && op != ReduceOp::BXOR;
-    return reducible(dtype, op) && dtype != Dtype::int16 && (!bitwise || boolean);
+  // A communicator, of all ranks or of two, is made inside the first call that needs it. That of all is made
+  // by open(): later some may have nothing to do in a call, such as a gather of nothing, and not come to it.
+  // What it needs is there before ranks meet: nobody may be left alone with it.
+  FirstMeeting* first_meeting(bool of_all) override {
+    if (backend_->getSize() == 1 || (of_all && opened_)) return nullptr;
+    if (of_all && !word_.defined() && !capturing())
+      word_ = at::zeros({1}, at::TensorOptions(at::kFloat).device(device_));
+    return &first_;
   }
+  void open() override {
+    if (capturing()) return;  // another time
+    std::vector<at::Tensor> word{std::exchange(word_, {})};
+    backend_->allreduce(word)->wait();
+    opened_ = true;
+  }
+
+  bool reduces(Dtype dtype, ReduceOp op) const override { return nccl_reduces(dtype, op); }
 
   // ncclCommAbort may take its time: a thread of its own calls it, which keeps the backend alive.
   void interrupt(const std::string&) noexcept override {
-    if (!interrupted_.exchange(true)) in_background([](Nccl& backend) { backend.abort(); });
+    if (interrupted_.exchange(true)) return;
+    interrupted_at_ = std::chrono::steady_clock::now();
+    in_background([](Nccl& backend) { backend.abort(); });
   }
 
  private:
+  static constexpr std::chrono::milliseconds kAbort{500};
+
   template <typename Body>
   void in_background(Body body) noexcept {
     try {
-      std::thread([backend = backend_, body = std::move(body)]() mutable {
+      // Its share of the backend goes with the body, before who waits hears of it.
+      crew_.start([backend = backend_, body] {
         try {
           body(*backend);
         } catch (const std::exception& error) {
           log(LogLevel::warn, "nccl: {}", error.what());
         }
-        backend.reset();  // before who waits for us hears of it
-      }).detach();
-    } catch (...) {  // no thread to be had
+      });
+    } catch (...) {  // no memory to be had
     }
   }
 
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
+  FirstMeeting first_;
   c10::intrusive_ptr<Nccl> backend_;
+  bool opened_ = false;  // this and the word under the order of collectives
+  at::Tensor word_;
   std::atomic<bool> interrupted_ = false;
+  std::atomic<std::chrono::steady_clock::time_point> interrupted_at_ = {};
+  Crew crew_;
 };
 
 }  // namespace

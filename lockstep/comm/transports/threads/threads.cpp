@@ -70,8 +70,10 @@ std::shared_ptr<Hub> ThreadsJob::hub(const std::string& group, const std::vector
 }
 
 std::unique_ptr<Transport> make_threads_transport(const TransportContext& context, ThreadsJob& job) {
-  return std::make_unique<ThreadsTransport>(c10::make_intrusive<ThreadsBackend>(
+  auto transport = std::make_unique<ThreadsTransport>(c10::make_intrusive<ThreadsBackend>(
       job.hub(context.group, context.ranks), context.rank, context.size()));
+  if (ThreadsJob::wrap) return ThreadsJob::wrap(job, context, std::move(transport));
+  return transport;
 }
 
 }  // namespace lockstep::detail

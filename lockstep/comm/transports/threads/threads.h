@@ -1,6 +1,7 @@
 // Ranks as threads of one process: the transport, and the job that its ranks share.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -16,6 +17,10 @@ namespace lockstep::detail {
 class ThreadsJob {
  public:
   explicit ThreadsJob(int size);
+  // For tests: what a group's transport is made into; or null.
+  using Wrap = std::function<std::unique_ptr<Transport>(ThreadsJob&, const TransportContext&,
+                                                        std::unique_ptr<Transport>)>;
+  static inline Wrap wrap = nullptr;
   std::shared_ptr<Hub> hub(const std::string& group, const std::vector<int>& ranks);
   const std::shared_ptr<control::LocalStore>& store() const { return store_; }
   // As World's: at the same call on every rank.
