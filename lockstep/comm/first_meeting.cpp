@@ -35,8 +35,8 @@ std::string exchange(c10d::Store& store, const std::string& key, const std::stri
 }  // namespace
 
 // The first word stands, and all go by it: nobody enters where another has given up.
-std::string FirstMeeting::settle(const std::string& who, const std::string& outcome) {
-  return exchange(*store_, key_of(who, "outcome"), "", outcome);
+void FirstMeeting::settle(const std::string& who, const std::string& outcome) {
+  exchange(*store_, key_of(who, "outcome"), "", outcome);
 }
 
 bool FirstMeeting::arrive(const std::string& who, std::optional<int> peer, milliseconds limit,

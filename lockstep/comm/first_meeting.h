@@ -39,7 +39,7 @@ class FirstMeeting {
  private:
   bool arrive(const std::string& who, std::optional<int> peer, std::chrono::milliseconds limit,
               c10::function_ref<bool()> stopped);
-  std::string settle(const std::string& who, const std::string& outcome);
+  void settle(const std::string& who, const std::string& outcome);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_, size_;
