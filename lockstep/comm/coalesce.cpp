@@ -52,8 +52,7 @@ void GroupState::together(Transport& engine, Pending& pending, c10::function_ref
     engine.backend().endCoalescing();
     throw;
   }
-  const auto work = engine.backend().endCoalescing();
-  if (work && !pending.works.empty()) pending.works.assign(1, work);
+  pending.hand_over(engine.backend().endCoalescing());
 }
 
 void GroupState::add_to_batch(const std::shared_ptr<Transport>& engine,

@@ -97,11 +97,13 @@ bool FirstMeeting::await(std::optional<int> peer, milliseconds limit, c10::funct
                            std::chrono::duration<double>(limit).count()));
 }
 
+bool FirstMeeting::has_entered(int peer) {
+  std::lock_guard lock(mutex_);
+  return entered_.contains(peer);
+}
+
 bool FirstMeeting::enter(int peer) {
-  {
-    std::lock_guard lock(mutex_);
-    if (entered_.contains(peer)) return true;
-  }
+  if (has_entered(peer)) return true;
   const auto key = key_of(pair_of(rank_, peer), "entry");
   const auto mine = std::to_string(rank_), theirs = std::to_string(peer);
   auto stands = exchange(*store_, key, "", kFree);

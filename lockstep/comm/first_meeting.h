@@ -35,6 +35,7 @@ class FirstMeeting {
   // of their threads want, too; it is held for a moment only. False: let go of it and try again. Once it was
   // true it is at once.
   bool enter(int peer);
+  bool has_entered(int peer);
 
  private:
   bool arrive(const std::string& who, std::optional<int> peer, std::chrono::milliseconds limit,

@@ -146,8 +146,8 @@ void GroupState::meet_all(Transport& engine, const Pending& pending) {
 // theirs when they enter the call.
 void GroupState::meet_peer(Transport& engine, const Pending& pending, std::unique_lock<std::mutex>& order) {
   auto* first = engine.first_meeting(/*of_all=*/false);
-  if (first == nullptr) return;
   const int peer = pending.call().root;
+  if (first == nullptr || first->has_entered(peer)) return;
   order.unlock();
   first->await(
       peer, pending.left(), [&](bool waits) { note_wait(pending.call(), waits); },

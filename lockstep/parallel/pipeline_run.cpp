@@ -88,7 +88,7 @@ PipelineRun::PipelineRun(const PipelineRoutes& routes, const PipelineSchedule& s
       wire_(routes, job_.site),
       last_(schedule.num_stages() - 1) {
   for (int peer = 0; peer < group_.size(); ++peer) {
-    if (peer == group_.rank()) continue;
+    if (routes.channel(peer, /*sends=*/false) == nullptr) continue;
     for (const auto& action : schedule_.ranks[static_cast<std::size_t>(peer)])
       if (is_transfer(action.op) && !is_left_out(action.op))
         if (const auto transfer = transfer_of(action); transfer.sends && transfer.peer == group_.rank())

@@ -52,7 +52,7 @@ class PipelineWire {
   // site: for errors.
   PipelineWire(const PipelineRoutes& routes, Site site);
 
-  // The tags of what the peer will send here, in its order.
+  // The tags of what the peer will send here, in its order. Of peers with a channel.
   void expect(int peer, int tag) { coming_[peer].push_back(tag); }
 
   // Both return at once. The same tag on both sides, one for each message; peers are ranks of the group.

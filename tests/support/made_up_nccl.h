@@ -4,9 +4,8 @@
 //   all, for ever;
 // - collectives and batches of a rank have one stream, and go one after another;
 // - messages between two ranks, whichever way they go, have one stream on each side: they meet in its order;
-// - in a batch messages do not wait for one another, and the first one between two ranks waits for both
-// inside
-//   the call;
+// - in a batch messages do not wait for one another, and the first one between two ranks waits for both of
+//   them inside the call;
 // - who aborts ends its own side alone.
 #pragma once
 
