@@ -78,7 +78,8 @@ ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::mil
     ::execvpe(argv[0], argv.data(), envp.data());
     const char* why = ::strerrordesc_np(errno);
     for (const char* part : {command[0].c_str(), " could not be started: ", why ? why : "?", "\n"})
-      [[maybe_unused]] auto written = ::write(STDERR_FILENO, part, std::strlen(part));
+        [[maybe_unused]]
+      auto written = ::write(STDERR_FILENO, part, std::strlen(part));
     ::_exit(127);
   }
   ::close(ends[1]);

@@ -158,9 +158,7 @@ class Loader {
           if (found == entries_.end()) return {};
           return dtype_of(found->second->dtype);
         },
-        [&](const std::string& name, const at::Tensor& like) {
-          want(*entries_.at(name), {name, like});
-        });
+        [&](const std::string& name, const at::Tensor& like) { want(*entries_.at(name), {name, like}); });
     check_fit();
   }
 

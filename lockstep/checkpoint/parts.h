@@ -25,13 +25,13 @@ class ModelPart {
   ModelPart() = default;
   ModelPart(torch::nn::Module& module) : module_(&module) {}
   template <typename Holder>
-  requires requires(Holder& holder) { std::shared_ptr<torch::nn::Module>(holder.ptr()); }
+    requires requires(Holder& holder) { std::shared_ptr<torch::nn::Module>(holder.ptr()); }
   ModelPart(Holder& holder) : module_(holder.ptr().get()) {}
   template <typename Pointer>
-  requires requires(Pointer& pointer) {
-    { *pointer } -> std::convertible_to<torch::nn::Module&>;
-  } &&(!requires(Pointer & holder) { holder.ptr(); }) ModelPart(Pointer&& pointer) : module_(&*pointer) {
-  }
+    requires requires(Pointer& pointer) {
+      { *pointer } -> std::convertible_to<torch::nn::Module&>;
+    } && (!requires(Pointer& holder) { holder.ptr(); })
+  ModelPart(Pointer&& pointer) : module_(&*pointer) {}
 
   torch::nn::Module* get() const { return module_; }
 
@@ -55,7 +55,7 @@ class StatePart {
  public:
   StatePart() = default;
   template <typename T>
-  requires requires(T& part) { part.load_state(part.state()); }
+    requires requires(T& part) { part.load_state(part.state()); }
   StatePart(T& part) {
     save = [&part] {
       CheckpointValues values;

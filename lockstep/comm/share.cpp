@@ -73,8 +73,7 @@ at::Tensor Group::share(at::IntArrayRef sizes, at::ScalarType dtype, Site site) 
     if (const auto& text = failures[static_cast<std::size_t>(r)]; !text.empty())
       throw ConfigError(fmt::format("a tensor cannot be shared in group '{}': on rank {}: {}", name(),
                                     ranks()[static_cast<std::size_t>(r)], text));
-  return at::from_blob(
-      segment->data(), sizes, [segment](void*) {}, at::TensorOptions(dtype));
+  return at::from_blob(segment->data(), sizes, [segment](void*) {}, at::TensorOptions(dtype));
 }
 
 }  // namespace lockstep

@@ -23,7 +23,7 @@ class Pending;
 class [[nodiscard("call .wait(), or keep the Work and wait later")]] Work {
  public:
   explicit Work(std::shared_ptr<detail::Pending> pending);
-  Work(Work &&) noexcept = default;
+  Work(Work&&) noexcept = default;
   Work& operator=(Work&& other) noexcept;
   ~Work();
 

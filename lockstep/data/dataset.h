@@ -40,8 +40,8 @@ class TensorDataset {
   static constexpr bool kHandle = true;
 
   template <std::convertible_to<at::Tensor>... T>
-  requires(sizeof...(T) == N && N > 0) explicit TensorDataset(const T&... tensors)
-      : tensors_{tensors...}, size_(detail::equal_rows(tensors_)) {}
+    requires(sizeof...(T) == N && N > 0)
+  explicit TensorDataset(const T&... tensors) : tensors_{tensors...}, size_(detail::equal_rows(tensors_)) {}
 
   std::int64_t size() const { return size_; }
   const std::array<at::Tensor, N>& tensors() const { return tensors_; }

@@ -26,17 +26,11 @@ template <typename D>
 concept torch_stream = torch_dataset<D> && std::same_as<typename D::BatchRequestType, std::size_t>;
 
 template <typename D>
-concept indexed = requires(D& d, std::int64_t i) {
-  d.get(i);
-};
+concept indexed = requires(D& d, std::int64_t i) { d.get(i); };
 template <typename D>
-concept indexed_random = requires(D& d, std::int64_t i, at::Generator& g) {
-  d.get(i, g);
-};
+concept indexed_random = requires(D& d, std::int64_t i, at::Generator& g) { d.get(i, g); };
 template <typename D>
-concept batched = !torch_dataset<D> && requires(D & d, std::span<const std::int64_t> s) {
-  d.get_batch(s);
-};
+concept batched = !torch_dataset<D> && requires(D& d, std::span<const std::int64_t> s) { d.get_batch(s); };
 template <typename D>
 concept single = indexed<D> || indexed_random<D>;
 template <typename D>
@@ -86,14 +80,11 @@ using sample_t = std::remove_cvref_t<decltype(sample_of(std::declval<std::remove
 // How a dataset is kept: a handle is copied, a shared pointer shared, a temporary moved in, another one
 // referred to.
 template <typename D>
-concept handle = requires {
-  requires std::remove_cvref_t<D>::kHandle;
-};
+concept handle = requires { requires std::remove_cvref_t<D>::kHandle; };
 template <typename D>
 concept shared = requires {
   typename std::remove_cvref_t<D>::element_type;
-}
-&&std::same_as<std::remove_cvref_t<D>, std::shared_ptr<typename std::remove_cvref_t<D>::element_type>>;
+} && std::same_as<std::remove_cvref_t<D>, std::shared_ptr<typename std::remove_cvref_t<D>::element_type>>;
 template <typename D>
 struct Held {
   using type = std::remove_reference_t<D>;
@@ -103,7 +94,7 @@ struct Held<D> {
   using type = std::remove_cvref_t<D>;
 };
 template <typename D>
-requires torch_dataset<D>
+  requires torch_dataset<D>
 struct Held<const D&> {  // these cannot be asked for a batch while they are const
   using type = D;
 };

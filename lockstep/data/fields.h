@@ -22,9 +22,7 @@ template <typename K, typename V>
 constexpr bool is_map<std::map<K, V>> = true;
 
 template <typename T>
-concept tuple_like = requires {
-  std::tuple_size<T>::value;
-};
+concept tuple_like = requires { std::tuple_size<T>::value; };
 template <typename T>
 concept example = requires {
   typename T::DataType;
@@ -64,8 +62,7 @@ consteval std::size_t count_fields() {
 template <typename T>
 constexpr std::size_t num_fields = count_fields<T>();
 template <typename T>
-concept has_fields = num_fields<T> >
-0;
+concept has_fields = num_fields<T> > 0;
 
 template <has_fields T>
 auto fields_of(T& x) {
@@ -112,7 +109,7 @@ struct Rebuilt {
   }
 };
 template <template <typename, typename> typename Example, typename A, typename B, typename... Fields>
-requires example<Example<A, B>>
+  requires example<Example<A, B>>
 struct Rebuilt<Example<A, B>, Fields...> {
   static auto from(Fields... fields) {
     if constexpr (sizeof...(Fields) == 2)

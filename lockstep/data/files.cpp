@@ -64,8 +64,7 @@ at::Tensor tensor_in(const std::shared_ptr<MappedFile>& file, const detail::Arra
     if (header.swapped) swap_bytes(static_cast<std::byte*>(tensor.mutable_data_ptr()), bytes, number);
     return tensor;
   }
-  return at::from_blob(
-      begin, header.shape, strides, [file](void*) {}, type);
+  return at::from_blob(begin, header.shape, strides, [file](void*) {}, type);
 }
 
 template <typename Parse>

@@ -38,13 +38,13 @@ class DataLoader {
   using Batch = typename LoaderPass::Batch;
 
   template <typename D>
-  requires std::same_as<detail::held_t<D>, Dataset>
+    requires std::same_as<detail::held_t<D>, Dataset>
   explicit DataLoader(D&& dataset, DataLoaderOptions options = {}, Collate collate = {})
       : core_(make(detail::hold(std::forward<D>(dataset)), nullptr, std::move(options), std::move(collate))) {
   }
 
   template <typename D, detail::sampler S>
-  requires std::same_as<detail::held_t<D>, Dataset>
+    requires std::same_as<detail::held_t<D>, Dataset>
   explicit DataLoader(D&& dataset, S&& sampler, DataLoaderOptions options = {}, Collate collate = {})
       : core_(make(detail::hold(std::forward<D>(dataset)), detail::hold(std::forward<S>(sampler)),
                    std::move(options), std::move(collate))) {}

@@ -39,10 +39,14 @@ class Subset {
   std::int64_t size() const { return static_cast<std::int64_t>(indices_->size()); }
   const std::vector<std::int64_t>& indices() const { return *indices_; }
   bool draws_random() const { return detail::uses_random(*dataset_); }
-  auto get(std::int64_t index, at::Generator generator = {}) const requires detail::single<Dataset> {
+  auto get(std::int64_t index, at::Generator generator = {}) const
+    requires detail::single<Dataset>
+  {
     return detail::sample_of(*dataset_, there(index), generator);
   }
-  auto get_batch(std::span<const std::int64_t> indices) const requires detail::batched<Dataset> {
+  auto get_batch(std::span<const std::int64_t> indices) const
+    requires detail::batched<Dataset>
+  {
     std::vector<std::int64_t> mapped;
     mapped.reserve(indices.size());
     for (const auto each : indices) mapped.push_back(there(each));
@@ -69,7 +73,7 @@ class ConcatDataset {
 
   // Not of one of its own kind alone: that is a copy.
   template <detail::dataset D, detail::dataset... Others>
-  requires detail::no_copy<ConcatDataset, D, Others...>
+    requires detail::no_copy<ConcatDataset, D, Others...>
   explicit ConcatDataset(D&& first, Others&&... others) {
     add(std::forward<D>(first));
     (add(std::forward<Others>(others)), ...);
@@ -110,7 +114,7 @@ ConcatDataset(std::vector<D>) -> ConcatDataset<detail::sample_t<D>>;
 // generator, by default PyTorch's. Lengths add up to the size; fractions to 1, and what their parts leave
 // over goes to the first ones, one each.
 template <typename D, typename T, std::size_t N>
-requires std::is_arithmetic_v<T>
+  requires std::is_arithmetic_v<T>
 auto random_split(D&& dataset, const T (&parts)[N], std::optional<at::Generator> generator = {}) {
   const auto held = detail::hold(std::forward<D>(dataset));
   const std::vector<double> numbers(parts, parts + N);
@@ -121,7 +125,7 @@ auto random_split(D&& dataset, const T (&parts)[N], std::optional<at::Generator>
   return subsets(std::make_index_sequence<N>());
 }
 template <typename D, typename T>
-requires std::is_arithmetic_v<T>
+  requires std::is_arithmetic_v<T>
 auto random_split(D&& dataset, const std::vector<T>& parts, std::optional<at::Generator> generator = {}) {
   const auto held = detail::hold(std::forward<D>(dataset));
   std::vector<Subset<detail::held_t<D>>> subsets;

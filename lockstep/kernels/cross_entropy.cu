@@ -16,7 +16,9 @@ struct ExpFrom {
   // From 65,536 on, what 16 bits hold lies 256 apart and more: only those equal to the largest count, and
   // powers of two tell them as well, without rounding.
   __device__ explicit ExpFrom(float largest)
-      : from(largest), unit(sizeof(T) == 2 && fabsf(largest) >= 65536.0f ? 1.0f : kLog2E), base(largest * unit) {}
+      : from(largest),
+        unit(sizeof(T) == 2 && fabsf(largest) >= 65536.0f ? 1.0f : kLog2E),
+        base(largest * unit) {}
   __device__ float operator()(float x) const {
     if constexpr (sizeof(T) == 4) return power_of_2((x - from) * kLog2E);
     return power_of_2(fmaf(x, unit, -base));
@@ -97,7 +99,8 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
   const float wanted = to_float(logits[target]);  // before the gradient may take its place
   if constexpr (kSmooth) below = block_combine(below, shared, add);
   if (threadIdx.x == 0 && e.losses != nullptr)
-    e.losses[row] = log_total + (1 - smooth) * (largest - wanted) + (kSmooth ? smooth * (below / classes) : 0.0f);
+    e.losses[row] =
+        log_total + (1 - smooth) * (largest - wanted) + (kSmooth ? smooth * (below / classes) : 0.0f);
   if (gradient == nullptr) return;
   __syncthreads();  // everybody has read logits[target]
 
@@ -117,8 +120,7 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
   }
   // The thread that wrote the target's place mends it.
   if (threadIdx.x == target / 8 % kThreads)
-    gradient[target] =
-        from_float<T>(exp_from(wanted) * share - everywhere - (1 - smooth) * scale);
+    gradient[target] = from_float<T>(exp_from(wanted) * share - everywhere - (1 - smooth) * scale);
 }
 
 template <typename T>

@@ -144,7 +144,7 @@ class DataParallel {
 };
 
 template <typename Holder>
-explicit DataParallel(const Holder&, std::vector<at::Device> = {}, DataParallelOptions = {})
-    -> DataParallel<detail::ModuleOf<Holder>>;
+explicit DataParallel(const Holder&, std::vector<at::Device> = {},
+                      DataParallelOptions = {}) -> DataParallel<detail::ModuleOf<Holder>>;
 
 }  // namespace lockstep

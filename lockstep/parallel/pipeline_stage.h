@@ -102,7 +102,7 @@ struct StageArgs {
   using type = std::tuple<at::Tensor>;
 };
 template <typename Impl>
-requires requires { &Impl::forward; }
+  requires requires { &Impl::forward; }
 struct StageArgs<Impl> {
   using type = typename ForwardOf<decltype(&Impl::forward)>::Args;
 };
@@ -126,9 +126,8 @@ class PipelineStage {
   // Pipeline::module(), such as "blocks.0"; "": what it has stands there itself, as "tokens", not
   // "input.tokens"; none: its number.
   template <typename M>
-  requires(!std::is_same_v<std::remove_cvref_t<M>, PipelineStage>)
-      PipelineStage(M module, std::optional<std::string> name = {})
-      : name_(std::move(name)) {
+    requires(!std::is_same_v<std::remove_cvref_t<M>, PipelineStage>)
+  PipelineStage(M module, std::optional<std::string> name = {}) : name_(std::move(name)) {
     using Impl = typename detail::ContainedIn<M>::type;
     if constexpr (requires { module.ptr(); })
       module_ = module.is_empty() ? nullptr : module.ptr();

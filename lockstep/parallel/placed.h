@@ -76,7 +76,7 @@ auto moved(const T& value, at::Device device) {
   } else {
     // A list that owns nothing (at::TensorList) is passed on as one that does.
     using Element = std::ranges::range_value_t<const T>;
-    constexpr bool owns = requires(T & list, const Element& element) { list.insert(list.end(), element); };
+    constexpr bool owns = requires(T& list, const Element& element) { list.insert(list.end(), element); };
     std::conditional_t<owns, T, std::vector<Element>> result;
     for (const auto& each : value) result.insert(result.end(), moved<Element>(each, device));
     return result;

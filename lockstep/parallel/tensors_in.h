@@ -16,9 +16,7 @@
 namespace lockstep::detail {
 
 template <typename T>
-concept has_elements = requires {
-  std::tuple_size<std::remove_cvref_t<T>>::value;
-};
+concept has_elements = requires { std::tuple_size<std::remove_cvref_t<T>>::value; };
 
 // What is none of these has no tensors as far as we can see.
 template <typename T>

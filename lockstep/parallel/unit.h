@@ -175,10 +175,10 @@ class Unit : public M {
   // What register_module returns. A module that was not made by a Unit cannot have anything attached.
   Unit(std::shared_ptr<Impl> module) : M(std::move(module)), slot_(detail::slot_of(this->get())) {}
   template <typename Head, typename... Tail>
-  requires(!std::is_base_of_v<M, std::remove_cvref_t<Head>> &&
-           !std::is_convertible_v<Head, std::shared_ptr<Impl>> &&
-           !std::is_same_v<std::remove_cvref_t<Head>, std::nullptr_t>) explicit Unit(Head&& head,
-                                                                                     Tail&&... tail)
+    requires(!std::is_base_of_v<M, std::remove_cvref_t<Head>> &&
+             !std::is_convertible_v<Head, std::shared_ptr<Impl>> &&
+             !std::is_same_v<std::remove_cvref_t<Head>, std::nullptr_t>)
+  explicit Unit(Head&& head, Tail&&... tail)
       : Unit(std::shared_ptr<Impl>(std::make_shared<detail::UnitImpl<Impl>>(std::forward<Head>(head),
                                                                             std::forward<Tail>(tail)...))) {}
 

@@ -26,7 +26,7 @@ class LRScheduler : public torch::optim::LRScheduler {
  public:
   std::int64_t last_epoch() const {
     return static_cast<std::int64_t>(step_count_) - 1;
-  }                                                                  // how often step() was called
+  }  // how often step() was called
   std::vector<double> last_lr() const { return get_current_lrs(); }  // one for each group
 
   // For checkpoints; the optimizer's learning rates are saved with the optimizer.

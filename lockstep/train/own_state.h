@@ -28,7 +28,7 @@ struct OwnState : Base {
   at::Tensor device_step;
 
   void count_steps() {
-    if constexpr (requires(OwnState & s) { s.step(1); })
+    if constexpr (requires(OwnState& s) { s.step(1); })
       if (device_step.defined()) this->step(device_step.template item<std::int64_t>());
   }
 

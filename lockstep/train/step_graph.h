@@ -120,7 +120,7 @@ class StepGraph {
               std::move(options)) {}
 
   template <std::convertible_to<at::Tensor>... Inputs>
-  requires std::invocable<Step&, const Inputs&...>
+    requires std::invocable<Step&, const Inputs&...>
   auto run(const Inputs&... inputs) {
     using Result = std::invoke_result_t<Step&, const Inputs&...>;
     call_->with = [this](const std::vector<at::Tensor>& given) {

@@ -420,9 +420,7 @@ TEST_F(Checkpoint, a_save_that_fails_leaves_the_earlier_file) {
   torch::optim::LBFGS lbfgs(net->parameters());
   EXPECT_THAT(error_of<ConfigError>([&] { save(path(), {.model = net, .optimizer = lbfgs}); }),
               AllOf(HasSubstr(path()), HasSubstr("this kind of optimizer cannot be saved: Adam, AdamW")));
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                save(path(), {.model = net, .values = {{"bad", "\xff"}}});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { save(path(), {.model = net, .values = {{"bad", "\xff"}}}); }),
               HasSubstr("not UTF-8"));
   net->register_buffer("double_complex", torch::zeros({1}, at::kComplexDouble));
   EXPECT_THAT(error_of<ConfigError>([&] { save(path(), {.model = net}); }),

@@ -108,7 +108,9 @@ int main(int argc, char** argv) {
     world.group().barrier().wait();
     const std::string what = argc > 2 ? argv[2] : "";
     if (what == "again") {
-      { auto left = std::move(world); }
+      {
+        auto left = std::move(world);
+      }
       auto second = lockstep::World::from_environment({.backend = argv[1]});
       second.group().barrier().wait();
       std::cout << "joined again" << std::endl;

@@ -170,8 +170,7 @@ TEST(FirstMeeting, pairs_meet_by_themselves_and_a_stop_ends_the_wait) {
   FirstMeeting a(store, 0, 3), b(store, 1, 3);
   std::thread other([&] { EXPECT_TRUE(b.await(0, seconds(20), kUntold, kGoesOn)); });
   std::vector<bool> told;
-  EXPECT_TRUE(a.await(
-      1, seconds(20), [&](bool waits) { told.push_back(waits); }, kGoesOn));
+  EXPECT_TRUE(a.await(1, seconds(20), [&](bool waits) { told.push_back(waits); }, kGoesOn));
   other.join();
   EXPECT_EQ(told, (std::vector{true, false}));
   const auto begin = Clock::now();

@@ -433,16 +433,10 @@ TEST(Group, what_the_caller_can_fix_is_a_config_error_before_anything_moves) {
         "tensors");
     refuses([&] { (void)group.reduce_scatter(good, good); }, "elements");
     refuses([&] { (void)group.all_to_all(at::ones({3}), at::ones({4})); }, "3 rows");
-    refuses(
-        [&] {
-          (void)group.all_to_all(at::ones({4}), good, {.out_splits = {1, 2}});
-        },
-        "out_splits=[1, 2]");
-    refuses(
-        [&] {
-          (void)group.all_to_all(at::ones({4}), good, {.in_splits = {5, -1}});
-        },
-        "in_splits=[5, -1]");
+    refuses([&] { (void)group.all_to_all(at::ones({4}), good, {.out_splits = {1, 2}}); },
+            "out_splits=[1, 2]");
+    refuses([&] { (void)group.all_to_all(at::ones({4}), good, {.in_splits = {5, -1}}); },
+            "in_splits=[5, -1]");
     refuses([&] { (void)group.all_to_all(good, good); }, "share memory");
     refuses([&] { (void)group.all_reduce(at::ones({4}).as_strided({3, 2}, {1, 1})); }, "clone()");
     refuses([&] { (void)group.send(good, {.peer = world.rank()}); }, "peer=");

@@ -68,10 +68,9 @@ TEST(Frame, a_header_is_checked_before_its_payload_has_come) {
   EXPECT_THAT(refusal(header(8, beyond)), HasSubstr("not known"));
   EXPECT_THAT(refusal(header(8, 1, 1)), HasSubstr("not known"));
   EXPECT_THAT(refusal("GET / HTTP/1.1\r\n\r\n"), HasSubstr("bytes long"));
-  EXPECT_THAT(error_of<FrameError>([] {
-                (void)encode({Kind::store, 0, 0, std::string(kMostPayload + 1, 'x')});
-              }),
-              HasSubstr("at most"));
+  EXPECT_THAT(
+      error_of<FrameError>([] { (void)encode({Kind::store, 0, 0, std::string(kMostPayload + 1, 'x')}); }),
+      HasSubstr("at most"));
 }
 
 TEST(Frame, a_payload_is_read_as_it_was_written) {

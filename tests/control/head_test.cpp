@@ -28,10 +28,7 @@ class HeadTest : public ::testing::Test {
 
   Head make(Head::Options options) {
     return Head(options,
-                {.send =
-                     [this](int node, Frame frame) {
-                       sent.push_back({node, std::move(frame)});
-                     },
+                {.send = [this](int node, Frame frame) { sent.push_back({node, std::move(frame)}); },
                  .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
                  .say = [this](const std::string& line) { said.push_back(line); },
                  .flight = [this](FlightRecord record) { flights.push_back(std::move(record)); },

@@ -93,9 +93,7 @@ TEST(Subset, is_samples_of_another_by_index) {
   EXPECT_SAME(some.get_batch(Numbers{2, 0})[0], at::tensor({20, 70}, at::kLong));
   Subset of_subset(some, {1, 0});
   EXPECT_SAME(of_subset.get_batch(Numbers{0, 1})[0], at::tensor({20, 70}, at::kLong));
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                Subset(dataset, {3, 10});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { Subset(dataset, {3, 10}); }),
               HasSubstr("index 10 of a dataset of 10"));
   EXPECT_THAT(error_of<ConfigError>([&] { some.get(3); }), HasSubstr("index 3 of a dataset of 3"));
 }
@@ -139,14 +137,10 @@ TEST(RandomSplit, parts_are_disjoint_and_complete) {
     }
   const auto by_length = random_split(dataset, {100, 3});
   EXPECT_EQ(by_length[1].size(), 3);
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                random_split(dataset, {100, 4});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {100, 4}); }),
               HasSubstr("add up to 104, the dataset has 103"));
   EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {0.5, 0.4}); }), HasSubstr("a part of 0.5"));
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                random_split(dataset, {1.5, -0.5});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {1.5, -0.5}); }),
               HasSubstr("a part of -0.5"));
 }
 

@@ -174,9 +174,8 @@ TEST(DataLoader, puts_samples_of_many_types_together) {
     EXPECT_SAME(batch.mask, -both);
   }
   {
-    auto [image, label, weight] = batch_of([&](std::int64_t i) {
-      return Labelled{at_(i), static_cast<int>(i), 0.5};
-    });
+    auto [image, label, weight] =
+        batch_of([&](std::int64_t i) { return Labelled{at_(i), static_cast<int>(i), 0.5}; });
     EXPECT_SAME(image, both);
     EXPECT_SAME(label, at::arange(2));
     EXPECT_SAME(weight, at::full({2}, 0.5, at::kDouble));
@@ -187,9 +186,8 @@ TEST(DataLoader, puts_samples_of_many_types_together) {
     EXPECT_SAME(batch[1], both + 1);
   }
   {
-    std::map<std::string, at::Tensor> batch = batch_of([&](std::int64_t i) {
-      return std::map<std::string, std::int64_t>{{"a", i}, {"b", -i}};
-    });
+    std::map<std::string, at::Tensor> batch =
+        batch_of([&](std::int64_t i) { return std::map<std::string, std::int64_t>{{"a", i}, {"b", -i}}; });
     EXPECT_SAME(batch.at("b"), -at::arange(2));
   }
   {

@@ -323,9 +323,7 @@ TEST(Samplers, impossible_options_are_refused) {
   EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({0, 0}, 2); }), HasSubstr("add up to 0"));
   EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({}, 2); }), HasSubstr("add up to 0"));
   EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({1}, 0); }), HasSubstr("num_samples is 0"));
-  EXPECT_THAT(error_of<ConfigError>([] {
-                WeightedRandomSampler({1, 0, 1}, 3, {.replacement = false});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({1, 0, 1}, 3, {.replacement = false}); }),
               HasSubstr("2 weights above 0"));
 }
 

@@ -136,9 +136,7 @@ TEST(Dropout, layers_have_their_names_for_keys_and_without_scope_or_key_they_say
   EXPECT_TRUE(net.plain(x).is_same(x));
   EXPECT_THAT(error_of<ConfigError>([] { nn::Dropout wrong(1.5); }), HasSubstr("p = 1.5"));
   EXPECT_THAT(error_of<ConfigError>([&] { nn::dropout(x, -0.1, "k"); }), HasSubstr("-0.1"));
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                nn::dropout(x, 0.1, "k", nn::Shard{2, 0, 2});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { nn::dropout(x, 0.1, "k", nn::Shard{2, 0, 2}); }),
               AllOf(HasSubstr("'k'"), HasSubstr("[2, 2]")));
   EXPECT_THAT(error_of<ConfigError>([&] { nn::dropout(x.to(at::kLong), 0.1, "k"); }), HasSubstr("Long"));
 }

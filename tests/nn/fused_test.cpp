@@ -292,26 +292,14 @@ TEST_P(Fused, bad_input_is_refused) {
               ThrowsMessage<ConfigError>(HasSubstr("a target of int64 is allowed")));
   EXPECT_THAT([&] { nn::cross_entropy(logits, targets, {.label_smoothing = 2}); },
               ThrowsMessage<ConfigError>(HasSubstr("from 0 to 1 is")));
-  EXPECT_THAT(
-      [&] {
-        nn::linear_cross_entropy(logits, numbers({5, 15}), targets);
-      },
-      ThrowsMessage<ConfigError>(HasSubstr("with weight [5, 15]: [classes, 16] is allowed")));
-  EXPECT_THAT(
-      [&] {
-        nn::linear_cross_entropy(logits, numbers({5, 16}), targets, {.chunk_bytes = 0});
-      },
-      ThrowsMessage<ConfigError>(HasSubstr("chunk_bytes = 0")));
-  EXPECT_THAT(
-      [&] {
-        nn::attention(numbers({2, 8, 50}), {.heads = 2});
-      },
-      ThrowsMessage<ConfigError>(HasSubstr("2 heads of [2, 8, 50]")));
-  EXPECT_THAT(
-      [&] {
-        nn::attention(numbers({2, 8, 48}), {.heads = 0});
-      },
-      ThrowsMessage<ConfigError>(HasSubstr("1 or more is")));
+  EXPECT_THAT([&] { nn::linear_cross_entropy(logits, numbers({5, 15}), targets); },
+              ThrowsMessage<ConfigError>(HasSubstr("with weight [5, 15]: [classes, 16] is allowed")));
+  EXPECT_THAT([&] { nn::linear_cross_entropy(logits, numbers({5, 16}), targets, {.chunk_bytes = 0}); },
+              ThrowsMessage<ConfigError>(HasSubstr("chunk_bytes = 0")));
+  EXPECT_THAT([&] { nn::attention(numbers({2, 8, 50}), {.heads = 2}); },
+              ThrowsMessage<ConfigError>(HasSubstr("2 heads of [2, 8, 50]")));
+  EXPECT_THAT([&] { nn::attention(numbers({2, 8, 48}), {.heads = 0}); },
+              ThrowsMessage<ConfigError>(HasSubstr("1 or more is")));
 }
 
 TEST_P(Fused, modules_are_libtorchs_to_others) {

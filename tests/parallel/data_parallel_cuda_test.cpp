@@ -116,13 +116,9 @@ TEST_F(DataParallelCuda, errors_name_the_device) {
   Touchy model;
   model->to(at::Device(at::kCUDA, 0));
   DataParallel dp(model, devices());
-  EXPECT_THAT(error_of<ReplicaError>([&] {
-                dp(torch::tensor({1.f, 0.f}).to(at::kCUDA));
-              }),
+  EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::tensor({1.f, 0.f}).to(at::kCUDA)); }),
               HasSubstr("forward of replica 0 of 2, on cuda:0: the input hurts"));
-  EXPECT_THAT(error_of<Error>([&] {
-                dp(torch::tensor({0.f, 4.f}).to(at::kCUDA)).sum().backward();
-              }),
+  EXPECT_THAT(error_of<Error>([&] { dp(torch::tensor({0.f, 4.f}).to(at::kCUDA)).sum().backward(); }),
               AllOf(HasSubstr("backward of the replicas on cuda:0, cuda:"), HasSubstr(": backward hurts")));
   Mlp elsewhere;
   EXPECT_THAT(error_of<ConfigError>([&] { DataParallel(elsewhere, devices()); }),

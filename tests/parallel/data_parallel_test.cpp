@@ -391,18 +391,12 @@ TEST(DataParallel, an_error_in_forward_names_replica_and_device_and_keeps_its_ty
     EXPECT_EQ(e.device(), at::Device(at::kCPU));
     EXPECT_THROW(std::rethrow_if_nested(e), Pain);
   }
-  EXPECT_THAT(error_of<ReplicaError>([&] {
-                dp(torch::tensor({1.f, 0.f, 1.f}));
-              }),
+  EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::tensor({1.f, 0.f, 1.f})); }),
               HasSubstr("replica 0 of 3, on cpu (and 1 more)"));
   // An error of LibTorch's comes without its backtrace.
-  EXPECT_THAT(error_of<ReplicaError>([&] {
-                dp(torch::tensor({0.f, 2.f, 0.f}));
-              }),
+  EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::tensor({0.f, 2.f, 0.f})); }),
               AllOf(HasSubstr("replica 1 of 3"), Not(HasSubstr("frame #"))));
-  EXPECT_THAT(error_of<ReplicaError>([&] {
-                dp(torch::tensor({3.f, 0.f, 0.f}));
-              }),
+  EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::tensor({3.f, 0.f, 0.f})); }),
               HasSubstr("no std::exception"));
   EXPECT_EQ(dp(torch::zeros(3)).sum().item<float>(), 0);  // and goes on
 }
@@ -423,9 +417,7 @@ TEST(DataParallel, calls_from_inside_a_replica_are_refused) {
   model->look = [&again](WideImpl&, int) { again(); };
   DataParallel dp(model, cpus(2));
   again = [dp]() mutable { dp(torch::ones({2, 64})); };
-  EXPECT_THAT(error_of<ReplicaError>([&] {
-                dp(torch::ones({2, 64}));
-              }),
+  EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::ones({2, 64})); }),
               HasSubstr("inside one of its own replicas"));
   again = nullptr;
 }

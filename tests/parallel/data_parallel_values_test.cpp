@@ -278,9 +278,7 @@ TEST(DataParallelValues, arguments_that_cannot_be_split_alike_are_refused) {
   };
   DataParallel dp(std::make_shared<TwoImpl>(), cpus(4));
   EXPECT_THAT(
-      error_of<ConfigError>([&] {
-        dp(torch::ones({8, 3}), torch::ones({2}));
-      }),
+      error_of<ConfigError>([&] { dp(torch::ones({8, 3}), torch::ones({2})); }),
       HasSubstr(
           "tensor 1 of the arguments has shape [2] and gives 2 pieces along dim 0, where tensor 0 of shape "
           "[8, 3] gives 4"));
@@ -537,9 +535,7 @@ TEST(DataParallelReplicas, a_tensor_that_requires_grad_and_is_no_parameter_is_re
   auto model = std::make_shared<HiddenImpl>();
   DataParallel dp(model, cpus(2));
   EXPECT_THAT(
-      error_of<ReplicaError>([&] {
-        dp(torch::ones({2, 3}));
-      }),
+      error_of<ReplicaError>([&] { dp(torch::ones({2, 3})); }),
       HasSubstr("a tensor of shape [1, 3] that requires a gradient and is neither a registered parameter"));
   torch::NoGradGuard no_grad;
   dp(torch::ones({2, 3}));

@@ -204,8 +204,7 @@ struct Foreign : torch::autograd::Function<Foreign> {
   }
   static torch::autograd::tensor_list backward(torch::autograd::AutogradContext*,
                                                const torch::autograd::tensor_list& gradients) {
-    auto memory = at::from_blob(
-        foreign_memory().data(), {kWide, kWide}, [](void*) {}, at::kFloat);
+    auto memory = at::from_blob(foreign_memory().data(), {kWide, kWide}, [](void*) {}, at::kFloat);
     memory.copy_(gradients[0]).mul_(2);
     return {memory};
   }

@@ -297,9 +297,8 @@ TEST(Ddp, a_static_graph_is_learned_in_the_first_step) {
       EXPECT_TRUE(at::allclose(model->left->weight.grad(), one->left->weight.grad() / world.size()));
     }
     // What it does otherwise is refused by name, here on every rank before anything is sent.
-    const auto text = error_of<ConfigError>([&] {
-      model->never(ddp(at::ones({2, 4}), left).repeat({1, 2})).sum().backward();
-    });
+    const auto text = error_of<ConfigError>(
+        [&] { model->never(ddp(at::ones({2, 4}), left).repeat({1, 2})).sum().backward(); });
     EXPECT_THAT(text, AllOf(HasSubstr("'never."), HasSubstr("static_graph")));
   });
 }

@@ -132,21 +132,13 @@ TEST(Mesh, every_layout_trains_as_one_rank) {
 
 TEST(Mesh, units_that_cannot_be_pieces_are_named) {
   Stack model;
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                stages_at(*model, {"mixer0", "mixer1"});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer0", "mixer1"}); }),
               HasSubstr("mixer2.norm.weight"));
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                stages_at(*model, {"mixer*", "tail"});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer*", "tail"}); }),
               HasSubstr("'tail' matches no module"));
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                stages_at(*model, {"mixer*", "mixer3"});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer*", "mixer3"}); }),
               HasSubstr("cannot both be pieces"));
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                stages_at(*model, {"mixer*", "mixer3.up"});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer*", "mixer3.up"}); }),
               HasSubstr("cannot both be pieces"));
   Wide plain;
   EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*plain, {"first"}); }), HasSubstr("is no Unit"));
@@ -252,9 +244,7 @@ TEST(Mesh, a_layer_with_a_forward_of_its_own_is_not_split) {
     } net;
     auto group = world.group();
     for (const char* name : {"scaled", "sequence.0"})
-      EXPECT_THAT(error_of<ConfigError>([&] {
-                    parallelize_module(net, group, {{name, Colwise{}}});
-                  }),
+      EXPECT_THAT(error_of<ConfigError>([&] { parallelize_module(net, group, {{name, Colwise{}}}); }),
                   HasSubstr("forward would be passed over"));
     EXPECT_EQ(parallelize_module(net, group, {{"renamed", Colwise{.gather_output = true}}}), 1);
     const auto y = net.renamed(torch::ones({1, 8}));

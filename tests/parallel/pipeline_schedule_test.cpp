@@ -177,13 +177,9 @@ TEST(Schedule, is_simulated_with_measured_times) {
   const auto run = replay_schedule(schedule, {{2, 5}, {3, 4}});
   EXPECT_DOUBLE_EQ(run.makespan, 14);
   EXPECT_DOUBLE_EQ(run.bubble, 0.5);
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                replay_schedule(schedule, {{2, 5}});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { replay_schedule(schedule, {{2, 5}}); }),
               HasSubstr("durations of 1 ranks"));
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                replay_schedule(schedule, {{2, 5}, {3}});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { replay_schedule(schedule, {{2, 5}, {3}}); }),
               HasSubstr("has 2 actions"));
   EXPECT_THAT(error_of<ConfigError>([&] { replay_schedule(schedule, {{2, 5}, {3, -1}}); }), HasSubstr("-1"));
 }

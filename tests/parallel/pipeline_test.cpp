@@ -470,10 +470,7 @@ TEST(Pipeline, what_cannot_be_is_refused) {
         [&] { Pipeline(blocks(n), group, make_schedule("gpipe", {.ranks = n + 1, .microbatches = 2})); },
         "is one for " + std::to_string(n + 1) + " ranks");
     expect_error<ConfigError>(
-        [&] {
-          Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = 2}, {.cut = {n, 1}});
-        },
-        "cut = {");
+        [&] { Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = 2}, {.cut = {n, 1}}); }, "cut = {");
     expect_error<ConfigError>(
         [&] {
           Pipeline(blocks(n + 1), group, Schedule1F1B{.num_microbatches = 2},

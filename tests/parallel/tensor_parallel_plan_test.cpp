@@ -190,9 +190,7 @@ TEST(ParallelizeModule, embeddings_by_columns_and_gathered_outputs) {
     expected.square().sum().backward(), output.square().sum().backward();
     EXPECT_TRUE(at::allclose(output, expected, 1e-12, 1e-12));
     EXPECT_TRUE(all_close(full_gradients(mine), gradients_of(one), 1e-12));
-    EXPECT_THAT(error_of<ConfigError>([&] {
-                  mine.up->forward(doubles(1, {2, 8})).sum().backward();
-                }),
+    EXPECT_THAT(error_of<ConfigError>([&] { mine.up->forward(doubles(1, {2, 8})).sum().backward(); }),
                 HasSubstr("'up' was called round its Unit"));
   });
 }
@@ -242,9 +240,7 @@ TEST(ParallelizeModule, a_child_of_several_sequentials_stays_one) {
     EXPECT_TRUE(at::allclose(mine->forward(x), one->forward(x), 1e-5, 1e-5));
     EXPECT_TRUE(all_close(full_gradients(*mine), gradients_of(*one), 1e-5));
     EXPECT_THAT(error_of<ConfigError>([&] { mine->clone(); }), HasSubstr("cannot be cloned"));
-    EXPECT_THAT(error_of<ConfigError>([&] {
-                  parallelize_module(*mine, world.group(), {{"2", Rowwise{}}});
-                }),
+    EXPECT_THAT(error_of<ConfigError>([&] { parallelize_module(*mine, world.group(), {{"2", Rowwise{}}}); }),
                 AllOf(HasSubstr("'2'"), HasSubstr("attached already")));
   });
 }
@@ -299,9 +295,7 @@ TEST(ParallelizeModule, all_that_is_wrong_is_named_and_nothing_is_changed) {
       EXPECT_THAT(refused({}), AllOf(HasSubstr("'good.weight'"), HasSubstr("in use")));
     }
     EXPECT_EQ(parallelize_module(*model, group, {{"good", Colwise{}}, {"g*d", Colwise{}}}), 1);
-    EXPECT_THAT(error_of<ConfigError>([&] {
-                  parallelize_module(*model, group, {{"good", Colwise{}}});
-                }),
+    EXPECT_THAT(error_of<ConfigError>([&] { parallelize_module(*model, group, {{"good", Colwise{}}}); }),
                 AllOf(HasSubstr("'good'"), HasSubstr("attached already")));
     EXPECT_THAT(error_of<ConfigError>([&] { model->good->clone(); }), HasSubstr("cannot be cloned"));
   });
@@ -312,9 +306,8 @@ TEST(ParallelizeModule, ranks_with_other_plans_or_models_are_told_what_differs) 
     if (world.size() == 1) return;
     const bool last = world.rank() + 1 == world.size();
     Odd model;
-    const auto error = error_of<ConfigError>([&] {
-      parallelize_module(*model, world.group(), {{"good", Colwise{.gather_output = last}}});
-    });
+    const auto error = error_of<ConfigError>(
+        [&] { parallelize_module(*model, world.group(), {{"good", Colwise{.gather_output = last}}}); });
     EXPECT_THAT(error,
                 AllOf(HasSubstr(fmt::format("On rank {}", world.size() - 1)),
                       HasSubstr("'good' is Colwise{gather_output}"), HasSubstr("rank 0: the plan's 'good'")));

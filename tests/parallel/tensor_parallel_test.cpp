@@ -37,26 +37,20 @@ TEST(TensorParallel, regions_are_one_anothers_adjoint) {
       (function(leaf) * weight).sum().backward();
       return leaf.grad();
     };
-    const auto copied = grad(
-        x, [&](auto t) { return copy_to_group(t, group); }, y);
+    const auto copied = grad(x, [&](auto t) { return copy_to_group(t, group); }, y);
     EXPECT_TRUE(at::allclose(copied, total(y), 1e-12));
-    const auto reduced = grad(
-        y, [&](auto t) { return reduce_from_group(t, group); }, x);
+    const auto reduced = grad(y, [&](auto t) { return reduce_from_group(t, group); }, x);
     EXPECT_TRUE(at::equal(reduced, x));
     for (const std::int64_t dim : {0, 1, -1}) {
-      EXPECT_TRUE(at::equal(grad(
-                                own(x, dim), [&](auto t) { return gather_from_group(t, group, dim); }, x),
-                            own(x, dim)));
-      EXPECT_TRUE(at::equal(grad(
-                                x, [&](auto t) { return scatter_to_group(t, group, dim); }, own(x, dim)),
-                            x));
+      EXPECT_TRUE(at::equal(
+          grad(own(x, dim), [&](auto t) { return gather_from_group(t, group, dim); }, x), own(x, dim)));
+      EXPECT_TRUE(
+          at::equal(grad(x, [&](auto t) { return scatter_to_group(t, group, dim); }, own(x, dim)), x));
       EXPECT_TRUE(at::allclose(grad(
                                    own(x, dim), [&](auto t) { return gather_sequence(t, group, dim); }, y),
                                own(total(y), dim), 1e-12));
       EXPECT_TRUE(
-          at::equal(grad(
-                        y, [&](auto t) { return reduce_scatter_sequence(t, group, dim); }, own(x, dim)),
-                    x));
+          at::equal(grad(y, [&](auto t) { return reduce_scatter_sequence(t, group, dim); }, own(x, dim)), x));
     }
 
     if (size == 1) {  // the very tensor
@@ -65,9 +59,7 @@ TEST(TensorParallel, regions_are_one_anothers_adjoint) {
         EXPECT_TRUE(same.is_same(x));
       return;
     }
-    EXPECT_THAT(error_of<ConfigError>([&] {
-                  scatter_to_group(at::ones({2, 5}), group, 1);
-                }),
+    EXPECT_THAT(error_of<ConfigError>([&] { scatter_to_group(at::ones({2, 5}), group, 1); }),
                 AllOf(HasSubstr("[2, 5]"), HasSubstr("5 is not divisible")));
     EXPECT_THAT(error_of<ConfigError>([&] { gather_from_group(x, group, 3); }), HasSubstr("dimension 3"));
     auto leaf = x.clone().requires_grad_();
@@ -225,10 +217,9 @@ TEST(TensorParallel, cross_entropy_equals_one_ranks) {
     EXPECT_TRUE(
         at::allclose(vocab_parallel_cross_entropy(half.chunk(world.size(), -1)[world.rank()], targets, group),
                      at::cross_entropy_loss(half.to(at::kFloat), targets), 1e-5, 1e-6));
-    EXPECT_THAT(error_of<ConfigError>([&] {
-                  vocab_parallel_cross_entropy(at::ones({2, 3}), at::ones({3}), group);
-                }),
-                AllOf(HasSubstr("[2, 3]"), HasSubstr("[3]")));
+    EXPECT_THAT(
+        error_of<ConfigError>([&] { vocab_parallel_cross_entropy(at::ones({2, 3}), at::ones({3}), group); }),
+        AllOf(HasSubstr("[2, 3]"), HasSubstr("[3]")));
     EXPECT_ANY_THROW(vocab_parallel_cross_entropy(at::ones({1, 4}), at::full({1}, 4 * world.size()), group));
     group.barrier().wait();
   });

@@ -541,9 +541,7 @@ TEST(DistributedOptimizer, shared_weights_are_one_copy_with_the_same_bits) {
     EXPECT_TRUE((model->inner->weight == 42).all().item<bool>());
     world.group().barrier().wait();
     model->writes = true;
-    EXPECT_THAT(error_of<ConfigError>([&] {
-                  ddp(numbers(1, {4, 6}));
-                }),
+    EXPECT_THAT(error_of<ConfigError>([&] { ddp(numbers(1, {4, 6})); }),
                 AllOf(HasSubstr("'inner.weight'"), HasSubstr("share_weights")));
     world.group().barrier().wait();
   });

@@ -157,9 +157,8 @@ void expect_adams_bits(Options options, bool decoupled) {
       PythonAdam::update(torch::view_as_real(p), torch::view_as_real(g));
     }
   };
-  expect_the_references_bits<Optimizer, Reference>(options, [&] {
-    return Reference{{as, decoupled, {}, {}, {}}};
-  });
+  expect_the_references_bits<Optimizer, Reference>(options,
+                                                   [&] { return Reference{{as, decoupled, {}, {}, {}}}; });
 }
 
 // Without a fused multiply-add LibTorch's kernels round otherwise, and the operations themselves are used.
@@ -374,9 +373,7 @@ TEST(Optimizers, what_cannot_be_meant_is_an_error) {
   EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.lr = -1}); }),
               HasSubstr("lr is -1: 0 or more is allowed"));
   EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.lr = NAN}); }), HasSubstr("lr is nan"));
-  EXPECT_THAT(error_of<ConfigError>([&] {
-                Adam({p}, {.betas = {0.9, 1}});
-              }),
+  EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.betas = {0.9, 1}}); }),
               HasSubstr("betas are 0.9 and 1"));
   EXPECT_THAT(error_of<ConfigError>([&] { AdamW({p}, {.eps = -1}); }), HasSubstr("eps"));
   EXPECT_THAT(error_of<ConfigError>([&] { SGD({p}, {.nesterov = true}); }),
