@@ -77,9 +77,9 @@ ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::mil
     ::dup2(ends[1], STDERR_FILENO);
     ::execvpe(argv[0], argv.data(), envp.data());
     const char* why = ::strerrordesc_np(errno);
-    for (const char* part : {command[0].c_str(), " could not be started: ", why ? why : "?", "\n"})
-        [[maybe_unused]]
-      auto written = ::write(STDERR_FILENO, part, std::strlen(part));
+    for (const char* part : {command[0].c_str(), " could not be started: ", why ? why : "?", "\n"}) {
+      if (::write(STDERR_FILENO, part, std::strlen(part)) < 0) break;
+    }
     ::_exit(127);
   }
   ::close(ends[1]);

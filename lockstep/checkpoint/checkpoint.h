@@ -4,9 +4,9 @@
 //                                      .values = {{"epoch", epoch}}, .group = world.group()});
 //   ...
 //   if (std::filesystem::exists("run.safetensors")) {
-//     auto loaded = lockstep::load("run.safetensors", {.model = net, .optimizer = optimizer, .sampler =
-//     sampler,
-//                                                      .rng = true, .group = world.group()});
+//     auto loaded = lockstep::load("run.safetensors", {.model = net, .optimizer = optimizer,
+//                                                      .sampler = sampler, .rng = true,
+//                                                      .group = world.group()});
 //     epoch = loaded.integer("epoch");
 //   }
 //

@@ -1,8 +1,10 @@
 // Sees every operation of a World: watchdogs, profilers and byte counters are observers.
 //
 //   struct Bytes : lockstep::Observer {
-//     void finished(const lockstep::Call& call, std::chrono::nanoseconds) noexcept override { sum +=
-//     call.bytes; } std::atomic<std::int64_t> sum = 0;
+//     void finished(const lockstep::Call& call, std::chrono::nanoseconds) noexcept override {
+//       sum += call.bytes;
+//     }
+//     std::atomic<std::int64_t> sum = 0;
 //   };
 //   world.add_observer(std::make_shared<Bytes>());
 #pragma once

@@ -7,9 +7,9 @@
 // derived from it, and takes its place wherever one is asked for. On CUDA its bias's gradient is a kernel of
 // our own.
 //
-//   lockstep::nn::LinearGELU up(768, 3072);                 // gelu(linear(x)), with tanh; on CUDA, backward
-//   takes one pass over
-//                                                           // memory for GELU's gradient and the bias's
+//   lockstep::nn::LinearGELU up(768, 3072);                 // gelu(linear(x)), with the tanh approximation
+//
+// On CUDA, backward of LinearGELU computes GELU's gradient and the bias's in one pass over memory.
 #pragma once
 
 #include <memory>

@@ -1,8 +1,9 @@
 // What a communication hook of DistributedDataParallel sees of a bucket of gradients.
 //
 //   ddp.register_comm_hook([](lockstep::GradBucket& bucket) {
-//     auto work = std::make_shared<lockstep::Work>(bucket.group().all_reduce(bucket.buffer(), {.op =
-//     ReduceOp::AVG})); return [work] { work->wait(); };
+//     auto work = std::make_shared<lockstep::Work>(
+//         bucket.group().all_reduce(bucket.buffer(), {.op = ReduceOp::AVG}));
+//     return [work] { work->wait(); };
 //   });
 #pragma once
 

@@ -1,7 +1,6 @@
 // Replicas of a model: made equal, and checked to be.
 //
-//   lockstep::check_replicas(*model, world.group());   // throws where a rank's parameters are not the
-//   others'
+//   lockstep::check_replicas(*model, world.group());   // throws if the ranks' parameters differ
 #pragma once
 
 #include <optional>

@@ -2,8 +2,7 @@
 //
 //   lockstep::Profiler profiler(world, {.first = 10, .last = 20});
 //   for (...) { ...; profiler.step(); }
-//   profiler.finish();                      // every rank: rank 0 has profile/trace.json.gz, summary and
-//   report
+//   profiler.finish();   // on every rank; rank 0 writes profile/trace.json.gz, the summary and the report
 //
 // `lockstep run --profile ./train` does the same without a line in the program, if that calls world.step(n).
 // For another window make another Profiler, when this one's is over.

@@ -1,9 +1,9 @@
 // Learning-rate schedules that LibTorch lacks, with the values of torch.optim.lr_scheduler, for any of
 // LibTorch's optimizers and ours.
 //
-//   lockstep::SequentialLR scheduler(optimizer, {lockstep::LinearLROptions{.start_factor = 0.01, .total_iters
-//   = 100},
-//                                                lockstep::CosineAnnealingLROptions{.T_max = 900}}, {100});
+//   lockstep::LinearLROptions warmup{.start_factor = 0.01, .total_iters = 100};
+//   lockstep::CosineAnnealingLROptions decay{.T_max = 900};
+//   lockstep::SequentialLR scheduler(optimizer, {warmup, decay}, {100});
 //   for (...) { ...; optimizer.step(); scheduler.step(); }
 //
 // As in Python, making a scheduler sets the first learning rate and step() the next one. Each group's base is
