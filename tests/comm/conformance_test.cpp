@@ -289,6 +289,7 @@ void both(Group& group, const std::function<void()>& messages) {
 }
 
 TEST(Conformance, send_and_recv) {
+  LOCKSTEP_NEEDS_RANKS(2);
   on_every_rank([](World& world) {
     auto group = world.group();
     const int n = group.size(), me = group.rank(), next = (me + 1) % n, previous = (me + n - 1) % n;
@@ -347,6 +348,7 @@ TEST(Conformance, send_and_recv) {
 
 // Longer than the group's own.
 TEST(Conformance, send_and_recv_with_a_timeout_of_their_own) {
+  LOCKSTEP_NEEDS_RANKS(2);
   if (transport() == "gloo" || transport() == "mpi" || transport() == "nccl")
     GTEST_SKIP() << "how long its engine takes to make a group is not ours to say";
   on_every_rank([](World& world) {
@@ -368,6 +370,7 @@ TEST(Conformance, send_and_recv_with_a_timeout_of_their_own) {
 }
 
 TEST(Conformance, recv_from_any_rank) {
+  LOCKSTEP_NEEDS_RANKS(2);
   if (by_nccls_rules()) GTEST_SKIP() << "NCCL receives from a rank that is named";
   on_every_rank([](World& world) {
     auto group = world.group();
@@ -569,6 +572,7 @@ TEST(Conformance, split_orders_by_key) {
 }
 
 TEST(Conformance, groups_of_listed_ranks) {
+  LOCKSTEP_NEEDS_RANKS(3);
   on_every_rank([](World& world) {
     if (world.rank() != 0 && world.rank() != 2) return;
     for (int round = 0; round < 2; ++round) {  // the same list again is another group

@@ -28,14 +28,21 @@ std::int64_t count_of(const at::Tensor& bytes, std::uint8_t value) {
   return std::count(begin, begin + bytes.numel(), value);
 }
 
+// Ranks 0 and 1; any others only take part in the decision to run or skip.
 TEST(Large, tensors_above_2_gib) {
-  // Two ranks' tensors and what engines stage.
-  const auto needed = 6 * kCount;
-  if (available_memory() < needed)
-    GTEST_SKIP() << "needs " << (needed >> 30) << " GiB of free memory, there are "
-                 << (available_memory() >> 30);
+  LOCKSTEP_NEEDS_RANKS(2);
   on_every_rank([](World& world) {
-    auto group = world.group();
+    // Two ranks' tensors and what engines stage. All ranks decide on the same number: memory that another
+    // program allocates meanwhile must not make one rank skip and leave the other waiting.
+    const auto needed = 6 * kCount;
+    const auto available = world.group().all_gather_values(available_memory())[0];
+    if (available < needed) {
+      if (world.rank() == 0)
+        GTEST_SKIP() << "needs " << (needed >> 30) << " GiB of free memory, there are " << (available >> 30);
+      return;
+    }
+    if (world.rank() > 1) return;
+    auto group = world.size() == 2 ? world.group() : world.group({0, 1});
     auto tensor = at::full({kCount}, 3 + group.rank(), on(at::kByte));
     tensor[kCount - 1] = 9 - group.rank();
     group.all_reduce(tensor).wait();

@@ -22,7 +22,17 @@ using std::chrono::seconds;
 constexpr auto kUntold = [](bool) {};
 constexpr auto kGoesOn = [] { return false; };
 
-TEST(NcclRules, a_first_operation_names_who_is_missing_and_the_latecomer_does_not_enter_alone) {
+class NcclRules : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!by_nccls_rules())
+      GTEST_SKIP() << "transport " << transport()
+                   << " does not follow NCCL's rules; run with --transport=made_up_nccl --ranks=3";
+    LOCKSTEP_NEEDS_RANKS(2);
+  }
+};
+
+TEST_F(NcclRules, a_first_operation_names_who_is_missing_and_the_latecomer_does_not_enter_alone) {
   on_every_rank([](World& world) {
     if (world.rank() > 1) return;
     auto pair = world.group({0, 1}, {.name = "pair", .timeout = milliseconds(300)});
@@ -37,7 +47,7 @@ TEST(NcclRules, a_first_operation_names_who_is_missing_and_the_latecomer_does_no
   });
 }
 
-TEST(NcclRules, a_first_operation_may_be_one_that_some_have_no_part_in) {
+TEST_F(NcclRules, a_first_operation_may_be_one_that_some_have_no_part_in) {
   on_every_rank([](World& world) {
     if (world.rank() > 1) return;
     auto pair = world.group({0, 1});
@@ -52,7 +62,7 @@ TEST(NcclRules, a_first_operation_may_be_one_that_some_have_no_part_in) {
 }
 
 // Inside a call, in a communicator that exists.
-TEST(NcclRules, a_call_that_waits_inside_the_engine_ends_at_its_deadline) {
+TEST_F(NcclRules, a_call_that_waits_inside_the_engine_ends_at_its_deadline) {
   on_every_rank([](World& world) {
     if (world.rank() > 1) return;
     auto pair = world.group({0, 1});
@@ -68,7 +78,7 @@ TEST(NcclRules, a_call_that_waits_inside_the_engine_ends_at_its_deadline) {
   });
 }
 
-TEST(NcclRules, who_waits_for_the_first_message_of_two_holds_nobody_else_up) {
+TEST_F(NcclRules, who_waits_for_the_first_message_of_two_holds_nobody_else_up) {
   on_every_rank([](World& world) {
     if (world.rank() > 1) return;
     auto pair = world.group({0, 1});
@@ -88,7 +98,7 @@ TEST(NcclRules, who_waits_for_the_first_message_of_two_holds_nobody_else_up) {
   });
 }
 
-TEST(NcclRules, a_groups_failure_ends_the_wait_for_a_first_message) {
+TEST_F(NcclRules, a_groups_failure_ends_the_wait_for_a_first_message) {
   on_every_rank([](World& world) {
     if (world.rank() > 1) return;
     auto pair = world.group({0, 1});
@@ -111,7 +121,7 @@ TEST(NcclRules, a_groups_failure_ends_the_wait_for_a_first_message) {
 
 // Each has a thread that sends to the next one and a thread that receives from the one before: first messages
 // all, and no order among them.
-TEST(NcclRules, first_messages_of_several_threads_do_not_keep_one_another_waiting) {
+TEST_F(NcclRules, first_messages_of_several_threads_do_not_keep_one_another_waiting) {
   on_every_rank([](World& world) {
     for (int round = 0; round < 5; ++round) {
       auto group = world.group().split(0);
@@ -125,7 +135,7 @@ TEST(NcclRules, first_messages_of_several_threads_do_not_keep_one_another_waitin
   });
 }
 
-TEST(NcclRules, an_empty_message_is_not_the_first_one) {
+TEST_F(NcclRules, an_empty_message_is_not_the_first_one) {
   on_every_rank([](World& world) {
     if (world.rank() > 1) return;
     auto pair = world.group({0, 1});

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <optional>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -23,6 +24,13 @@ std::string rank_of_process() {
   for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
     if (const char* rank = std::getenv(name)) return rank;
   return "0";
+}
+
+// The number of processes that the launcher started, or nothing.
+std::optional<int> launched_ranks() {
+  for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"})
+    if (const char* size = std::getenv(name)) return std::atoi(size);
+  return {};
 }
 
 int local(const char* name, int fallback) {
@@ -56,7 +64,13 @@ class FailuresOnly : public ::testing::EmptyTestEventListener {
 
 const std::string& transport() { return chosen_transport; }
 int num_ranks() {
-  return ranks_are_threads() ? chosen_ranks : process_world ? process_world->size() : chosen_ranks;
+  if (ranks_are_threads()) return chosen_ranks;
+  return process_world ? process_world->size() : launched_ranks().value_or(1);
+}
+bool compares_calls() {
+  const bool must_be_asked = chosen_transport == "gloo" || chosen_transport == "mpi" || by_nccls_rules();
+  const char* check = std::getenv("LOCKSTEP_CHECK");
+  return !must_be_asked || (check != nullptr && std::string_view(check) == "1");
 }
 at::Device test_device() {
   if (chosen_transport != "nccl" && chosen_transport != "cuda_ipc") return at::kCPU;

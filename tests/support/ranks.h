@@ -18,6 +18,12 @@ bool by_nccls_rules();           // NCCL, or what behaves like it (made_up_nccl.
 at::Device test_device();        // where its tensors are: this rank's GPU, or the CPU
 int num_ranks();
 bool ranks_are_threads();
+bool compares_calls();  // True if ranks' calls are compared before data moves: by the transport or LOCKSTEP_CHECK.
+
+// Skips the current test unless there are at least `needed` ranks. The count is the same on every rank, so all
+// of them skip.
+#define LOCKSTEP_NEEDS_RANKS(needed) \
+  if (num_ranks() < (needed)) GTEST_SKIP() << "needs at least " << (needed) << " ranks, got " << num_ranks()
 
 // The same World for every test of a process: a test that breaks a group makes one of its own.
 void on_every_rank(const std::function<void(World&)>& body);
