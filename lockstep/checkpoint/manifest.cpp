@@ -11,18 +11,18 @@
 namespace lockstep::detail {
 namespace {
 
-using nlohmann::json;
+using Json = nlohmann::json;
 
 constexpr std::size_t kLongest = 32 << 20;
 constexpr int kDeepest = 6;
 
 // JSON has no infinities; a text that looks like one is still a text, because numbers are marked.
-json number(double value) {
+Json number(double value) {
   if (std::isfinite(value)) return value;
-  return json{{"number", std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf"}};
+  return Json{{"number", std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf"}};
 }
 
-double to_number(const json& value) {
+double to_number(const Json& value) {
   if (value.is_boolean()) return value.get<bool>() ? 1 : 0;
   if (value.is_number()) return value.get<double>();
   if (value.is_object() && value.size() == 1 && value.contains("number")) {
@@ -34,15 +34,15 @@ double to_number(const json& value) {
   throw FormatError("a number is expected");
 }
 
-std::int64_t to_whole(const json& value) {
+std::int64_t to_whole(const Json& value) {
   constexpr auto most = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
   if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > most))
     throw FormatError("a whole number is expected");
   return value.get<std::int64_t>();
 }
 
-json to_json(const CheckpointValues& values) {
-  auto result = json::object();
+Json to_json(const CheckpointValues& values) {
+  auto result = Json::object();
   for (const auto& [name, value] : values) {
     if (const auto* whole = std::get_if<std::int64_t>(&value))
       result[name] = *whole;
@@ -54,9 +54,9 @@ json to_json(const CheckpointValues& values) {
   return result;
 }
 
-CheckpointValues to_values(const json& object) {
+CheckpointValues to_values(const Json& object) {
   CheckpointValues values;
-  for (const auto& [name, value] : object.get_ref<const json::object_t&>()) {
+  for (const auto& [name, value] : object.get_ref<const Json::object_t&>()) {
     if (value.is_string())
       values[name] = value.get<std::string>();
     else if (value.is_number_integer())
@@ -67,12 +67,12 @@ CheckpointValues to_values(const json& object) {
   return values;
 }
 
-json to_json(const OptimizerManifest& optimizer) {
-  json result = {{"kind", optimizer.kind}, {"groups", json::array()}, {"counts", optimizer.counts}};
+Json to_json(const OptimizerManifest& optimizer) {
+  Json result = {{"kind", optimizer.kind}, {"groups", Json::array()}, {"counts", optimizer.counts}};
   for (const auto& group : optimizer.groups) {
-    auto options = json::object();
+    auto options = Json::object();
     for (const auto& [name, given] : group.options) {
-      options[name] = json::array();
+      options[name] = Json::array();
       for (const double each : given) options[name].push_back(number(each));
     }
     result["groups"].push_back({{"options", options}, {"parameters", group.parameters}});
@@ -80,32 +80,32 @@ json to_json(const OptimizerManifest& optimizer) {
   return result;
 }
 
-OptimizerManifest to_optimizer(const json& object) {
+OptimizerManifest to_optimizer(const Json& object) {
   OptimizerManifest result;
   object.at("kind").get_to(result.kind);
-  for (const auto& group : object.at("groups").get_ref<const json::array_t&>()) {
+  for (const auto& group : object.at("groups").get_ref<const Json::array_t&>()) {
     auto& own = result.groups.emplace_back();
     group.at("parameters").get_to(own.parameters);
-    for (const auto& [name, given] : group.at("options").get_ref<const json::object_t&>())
-      for (const auto& each : given.get_ref<const json::array_t&>())
+    for (const auto& [name, given] : group.at("options").get_ref<const Json::object_t&>())
+      for (const auto& each : given.get_ref<const Json::array_t&>())
         own.options[name].push_back(to_number(each));
   }
-  for (const auto& [parameter, counts] : object.at("counts").get_ref<const json::object_t&>()) {
+  for (const auto& [parameter, counts] : object.at("counts").get_ref<const Json::object_t&>()) {
     auto& own = result.counts[parameter];
-    for (const auto& [name, count] : counts.get_ref<const json::object_t&>()) own[name] = to_whole(count);
+    for (const auto& [name, count] : counts.get_ref<const Json::object_t&>()) own[name] = to_whole(count);
   }
   return result;
 }
 
 // Keys that are there twice, and nesting beyond what is ever written, are errors.
-json parse(std::string_view text) {
+Json parse(std::string_view text) {
   if (text.size() > kLongest) throw FormatError(fmt::format("{} bytes of it are too many", text.size()));
   std::vector<std::set<std::string>> keys;
-  return json::parse(text, [&](int depth, json::parse_event_t event, json& parsed) {
+  return Json::parse(text, [&](int depth, Json::parse_event_t event, Json& parsed) {
     if (depth > kDeepest) throw FormatError("it is nested too deep");
-    if (event == json::parse_event_t::object_start) keys.emplace_back();
-    if (event == json::parse_event_t::object_end) keys.pop_back();
-    if (event == json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second)
+    if (event == Json::parse_event_t::object_start) keys.emplace_back();
+    if (event == Json::parse_event_t::object_end) keys.pop_back();
+    if (event == Json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second)
       throw FormatError("a key is there twice");
     return true;
   });
@@ -115,15 +115,15 @@ template <typename F>
 auto guarded(F&& decode) {
   try {
     return decode();
-  } catch (const json::exception& error) {  // its text may quote the input, of any length
+  } catch (const Json::exception& error) {  // its text may quote the input, of any length
     throw FormatError(fmt::format("it is not as it was written (JSON error {})", error.id));
   }
 }
 
-std::string dump(const json& value) {
+std::string dump(const Json& value) {
   try {
     return value.dump();
-  } catch (const json::exception&) {
+  } catch (const Json::exception&) {
     throw FormatError("a name or a text is not UTF-8");
   }
 }
@@ -131,11 +131,11 @@ std::string dump(const json& value) {
 }  // namespace
 
 std::string Manifest::encode() const {
-  json root = {
-      {"version", kVersion}, {"ranks", ranks}, {"states", json::object()}, {"values", to_json(values)}};
+  Json root = {
+      {"version", kVersion}, {"ranks", ranks}, {"states", Json::object()}, {"values", to_json(values)}};
   if (optimizer) root["optimizer"] = to_json(*optimizer);
   for (const auto& [part, by_rank] : states) {
-    root["states"][part] = json::array();
+    root["states"][part] = Json::array();
     for (const auto& state : by_rank) root["states"][part].push_back(to_json(state));
   }
   return dump(root);
@@ -152,9 +152,9 @@ Manifest Manifest::decode(std::string_view text) {
     manifest.ranks = to_whole(root.at("ranks"));
     if (manifest.ranks < 1) throw FormatError("it is of no ranks");
     if (root.contains("optimizer")) manifest.optimizer = to_optimizer(root["optimizer"]);
-    for (const auto& [part, by_rank] : root.at("states").get_ref<const json::object_t&>()) {
+    for (const auto& [part, by_rank] : root.at("states").get_ref<const Json::object_t&>()) {
       auto& own = manifest.states[part];
-      for (const auto& state : by_rank.get_ref<const json::array_t&>()) own.push_back(to_values(state));
+      for (const auto& state : by_rank.get_ref<const Json::array_t&>()) own.push_back(to_values(state));
       if (own.size() != 1 && static_cast<std::int64_t>(own.size()) != manifest.ranks)
         throw FormatError("it has not one state for each rank");
     }

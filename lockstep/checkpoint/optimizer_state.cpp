@@ -18,14 +18,12 @@
 namespace lockstep::detail {
 namespace {
 
-using namespace torch::optim;
-
 constexpr const char* kMaster = "master_param";
 
 // Each kind's options and state, field by field: visit(name, reference). Made: what is made of a file.
 struct AdamFields {
-  using Options = AdamOptions;
-  using State = AdamParamState;
+  using Options = torch::optim::AdamOptions;
+  using State = torch::optim::AdamParamState;
   using Made = OwnState<State>;
   static constexpr const char* kind = "Adam";
   template <typename O, typename V>
@@ -40,14 +38,14 @@ struct AdamFields {
   }
 };
 struct AdamWFields : AdamFields {
-  using Options = AdamWOptions;
-  using State = AdamWParamState;
+  using Options = torch::optim::AdamWOptions;
+  using State = torch::optim::AdamWParamState;
   using Made = OwnState<State>;
   static constexpr const char* kind = "AdamW";
 };
 struct SGDFields {
   using Options = torch::optim::SGDOptions;
-  using State = SGDParamState;
+  using State = torch::optim::SGDParamState;
   using Made = OwnState<State>;
   static constexpr const char* kind = "SGD";
   template <typename O, typename V>
@@ -61,8 +59,8 @@ struct SGDFields {
   }
 };
 struct RMSpropFields {
-  using Options = RMSpropOptions;
-  using State = RMSpropParamState;
+  using Options = torch::optim::RMSpropOptions;
+  using State = torch::optim::RMSpropParamState;
   using Made = State;
   static constexpr const char* kind = "RMSprop";
   template <typename O, typename V>
@@ -77,8 +75,8 @@ struct RMSpropFields {
   }
 };
 struct AdagradFields {
-  using Options = AdagradOptions;
-  using State = AdagradParamState;
+  using Options = torch::optim::AdagradOptions;
+  using State = torch::optim::AdagradParamState;
   using Made = State;
   static constexpr const char* kind = "Adagrad";
   template <typename O, typename V>
@@ -95,7 +93,7 @@ struct AdagradFields {
 // use(fields) for the kind of this optimizer, which its options tell: ours have options that LibTorch's are a
 // base of.
 template <typename Use>
-auto with_fields(Optimizer& optimizer, Use&& use) {
+auto with_fields(torch::optim::Optimizer& optimizer, Use&& use) {
   auto& options = optimizer.defaults();
   if (dynamic_cast<AdamFields::Options*>(&options)) return use(AdamFields{});
   if (dynamic_cast<AdamWFields::Options*>(&options)) return use(AdamWFields{});
@@ -107,15 +105,15 @@ auto with_fields(Optimizer& optimizer, Use&& use) {
 
 // A group's options with what ours have beside LibTorch's.
 template <typename Fields, typename V>
-void visit_options(OptimizerOptions& options, V&& visit) {
+void visit_options(torch::optim::OptimizerOptions& options, V&& visit) {
   Fields::options(dynamic_cast<typename Fields::Options&>(options), visit);
-  if (auto* own = dynamic_cast<GroupOptions<typename Fields::Options>*>(&options))
+  if (auto* own = dynamic_cast<ParamGroupOptions<typename Fields::Options>*>(&options))
     visit("maximize", own->maximize);
 }
 
 // A parameter's state with what ours has beside LibTorch's.
 template <typename Fields, typename V>
-void visit_state(OptimizerParamState& state, V&& visit) {
+void visit_state(torch::optim::OptimizerParamState& state, V&& visit) {
   auto* own = dynamic_cast<typename Fields::Made*>(&state);
   if constexpr (requires { own->count_steps(); })
     if (own != nullptr) own->count_steps();
@@ -125,7 +123,7 @@ void visit_state(OptimizerParamState& state, V&& visit) {
 }
 
 // What the optimizer keeps of a parameter is of this dtype.
-at::ScalarType state_dtype(const OptimizerParamGroup& group, const at::Tensor& parameter) {
+at::ScalarType state_dtype(const torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
   const auto* manner = dynamic_cast<const Manner*>(&group.options());
   const bool master = manner != nullptr && manner->master_weights && has_master(parameter);
   return master ? at::kFloat : parameter.scalar_type();
@@ -160,7 +158,7 @@ std::string difference(const std::vector<std::string>& ours, const std::vector<s
 
 // visit(group, parameter, name) for all.
 template <typename Visit>
-void each_parameter(Optimizer& optimizer, const ParameterNames& names, Visit&& visit) {
+void each_parameter(torch::optim::Optimizer& optimizer, const ParameterNames& names, Visit&& visit) {
   for (std::size_t g = 0; g < names.size(); ++g)
     for (std::size_t i = 0; i < names[g].size(); ++i)
       visit(optimizer.param_groups()[g], optimizer.param_groups()[g].params()[i], names[g][i]);
@@ -168,7 +166,8 @@ void each_parameter(Optimizer& optimizer, const ParameterNames& names, Visit&& v
 
 }  // namespace
 
-ParameterNames parameter_names(const Optimizer& optimizer, const std::vector<NamedTensor>& model) {
+ParameterNames parameter_names(const torch::optim::Optimizer& optimizer,
+                               const std::vector<NamedTensor>& model) {
   std::map<const void*, std::string> known;
   for (const auto& [name, tensor] : model) known.emplace(tensor.unsafeGetTensorImpl(), name);
   ParameterNames names;
@@ -183,7 +182,7 @@ ParameterNames parameter_names(const Optimizer& optimizer, const std::vector<Nam
   return names;
 }
 
-OptimizerManifest describe(Optimizer& optimizer, const ParameterNames& names,
+OptimizerManifest describe(torch::optim::Optimizer& optimizer, const ParameterNames& names,
                            std::vector<NamedTensor>& tensors) {
   return with_fields(optimizer, [&](auto fields) {
     using Fields = decltype(fields);
@@ -212,8 +211,8 @@ OptimizerManifest describe(Optimizer& optimizer, const ParameterNames& names,
   });
 }
 
-void want_state(Optimizer& optimizer, const ParameterNames& names, const OptimizerManifest& saved,
-                const InFile& in_file, const Want& want) {
+void want_state(torch::optim::Optimizer& optimizer, const ParameterNames& names,
+                const OptimizerManifest& saved, const InFile& in_file, const Want& want) {
   with_fields(optimizer, [&](auto fields) {
     using Fields = decltype(fields);
     if (saved.kind != Fields::kind)
@@ -260,10 +259,10 @@ void want_state(Optimizer& optimizer, const ParameterNames& names, const Optimiz
   });
 }
 
-std::function<void()> prepare_state(Optimizer& optimizer, const ParameterNames& names,
+std::function<void()> prepare_state(torch::optim::Optimizer& optimizer, const ParameterNames& names,
                                     const OptimizerManifest& saved,
                                     const std::map<std::string, at::Tensor>& read) {
-  using States = std::vector<std::pair<void*, std::unique_ptr<OptimizerParamState>>>;
+  using States = std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>>;
   return with_fields(optimizer, [&](auto fields) -> std::function<void()> {
     using Fields = decltype(fields);
     auto states = std::make_shared<States>();

@@ -11,7 +11,7 @@
 namespace lockstep::detail {
 namespace {
 
-using nlohmann::json;
+using Json = nlohmann::json;
 
 struct DtypeName {
   std::string_view name;
@@ -31,7 +31,7 @@ std::string shown(std::string_view text) {
 // Reads the header as it comes, so that a hostile one costs no more memory than its own length: it has the
 // one form that is allowed, {name: {"dtype": text, "shape": [...], "data_offsets": [begin, end]},
 // "__metadata__": {text: text}}.
-class HeaderReader : public json::json_sax_t {
+class HeaderReader : public Json::json_sax_t {
  public:
   Header take() { return std::move(header_); }
 
@@ -174,7 +174,7 @@ std::string encode(Header& header) {
   std::string text;
   try {
     text = root.dump();
-  } catch (const json::exception&) {
+  } catch (const Json::exception&) {
     throw FormatError("a name or a text is not UTF-8");
   }
   while ((kLengthBytes + text.size()) % 8 != 0) text += ' ';
@@ -198,7 +198,7 @@ std::uint64_t header_length(std::string_view first_bytes, std::uint64_t file_byt
 
 Header parse_header(std::string_view text, std::uint64_t data_bytes) {
   HeaderReader reader;
-  json::sax_parse(text, &reader);
+  Json::sax_parse(text, &reader);
   auto header = reader.take();
   std::sort(header.tensors.begin(), header.tensors.end(), [](const auto& a, const auto& b) {
     return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);

@@ -11,6 +11,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/comm/pending.h>
 
 namespace lockstep::detail {
@@ -19,18 +20,21 @@ namespace {
 using Clock = DeviceWatch::Clock;
 
 // Between two looks: a step's works are mostly done when it looks, so that it asks the driver little.
-constexpr std::chrono::milliseconds kLook{50};
+constexpr std::chrono::milliseconds kDeviceLook{50};
 // How long who lets go of a watch waits for its thread: it is done at once, unless the driver keeps it.
-constexpr std::chrono::milliseconds kFarewell{2000};
+constexpr std::chrono::milliseconds kThreadWait{2000};
 
-struct Entry {
+}  // namespace
+
+// DeviceWatch::State, which has linkage, contains it: it is not in the unnamed namespace.
+struct DeviceWatch::Entry {
   c10::intrusive_ptr<c10d::Work> work;
   std::string what;
   Clock::time_point begun, deadline;
 };
 
 // Whether it is complete; what is wrong with it, or nothing.
-std::pair<bool, std::string> ask(const Entry& entry) {
+std::pair<bool, std::string> DeviceWatch::ask(const Entry& entry) {
   try {
     if (entry.work->isCompleted()) {
       if (const auto error = entry.work->exception()) std::rethrow_exception(error);
@@ -43,8 +47,6 @@ std::pair<bool, std::string> ask(const Entry& entry) {
   return {false, fmt::format("{} was not complete on the device within {:.3f} s, its deadline", entry.what,
                              std::chrono::duration<double>(Clock::now() - entry.begun).count())};
 }
-
-}  // namespace
 
 // The thread has a share: the driver may keep it, as long as somebody else waits in it for the device.
 struct DeviceWatch::State {
@@ -70,7 +72,7 @@ struct DeviceWatch::State {
     const c10::OptionalDeviceGuard here(device);  // asking must not make a context on another one
     std::unique_lock lock(mutex);
     while (!over) {
-      condition.wait_for(lock, kLook, [this] { return over; });
+      condition.wait_for(lock, kDeviceLook, [this] { return over; });
       while (auto entry = next()) {
         lock.unlock();
         auto [complete, cause] = ask(*entry);
@@ -99,7 +101,7 @@ DeviceWatch::~DeviceWatch() {
     state_->entries.clear();
     state_->condition.notify_all();
   }
-  crew_.wait(kFarewell);
+  crew_.wait(kThreadWait);
 }
 
 bool DeviceWatch::idle() const {

@@ -30,7 +30,9 @@ class DeviceWatch {
   bool idle() const;
 
  private:
+  struct Entry;
   struct State;
+  static std::pair<bool, std::string> ask(const Entry& entry);
   const std::shared_ptr<State> state_;
   Crew crew_;
 };

@@ -14,7 +14,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kFirstLook(1), kLook(50);
+constexpr milliseconds kFirstLook(1), kPollInterval(50);
 // How long who is ready to enter stays so: others want the lock.
 constexpr milliseconds kReady(20);
 constexpr const char *kMet = "met", *kGo = "go", *kFree = "free";
@@ -22,7 +22,6 @@ constexpr const char *kMet = "met", *kGo = "go", *kFree = "free";
 std::string key_of(const std::string& who, const std::string& what) {
   return fmt::format("first/{}/{}", who, what);
 }
-std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 std::string pair_of(int a, int b) { return fmt::format("{}-{}", std::min(a, b), std::max(a, b)); }
 
 // What stands there afterwards.
@@ -52,7 +51,8 @@ bool FirstMeeting::arrive(const std::string& who, std::optional<int> peer, milli
     if (store_->add(key_of(who, "count"), 1) == wanted) settle(who, kMet);
   }
   const auto deadline = AwakeClock::now() + limit;
-  for (auto nap = kFirstLook; !store_->check({key_of(who, "outcome")}); nap = std::min(2 * nap, kLook)) {
+  for (auto nap = kFirstLook; !store_->check({key_of(who, "outcome")});
+       nap = std::min(2 * nap, kPollInterval)) {
     const bool late = AwakeClock::now() >= deadline;
     if (late || stopped()) {
       settle(who, fmt::format("rank {} has given up", rank_));

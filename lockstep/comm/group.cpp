@@ -17,7 +17,7 @@ namespace {
 constexpr std::int64_t kSlot = 256;
 constexpr std::int64_t kInSlot = kSlot - static_cast<std::int64_t>(sizeof(std::int64_t));
 
-at::Tensor bytes_of(std::string_view text) {
+at::Tensor to_tensor(std::string_view text) {
   auto tensor = at::empty({static_cast<std::int64_t>(text.size())}, at::kByte);
   std::memcpy(tensor.mutable_data_ptr(), text.data(), text.size());
   return tensor;
@@ -34,7 +34,7 @@ at::Tensor slot_of(std::string_view text) {
   const auto length = static_cast<std::int64_t>(text.size());
   std::memcpy(slot.data(), &length, sizeof length);
   text.copy(slot.data() + sizeof length, static_cast<std::size_t>(kInSlot));
-  return bytes_of(slot);
+  return to_tensor(slot);
 }
 
 std::int64_t length_in(std::string_view slot) {
@@ -78,7 +78,7 @@ std::string Group::broadcast_value(std::string_view value, RootOptions options, 
   const auto rest = length_in(head) - kInSlot;
   auto text = text_in(head);
   if (rest > 0) {
-    auto tail = rank() == options.root ? bytes_of(value.substr(static_cast<std::size_t>(kInSlot))).to(device)
+    auto tail = rank() == options.root ? to_tensor(value.substr(static_cast<std::size_t>(kInSlot))).to(device)
                                        : at::empty({rest}, at::TensorOptions(at::kByte).device(device));
     broadcast(tail, options, site).wait();
     text += text_of(tail);
@@ -107,7 +107,7 @@ std::vector<std::string> Group::all_gather_values(std::string_view value, Gather
   }
   if (any) {
     const auto cut = std::min(value.size(), static_cast<std::size_t>(kInSlot));
-    all_gather(tails, bytes_of(value.substr(cut)).to(device), options, site).wait();
+    all_gather(tails, to_tensor(value.substr(cut)).to(device), options, site).wait();
     for (std::size_t r = 0; r < values.size(); ++r) values[r] += text_of(tails[r]);
   }
   return values;

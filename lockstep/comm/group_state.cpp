@@ -23,7 +23,7 @@ using std::chrono::milliseconds;
 namespace {
 
 // How long who lets go of an engine waits for it: the process may end after that.
-constexpr milliseconds kFarewell(500);
+constexpr milliseconds kLeaveWait(500);
 
 }  // namespace
 
@@ -313,7 +313,7 @@ void GroupState::adopt(std::shared_ptr<Pending> pending) noexcept {
     // The engine goes with it, and may wait for peers: the thread that drops does not wait long.
     Crew crew;
     crew.start([pending = std::move(pending)]() mutable { pending.reset(); });
-    crew.wait(kFarewell);
+    crew.wait(kLeaveWait);
   } catch (const std::exception& error) {
     fail({fmt::format("an operation was dropped and could not be kept: {}", error.what()), std::nullopt});
   }
@@ -415,7 +415,7 @@ void GroupState::close(bool in_order) noexcept {
       dropped.clear();
       engines.clear();
     });
-    crew.wait(kFarewell);
+    crew.wait(kLeaveWait);
   } catch (const std::exception&) {  // no memory to be had
   }
 }

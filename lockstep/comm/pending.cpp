@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <lockstep/base/span.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/comm/first_meeting.h>
 #include <lockstep/comm/tensors.h>
 #include <lockstep/comm/world_state.h>
@@ -32,23 +33,10 @@ CommError::Details details_of(const Call& call) {
   return details;
 }
 
-std::string plain_text(const std::exception& error) {
-  std::string text = error.what();
-  if (const auto* c10_error = dynamic_cast<const c10::Error*>(&error))
-    text = c10_error->what_without_backtrace();
-  if (auto stack = text.find("\nException raised from"); stack != std::string::npos) text.resize(stack);
-  // Engines prefix "[/path/pair.cc:451] " or "[enforce fail at file.cpp:1] ": their lines, not the user's.
-  if (auto end = text.find("] "); text.starts_with('[') && end != std::string::npos &&
-                                  text.substr(0, end).find(".c") != std::string::npos)
-    text.erase(0, end + 2);
-  while (!text.empty() && (text.back() == '\n' || text.back() == '.')) text.pop_back();
-  return text;
-}
-
 namespace {
 
 // How often a wait looks whether its peers are still there.
-constexpr milliseconds kLook(100);
+constexpr milliseconds kWatchInterval(100);
 // How long an engine's error waits for the control plane to say who is to blame.
 constexpr milliseconds kHearing(500);
 // Of an engine whose waits end at our own deadline, or at a verdict.
@@ -243,7 +231,7 @@ void Pending::wait_for_bell(Bell& bell, Clock::time_point deadline) {
     judged = true;
     bell.ring();
   });
-  while (!bell.wait_until(std::min(deadline, Clock::now() + kLook))) {
+  while (!bell.wait_until(std::min(deadline, Clock::now() + kWatchInterval))) {
     if (Clock::now() >= deadline) throw Error("the deadline has passed");
     if (auto lost = lost_peer()) {
       error_.peer = *lost;

@@ -101,7 +101,4 @@ class Pending : public std::enable_shared_from_this<Pending> {
 // What an error says of the call that it ended; cause, peer and time are the caller's to add.
 CommError::Details details_of(const Call& call);
 
-// The part of an engine's error that a person reads: no stack, no source lines of the engine.
-std::string plain_text(const std::exception& error);
-
 }  // namespace lockstep::detail

@@ -16,6 +16,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/base/host.h>
 #include <lockstep/base/log.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/comm/group_state.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/store.h>

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include <lockstep/base/error.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/comm/pending.h>
 
 namespace lockstep::detail {

@@ -12,6 +12,9 @@
 
 namespace lockstep::detail {
 
+// A store's values are bytes.
+inline std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+
 class JobStore final : public c10d::Store {
  public:
   // failed: why nobody should wait any longer; empty while all is well. The channel is woken when that

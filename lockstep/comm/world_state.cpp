@@ -12,6 +12,7 @@
 #include <lockstep/base/log.h>
 #include <lockstep/comm/backends.h>
 #include <lockstep/comm/cpu_memory.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/rendezvous.h>
 #include <lockstep/comm/stop.h>

@@ -45,6 +45,11 @@ std::string text(const char (&from)[N]) {
   return {from, ::strnlen(from, N)};
 }
 
+}  // namespace
+
+// Not in the unnamed namespace: Board::Page, which has linkage, contains these.
+namespace board {
+
 // What every operation changes.
 struct State {
   std::int64_t sequence, waits_for;
@@ -100,7 +105,8 @@ class VersionedLine {
   std::atomic<std::uint64_t> words_[kWords];
 };
 
-}  // namespace
+}  // namespace board
+using namespace board;
 
 struct Board::Page {
   pthread_mutex_t alive;

@@ -6,7 +6,6 @@
 namespace lockstep::control {
 namespace {
 
-constexpr std::int64_t kLong = std::numeric_limits<std::int64_t>::max();
 constexpr std::size_t kMostError = 4096;
 
 }  // namespace
@@ -42,7 +41,7 @@ RankFlight RankFlight::decode(std::string_view payload) {
   flight.pid = in.integer(0, std::numeric_limits<int>::max());
   if (in.number(0, 1) != 0) flight.ended = decode_ended(in.text());
   flight.error = in.text(kMostError);
-  flight.log.begun = in.number(0, kLong);
+  flight.log.begun = in.number_from(0);
   for (auto left = in.number(0, FlightRing::kKept); left > 0; --left) {
     FlightEntry entry;
     entry.key = in.number();
@@ -51,13 +50,13 @@ RankFlight RankFlight::decode(std::string_view payload) {
     entry.dtype = in.text(sizeof CallTexts::dtype);
     entry.reduction = in.text(sizeof CallTexts::reduction);
     entry.site = in.text(sizeof CallTexts::site);
-    entry.sequence = in.number(0, kLong);
-    entry.step = in.number(-1, kLong);
-    entry.count = in.number(0, kLong);
-    entry.bytes = in.number(0, kLong);
+    entry.sequence = in.number_from(0);
+    entry.step = in.number_from(-1);
+    entry.count = in.number_from(0);
+    entry.bytes = in.number_from(0);
     entry.peer = in.integer(-1, kMostRanks - 1);
-    entry.began_ns = in.number(0, kLong);
-    entry.ended_ns = in.number(0, kLong);
+    entry.began_ns = in.number_from(0);
+    entry.ended_ns = in.number_from(0);
     entry.failed = in.number(0, 1) != 0;
     flight.log.entries.push_back(std::move(entry));
   }

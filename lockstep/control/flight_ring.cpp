@@ -14,7 +14,7 @@ constexpr std::uint64_t version_of(std::uint64_t ticket) { return 2 * ticket + 2
 
 // What goes into a file must be text: a byte that is none comes from a stray write.
 template <std::size_t N>
-std::string text(const char (&from)[N]) {
+std::string printable_text(const char (&from)[N]) {
   std::string found(from, ::strnlen(from, N));
   for (char& c : found)
     if (c < ' ' || c > '~') c = '?';
@@ -76,10 +76,10 @@ FlightLog FlightRing::read() const {
       continue;
     log.entries.push_back({.key = record.key,
                            .message = record.message != 0,
-                           .operation = text(record.texts.operation),
-                           .dtype = text(record.texts.dtype),
-                           .reduction = text(record.texts.reduction),
-                           .site = text(record.texts.site),
+                           .operation = printable_text(record.texts.operation),
+                           .dtype = printable_text(record.texts.dtype),
+                           .reduction = printable_text(record.texts.reduction),
+                           .site = printable_text(record.texts.site),
                            .sequence = record.sequence,
                            .step = record.step,
                            .count = record.count,

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <span>
 #include <string>
@@ -90,6 +91,9 @@ class Reader {
   explicit Reader(std::string_view bytes) : left_(bytes) {}
   std::int64_t number();
   std::int64_t number(std::int64_t lowest, std::int64_t highest);
+  std::int64_t number_from(std::int64_t lowest) {
+    return number(lowest, std::numeric_limits<std::int64_t>::max());
+  }
   int integer(int lowest, int highest) { return static_cast<int>(number(lowest, highest)); }
   std::string text(std::size_t most = kMostPayload);
   void end() const;  // FrameError when something is left

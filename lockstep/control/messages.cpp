@@ -7,7 +7,6 @@ namespace lockstep::control {
 namespace {
 
 constexpr int kAny = std::numeric_limits<int>::max();
-constexpr std::int64_t kLong = std::numeric_limits<std::int64_t>::max();
 constexpr std::size_t kLine = 1024, kText = 65536;
 constexpr std::size_t kMostText = 8192;  // that is sent; a failure holds texts of others inside its own
 constexpr std::int64_t kMostMs = 24 * 3600 * 1000;  // of a wait, as the board has them
@@ -160,12 +159,12 @@ std::string Rows::encode() const {
 Rows Rows::decode(std::string_view payload) {
   Reader in(payload);
   Rows rows;
-  rows.step = in.number(-1, kLong);
+  rows.step = in.number_from(-1);
   for (auto left = in.number(0, 256); left > 0; --left) {
     Row row;
     row.key = in.number();
     row.group = in.text(kLine);
-    row.sequence = in.number(-1, kLong);
+    row.sequence = in.number_from(-1);
     row.operation = in.text(kLine);
     row.site = in.text(kLine);
     row.message = in.number(0, 1) != 0;
@@ -173,12 +172,12 @@ Rows Rows::decode(std::string_view payload) {
     row.running = in.number(0, 1) != 0;
     row.since_ms = in.number(0, kMostMs);
     row.waited_ms = in.number(-1, kMostMs);
-    row.waits_for = in.number(-1, kLong);
+    row.waits_for = in.number_from(-1);
     rows.rows.push_back(std::move(row));
   }
   for (auto left = in.number(0, 256); left > 0; --left) {
     StepTime time;
-    time.step = in.number(-1, kLong);
+    time.step = in.number_from(-1);
     time.steps = in.number(1, kMostSteps);
     time.took_us = in.number(0, kMostSteps);
     time.waited_us = in.number(0, time.took_us);
@@ -188,7 +187,7 @@ Rows Rows::decode(std::string_view payload) {
     Metric metric;
     metric.name = in.text(kLine);
     metric.value = std::bit_cast<double>(in.number());
-    metric.step = in.number(-1, kLong);
+    metric.step = in.number_from(-1);
     rows.metrics.push_back(std::move(metric));
   }
   in.end();
@@ -260,8 +259,8 @@ Failure decode_failure(std::string_view payload) {
   Failure failure;
   failure.rank = in.integer(-1, kMostRanks - 1);
   failure.pid = in.integer(0, kAny);
-  failure.step = in.number(-1, kLong);
-  failure.sequence = in.number(-1, kLong);
+  failure.step = in.number_from(-1);
+  failure.sequence = in.number_from(-1);
   failure.status = in.integer(0, 255);
   failure.cause = in.text(kText);
   failure.where = in.text(kText);

@@ -22,7 +22,7 @@ constexpr double kChance = 3e-7;  // of so many long steps in a row without a ca
 constexpr std::size_t kWaiting = 64;
 constexpr double kRecentUs = 2e6;  // for the steps per second
 
-std::string milliseconds(double us) {
+std::string in_milliseconds(double us) {
   return us < 9950 ? fmt::format("{:.1f} ms", us / 1000) : fmt::format("{:.0f} ms", us / 1000);
 }
 
@@ -163,8 +163,8 @@ void Pace::look(const Share& share, double others, std::vector<std::string>& lin
     lines.push_back(
         fmt::format("rank {} is slow: its steps take {} {} (busy {}, {} {}, steps {} to {})", share.number,
                     times(rank.slow_ratio / rank.slow), stages_ ? "what they took" : "the others'",
-                    milliseconds(rank.slow_busy / rank.slow), stages_ ? "before" : "others",
-                    milliseconds(rank.slow_other / rank.slow), rank.first_slow, entry.key.second));
+                    in_milliseconds(rank.slow_busy / rank.slow), stages_ ? "before" : "others",
+                    in_milliseconds(rank.slow_other / rank.slow), rank.first_slow, entry.key.second));
     return;
   }
   if (!rank.named) return;
@@ -174,7 +174,7 @@ void Pace::look(const Share& share, double others, std::vector<std::string>& lin
   rank.slow = 0;
   lines.push_back(fmt::format("rank {} is no longer slow: its steps take {} {} (busy {}, step {})",
                               share.number, times(ratio), stages_ ? "what they took" : "the others'",
-                              milliseconds(entry.busy_us), entry.key.second));
+                              in_milliseconds(entry.busy_us), entry.key.second));
 }
 
 // So many long steps in a row that chance has no part in them, by how often such a row begins, and how often

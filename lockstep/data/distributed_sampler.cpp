@@ -11,17 +11,17 @@
 #include <lockstep/data/permutation.h>
 
 namespace lockstep {
-namespace {
+namespace detail {
 
 // The sequence of an epoch; it goes on from the beginning after its end.
-class Order {
+class SampleOrder {
  public:
-  Order(std::int64_t size, std::int64_t epoch, const DistributedSamplerOptions& options) : size_(size) {
+  SampleOrder(std::int64_t size, std::int64_t epoch, const DistributedSamplerOptions& options) : size_(size) {
     if (!options.shuffle || size == 0) return;
     if (options.elastic) {
-      const auto key = detail::mixed(detail::mixed(static_cast<std::uint64_t>(options.seed)) +
-                                     static_cast<std::uint64_t>(epoch));
-      order_ = detail::Permutation(static_cast<std::uint64_t>(size), key);
+      const auto key =
+          mixed(mixed(static_cast<std::uint64_t>(options.seed)) + static_cast<std::uint64_t>(epoch));
+      order_ = Permutation(static_cast<std::uint64_t>(size), key);
     } else {
       const auto seed = static_cast<std::uint64_t>(options.seed) + static_cast<std::uint64_t>(epoch);
       order_ = at::randperm(size, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kLong));
@@ -32,22 +32,26 @@ class Order {
     place %= size_;
     if (const auto* table = std::get_if<at::Tensor>(&order_))
       return table->const_data_ptr<std::int64_t>()[place];
-    if (const auto* computed = std::get_if<detail::Permutation>(&order_))
+    if (const auto* computed = std::get_if<Permutation>(&order_))
       return static_cast<std::int64_t>((*computed)(static_cast<std::uint64_t>(place)));
     return place;
   }
 
  private:
   std::int64_t size_;
-  std::variant<std::monostate, at::Tensor, detail::Permutation> order_;
+  std::variant<std::monostate, at::Tensor, Permutation> order_;
 };
 
+}  // namespace detail
+
+namespace {
+
 // What rank gets when `left` samples are divided.
-struct Part {
+struct SampleRange {
   std::int64_t first, count;
 };
 
-Part part_of(std::int64_t left, int rank, int ranks, const DistributedSamplerOptions& options) {
+SampleRange range_of(std::int64_t left, int rank, int ranks, const DistributedSamplerOptions& options) {
   const auto each = left / ranks, rest = left % ranks;
   if (options.exact) return {rank * each + std::min<std::int64_t>(rank, rest), each + (rank < rest)};
   const auto count = options.drop_last || rest == 0 ? each : each + 1;
@@ -78,7 +82,7 @@ class DistributedSampler::Share : public Pass {
       shared_->position = 0;
     shared_->base_seed = base_seed_;
     begin_ = position_ = std::min(shared_->position, size_);
-    left_ = part_of(size_ - begin_, shared_->rank, shared_->ranks, shared_->options).count;
+    left_ = range_of(size_ - begin_, shared_->rank, shared_->ranks, shared_->options).count;
   }
 
   std::size_t next(std::span<std::int64_t> out) override {
@@ -117,8 +121,8 @@ class DistributedSampler::Share : public Pass {
   std::int64_t place_pieces(std::int64_t asked) {
     const auto rest = size_ - position_;
     const bool whole = asked <= rest / shared_->ranks;
-    const auto part = whole ? Part{shared_->rank * asked, asked}
-                            : part_of(rest, shared_->rank, shared_->ranks, shared_->options);
+    const auto part = whole ? SampleRange{shared_->rank * asked, asked}
+                            : range_of(rest, shared_->rank, shared_->ranks, shared_->options);
     places_ = {position_ + part.first, 1};
     position_ = whole ? position_ + asked * shared_->ranks : size_;
     return part.count;
@@ -126,7 +130,7 @@ class DistributedSampler::Share : public Pass {
 
   std::shared_ptr<Shared> shared_;
   std::int64_t size_;
-  Order order_;
+  detail::SampleOrder order_;
   std::int64_t epoch_, begin_, position_, left_, taken_ = 0;
   Places places_;
   std::optional<std::int64_t> base_seed_;
@@ -149,7 +153,7 @@ DistributedSampler::DistributedSampler(std::int64_t size, int rank, int num_repl
 }
 
 std::int64_t DistributedSampler::size() const {
-  return part_of(shared_->size, shared_->rank, shared_->ranks, shared_->options).count;
+  return range_of(shared_->size, shared_->rank, shared_->ranks, shared_->options).count;
 }
 
 std::unique_ptr<Pass> DistributedSampler::pass() { return std::make_unique<Share>(shared_); }

@@ -10,22 +10,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <lockstep/base/log.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/data/permutation.h>
 
 namespace lockstep::detail {
 namespace {
-
-std::string text_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "something that is no std::exception";
-  }
-}
 
 std::string list_of(const std::vector<std::int64_t>& indices) {
   std::string text;
@@ -53,7 +42,7 @@ void throw_load_error(const Task& task, std::optional<std::int64_t> index, int w
                     : task.indices.empty() ? "a batch of the stream"
                                            : "the batch of samples " + list_of(task.indices);
   std::throw_with_nested(LoadError("DataLoader: " + what + " (worker " + std::to_string(worker) +
-                                       "): " + text_of(std::current_exception()),
+                                       "): " + plain_text(std::current_exception()),
                                    index));
 }
 

@@ -34,14 +34,14 @@ std::string of_attempt(const std::string& file, int attempt) {
 
 // False where that cannot be done, with errno: also where a pipe's reader does not read. The job is to end.
 bool write_soon(int fd, std::string_view bytes) {
-  using Clock = std::chrono::steady_clock;
-  const auto limit = Clock::now() + std::chrono::seconds(2);
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(2);
   while (!bytes.empty()) {
     const auto written = ::write(fd, bytes.data(), bytes.size());
     if (written >= 0) {
       bytes.remove_prefix(static_cast<std::size_t>(written));
     } else if (errno == EAGAIN) {
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit - Clock::now()).count();
+      const auto left =
+          std::chrono::ceil<std::chrono::milliseconds>(limit - std::chrono::steady_clock::now()).count();
       pollfd wait{fd, POLLOUT, 0};
       if (left <= 0 || ::poll(&wait, 1, static_cast<int>(left)) == 0) {
         errno = ETIMEDOUT;

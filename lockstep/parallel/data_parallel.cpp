@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/log.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/parallel/data_parallel_random.h>
 #include <lockstep/parallel/data_parallel_replicas.h>
 #include <lockstep/parallel/data_parallel_sum.h>
@@ -448,7 +449,7 @@ std::vector<Tensors> DataParallelState::replica_gradients(const ReplicaCall& cal
     std::vector<std::string> names;
     for (std::size_t r = 0; r < count; ++r) names.push_back(devices_[r].str());
     std::throw_with_nested(Error(fmt::format("DataParallel: backward of the replicas on {}: {}",
-                                             fmt::join(names, ", "), text_of(std::current_exception()))));
+                                             fmt::join(names, ", "), plain_text(std::current_exception()))));
   }
   auto next = found.begin();
   for (std::size_t r = 0; r < count; ++r) {

@@ -20,10 +20,10 @@
 #include <fmt/format.h>
 #include <lockstep/base/quiet_threads.h>
 #include <lockstep/base/span.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/parallel/data_parallel.h>
 
 namespace lockstep::detail {
-namespace {
 
 // A thread's settings that a replica must share with its caller.
 class CallerState {
@@ -53,6 +53,8 @@ class CallerState {
   std::vector<c10::Stream> streams_;
 };
 
+namespace {
+
 // at::set_num_threads sets this thread's number and the one that new threads begin with. Only the first is
 // wanted, so a thread that ends at once sets the other back.
 void set_own_threads(int threads) {
@@ -65,18 +67,6 @@ void set_own_threads(int threads) {
 }
 
 }  // namespace
-
-std::string text_of(std::exception_ptr error) {
-  try {
-    std::rethrow_exception(std::move(error));
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
-  }
-}
 
 struct ReplicaWorkers::Round {
   Round(std::size_t count, const std::vector<at::Device>& devices, const Task& the_task)
@@ -189,7 +179,7 @@ void ReplicaWorkers::fail(const Round& round, std::size_t index, std::string_vie
       errors.size() - static_cast<std::size_t>(std::count(errors.begin(), errors.end(), nullptr));
   const auto text = fmt::format(
       "DataParallel: {} of replica {} of {}, on {}{}: {}", phase, index, errors.size(), devices_[index].str(),
-      failed > 1 ? fmt::format(" (and {} more)", failed - 1) : "", text_of(errors[index]));
+      failed > 1 ? fmt::format(" (and {} more)", failed - 1) : "", plain_text(errors[index]));
   try {
     std::rethrow_exception(errors[index]);
   } catch (...) {

@@ -19,9 +19,6 @@
 
 namespace lockstep::detail {
 
-// What it says, without LibTorch's backtrace.
-std::string text_of(std::exception_ptr error);
-
 class ReplicaWorkers {
  public:
   using Task = std::function<void(std::size_t)>;

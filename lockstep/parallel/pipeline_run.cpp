@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/span.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/nn/dropout.h>
 
 namespace lockstep::detail {
@@ -14,18 +15,6 @@ namespace {
 using enum PipelineOp;
 
 constexpr int kFirstTag = 1 << 20;  // apart from what a program sends itself in the same group
-
-std::string text_of(const std::exception_ptr& exception) {
-  try {
-    std::rethrow_exception(exception);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception of a type of its own";
-  }
-}
 
 // What the next stage works on: a part of another graph.
 StageValues handed_on(const StageValues& values, bool with_gradients) {
@@ -290,7 +279,7 @@ void PipelineRun::fail(PipelineAction action) {
 
 void PipelineRun::fail(const std::string& where) {
   exception_ = std::current_exception();
-  failure_ = fmt::format("{}: {}", where, text_of(exception_));
+  failure_ = fmt::format("{}: {}", where, plain_text(exception_));
   slots_.clear();
 }
 

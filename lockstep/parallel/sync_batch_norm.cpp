@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
+#include <lockstep/parallel/held_group.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/container/sequential.h>
 
@@ -37,11 +38,11 @@ at::Tensor exchangeable(const at::Tensor& values, Group& group) {
 
 // Mean and sum of squared deviations of all ranks' values, from each rank's own: one exchange of 2C + 1
 // numbers.
-struct Moments {
+struct GlobalMoments {
   at::Tensor mean, deviations;  // double
   double count;
 };
-Moments global_moments(const at::Tensor& input, Group& group) {
+GlobalMoments global_moments(const at::Tensor& input, Group& group) {
   const auto channels = input.size(1), count = channels == 0 ? 0 : input.numel() / channels;
   auto mine = at::zeros({2 * channels + 1}, input.options().dtype(at::kDouble));
   if (count > 0) {
@@ -61,11 +62,6 @@ Moments global_moments(const at::Tensor& input, Group& group) {
   auto deviations = (own + (means - mean).square() * counts).sum(0);
   return {mean.to(input.device()), deviations.to(input.device()), total};
 }
-
-struct HeldGroup : torch::CustomClassHolder {
-  explicit HeldGroup(Group given) : group(std::move(given)) {}
-  Group group;
-};
 
 struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
   using Optional = std::optional<at::Tensor>;  // autograd's Function takes no undefined ones

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
+#include <lockstep/parallel/held_group.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 namespace lockstep {
@@ -21,11 +22,6 @@ using torch::autograd::variable_list;
 constexpr const char *kCopyBack = "copy_to_group backward", *kReduce = "reduce_from_group",
                      *kGather = "gather", *kGatherBack = "gather backward", *kScatter = "scatter",
                      *kScatterBack = "scatter backward";
-
-struct HeldGroup : torch::CustomClassHolder {
-  explicit HeldGroup(Group given) : group(std::move(given)) {}
-  Group group;
-};
 
 void hold(AutogradContext* context, const Group& group, std::int64_t dim = 0) {
   context->saved_data["group"] = c10::IValue::make_capsule(c10::make_intrusive<HeldGroup>(group));

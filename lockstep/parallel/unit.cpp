@@ -37,16 +37,15 @@ bool name_matches(std::string_view pattern, std::string_view name) {
 WeightPart::WeightPart() { ++weight_parts; }
 WeightPart::~WeightPart() { --weight_parts; }
 
-namespace {
-
 // Whose gradient a parameter's may be. Layers may share it: then it has come through one of them.
+// Attachment::Watch, which has linkage, contains it: it is not in an unnamed namespace.
 struct Sharers {
   std::mutex mutex;
   std::vector<const Attachment*> attachments;
 };
 
 // The same for all that share the accumulator.
-std::shared_ptr<Sharers> sharers_of(const torch::autograd::Node* accumulator) {
+static std::shared_ptr<Sharers> sharers_of(const torch::autograd::Node* accumulator) {
   static std::mutex mutex;
   static std::map<const torch::autograd::Node*, std::weak_ptr<Sharers>> known;
   std::lock_guard lock(mutex);
@@ -56,8 +55,6 @@ std::shared_ptr<Sharers> sharers_of(const torch::autograd::Node* accumulator) {
   if (!sharers) entry = sharers = std::make_shared<Sharers>();
   return sharers;
 }
-
-}  // namespace
 
 // A parameter of the module: its gradient must have come through the attachment.
 struct Attachment::Watch {

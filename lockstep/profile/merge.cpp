@@ -17,10 +17,11 @@ bool meets_all(Operation operation) {
          operation == Operation::barrier;
 }
 
-struct Met {
+struct Attendance {
   std::int64_t begin = 0, end = 0;
 };
-using Meetings = std::map<std::pair<std::int64_t, std::uint64_t>, std::vector<Met>>;  // group, sequence
+using Meetings =
+    std::map<std::pair<std::int64_t, std::uint64_t>, std::vector<Attendance>>;  // group, sequence
 
 Meetings meetings_of(const std::vector<RankProfile>& profiles, const std::string& boot) {
   Meetings meetings;

@@ -13,29 +13,29 @@ namespace lockstep::profile {
 
 namespace {
 
-using nlohmann::json;
+using Json = nlohmann::json;
 
 constexpr const char* kFormat = "lockstep.profile/1";
-constexpr int kMostOperations = static_cast<int>(Operation::recv) + 1;
+constexpr int kNumOperations = static_cast<int>(Operation::recv) + 1;
 
-json rows(const std::vector<Event>& events) {
-  auto list = json::array();
+Json rows(const std::vector<Event>& events) {
+  auto list = Json::array();
   for (const Event& e : events)
     list.push_back({static_cast<int>(e.kind), e.name, e.thread, e.depth, e.begin, e.end, e.cpu_begin,
                     e.cpu_end, e.bytes, e.flops, e.transfer});
   return list;
 }
 
-json rows(const std::vector<Transfer>& transfers) {
-  auto list = json::array();
+Json rows(const std::vector<Transfer>& transfers) {
+  auto list = Json::array();
   for (const Transfer& t : transfers)
     list.push_back({static_cast<int>(t.operation), t.group, t.sequence, t.bytes, t.tag, t.peer, t.nth,
                     t.begin, t.end, t.unfinished});
   return list;
 }
 
-json rows(const std::vector<DeviceEvent>& events) {
-  auto list = json::array();
+Json rows(const std::vector<DeviceEvent>& events) {
+  auto list = Json::array();
   for (const DeviceEvent& d : events)
     list.push_back(
         {static_cast<int>(d.kind), d.name, d.row, d.begin, d.end, d.launched_by, d.thread, d.launched});
@@ -44,7 +44,7 @@ json rows(const std::vector<DeviceEvent>& events) {
 
 // A number of a row, which must lie within limits: what it is an index of was counted before.
 template <typename T>
-T number(const json& row, std::size_t place, std::int64_t least, std::int64_t most) {
+T number(const Json& row, std::size_t place, std::int64_t least, std::int64_t most) {
   const auto value = row.at(place).get<std::int64_t>();
   if (value < least || value > most)
     throw ConfigError(fmt::format("{} is not allowed: {} to {} are", value, least, most));
@@ -53,7 +53,7 @@ T number(const json& row, std::size_t place, std::int64_t least, std::int64_t mo
 
 constexpr std::int64_t kAny = std::int64_t{1} << 60;
 
-Event event_of(const json& row, const RankProfile& profile) {
+Event event_of(const Json& row, const RankProfile& profile) {
   const auto names = static_cast<std::int64_t>(profile.names.size()),
              threads = static_cast<std::int64_t>(profile.threads.size());
   Event e;
@@ -71,9 +71,9 @@ Event event_of(const json& row, const RankProfile& profile) {
   return e;
 }
 
-Transfer transfer_of(const json& row, const RankProfile& profile) {
+Transfer transfer_of(const Json& row, const RankProfile& profile) {
   Transfer t;
-  t.operation = static_cast<Operation>(number<int>(row, 0, 0, kMostOperations - 1));
+  t.operation = static_cast<Operation>(number<int>(row, 0, 0, kNumOperations - 1));
   t.group = number<std::int32_t>(row, 1, 0, static_cast<std::int64_t>(profile.groups.size()) - 1);
   t.sequence = number<std::uint64_t>(row, 2, 0, kAny);
   t.bytes = number<std::int64_t>(row, 3, 0, kAny);
@@ -86,7 +86,7 @@ Transfer transfer_of(const json& row, const RankProfile& profile) {
   return t;
 }
 
-DeviceEvent device_event_of(const json& row, const RankProfile& profile) {
+DeviceEvent device_event_of(const Json& row, const RankProfile& profile) {
   const auto last = [](const auto& list) { return static_cast<std::int64_t>(list.size()) - 1; };
   DeviceEvent d;
   d.kind = static_cast<DeviceKind>(number<int>(row, 0, 0, kDeviceKinds - 1));
@@ -100,7 +100,7 @@ DeviceEvent device_event_of(const json& row, const RankProfile& profile) {
   return d;
 }
 
-RankProfile from(const json& text) {
+RankProfile from(const Json& text) {
   if (text.at("format") != kFormat)
     throw ConfigError(fmt::format("its format is {}, and '{}' is read", text.at("format").dump(), kFormat));
   RankProfile p;
@@ -144,11 +144,11 @@ bool is_rank_file(const std::filesystem::path& path) {
 std::filesystem::path write(const RankProfile& profile, const std::filesystem::path& directory) {
   std::error_code trouble;
   std::filesystem::create_directories(directory, trouble);  // what is wrong with it, the file will tell
-  auto groups = json::array(), steps = json::array(), memory = json::array();
+  auto groups = Json::array(), steps = Json::array(), memory = Json::array();
   for (const auto& g : profile.groups) groups.push_back({g.key, g.name, g.place, g.size});
   for (const auto& s : profile.steps) steps.push_back({s.step, s.begin, s.end});
   for (const auto& m : profile.memory) memory.push_back({m.time, m.bytes});
-  json text{{"format", kFormat},
+  Json text{{"format", kFormat},
             {"rank", profile.rank},
             {"size", profile.size},
             {"host", profile.host},
@@ -165,14 +165,14 @@ std::filesystem::path write(const RankProfile& profile, const std::filesystem::p
             {"memory", memory},
             {"notes", profile.notes}};
   if (!profile.device.empty()) {
-    auto& device_rows = text["device_rows"] = json::array();
+    auto& device_rows = text["device_rows"] = Json::array();
     for (const auto& row : profile.device_rows) device_rows.push_back({row.device, row.stream});
     text["device"] = rows(profile.device);
   }
   const auto path = directory / fmt::format("rank-{}.json", profile.rank);
   detail::PartialFile file(path.string());
   // Names may be any bytes: what is not UTF-8 is replaced.
-  const auto bytes = text.dump(-1, ' ', false, json::error_handler_t::replace);
+  const auto bytes = text.dump(-1, ' ', false, Json::error_handler_t::replace);
   file.write(std::as_bytes(std::span(bytes)));
   file.commit();
   return path;
@@ -182,8 +182,8 @@ RankProfile read(const std::filesystem::path& file) {
   std::ifstream stream(file, std::ios::binary);
   if (!stream) throw ConfigError(fmt::format("{} cannot be read", file.string()));
   try {
-    return from(json::parse(stream));
-  } catch (const json::exception& error) {
+    return from(Json::parse(stream));
+  } catch (const Json::exception& error) {
     throw ConfigError(fmt::format("{} is not a rank's profile: {}", file.string(), error.what()));
   } catch (const ConfigError& error) {
     throw ConfigError(fmt::format("{} is not a rank's profile: {}", file.string(), error.what()));

@@ -20,9 +20,9 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::size_t kMostEvents = 200'000;    // of all ranks, in the page
-constexpr std::size_t kMostOperations = 5'000;  // in the picture of sizes
-constexpr std::size_t kMostSamples = 1'000;     // of a rank's memory
+constexpr std::size_t kMostEvents = 200'000;   // of all ranks, in the page
+constexpr std::size_t kMostTransfers = 5'000;  // in the picture of sizes
+constexpr std::size_t kMostSamples = 1'000;    // of a rank's memory
 
 // Every n-th, so that no more than `most` are left.
 template <typename T>
@@ -220,7 +220,7 @@ Json report_of(const Summary& summary, const std::vector<RankProfile>& profiles)
   report["format"] = "lockstep.report/1";
   auto operations = Json::array();
   for (const auto& profile : profiles) {
-    const auto every = stride(profile.transfers, kMostOperations / profiles.size() + 1);
+    const auto every = stride(profile.transfers, kMostTransfers / profiles.size() + 1);
     for (std::size_t i = 0; i < profile.transfers.size(); i += every) {
       const auto& t = profile.transfers[i];
       operations.push_back({name(t.operation), t.bytes, static_cast<double>(t.end - t.begin) / 1e6});
@@ -254,14 +254,14 @@ void write_file(const std::filesystem::path& path, std::string_view text) {
   file.commit();
 }
 
-std::string dump(const Json& json, int indent) {
-  return json.dump(indent, ' ', false, Json::error_handler_t::replace);
+std::string dump(const Json& value, int indent) {
+  return value.dump(indent, ' ', false, Json::error_handler_t::replace);
 }
 
 // In a page "</script>" would end the script that it stands in.
-std::string in_page(const Json& json) {
+std::string in_page(const Json& value) {
   std::string escaped;
-  for (const char c : dump(json, -1)) {
+  for (const char c : dump(value, -1)) {
     if (c == '<')
       escaped += "\\u003c";
     else

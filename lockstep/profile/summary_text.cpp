@@ -38,9 +38,9 @@ std::string row(const std::string& title, const RankSummary& rank) {
 }
 
 Json json_of(const Parts& parts) {
-  Json json;
-  for (const auto& [name, part] : kParts) json[name] = parts.*part;
-  return json;
+  Json object;
+  for (const auto& [name, part] : kParts) object[name] = parts.*part;
+  return object;
 }
 
 Json json_of(const DeviceSummary& device) {
@@ -54,16 +54,16 @@ Json json_of(const DeviceSummary& device) {
 
 Json json_of(const RankSummary& rank) {
   const double exposed = std::min(rank.parts.communication, rank.transfer_ms);
-  Json json{{"step_ms", {{"median", rank.step_median}, {"p90", rank.step_p90}, {"mean", rank.step_mean}}},
-            {"parts_ms", json_of(rank.parts)},
-            {"communication",
-             {{"total_ms", rank.transfer_ms},
-              {"exposed_ms", rank.parts.communication},
-              {"waiting_ms", rank.waiting_ms},
-              {"overlap_percent", rank.transfer_ms > 0 ? 100 * (1 - exposed / rank.transfer_ms) : 0.0}}}};
-  if (!rank.memory.empty()) json["memory_peak"] = rank.memory;
-  if (rank.device) json["device"] = json_of(*rank.device);
-  return json;
+  Json object{{"step_ms", {{"median", rank.step_median}, {"p90", rank.step_p90}, {"mean", rank.step_mean}}},
+              {"parts_ms", json_of(rank.parts)},
+              {"communication",
+               {{"total_ms", rank.transfer_ms},
+                {"exposed_ms", rank.parts.communication},
+                {"waiting_ms", rank.waiting_ms},
+                {"overlap_percent", rank.transfer_ms > 0 ? 100 * (1 - exposed / rank.transfer_ms) : 0.0}}}};
+  if (!rank.memory.empty()) object["memory_peak"] = rank.memory;
+  if (rank.device) object["device"] = json_of(*rank.device);
+  return object;
 }
 
 std::string row(const std::string& title, const RankSummary& rank, const DeviceSummary& device) {
@@ -163,15 +163,15 @@ std::string text_of(const Summary& summary) {
 }
 
 Json json_of(const Summary& summary) {
-  Json json{{"format", "lockstep.summary/1"},
-            {"job",
-             {{"program", summary.program},
-              {"ranks", summary.ranks},
-              {"hosts", summary.hosts},
-              {"first_step", summary.first_step},
-              {"last_step", summary.last_step}}},
-            {"missing_ranks", summary.missing},
-            {"hints", summary.hints}};
+  Json object{{"format", "lockstep.summary/1"},
+              {"job",
+               {{"program", summary.program},
+                {"ranks", summary.ranks},
+                {"hosts", summary.hosts},
+                {"first_step", summary.first_step},
+                {"last_step", summary.last_step}}},
+              {"missing_ranks", summary.missing},
+              {"hints", summary.hints}};
   auto overall = json_of(summary.overall);
   overall["steps"] = summary.num_steps;
   if (summary.slowest_rank >= 0)
@@ -182,8 +182,8 @@ Json json_of(const Summary& summary) {
   if (summary.tokens_per_s > 0) overall["tokens_per_s"] = summary.tokens_per_s;
   if (summary.flops_per_step > 0) overall["flops_per_step"] = summary.flops_per_step;
   if (summary.mfu_percent > 0) overall["mfu_percent"] = summary.mfu_percent;
-  json["overall"] = std::move(overall);
-  auto& ranks = json["ranks"] = Json::array();
+  object["overall"] = std::move(overall);
+  auto& ranks = object["ranks"] = Json::array();
   for (const auto& rank : summary.each) {
     auto one = json_of(rank);
     one["rank"] = rank.rank;
@@ -191,7 +191,7 @@ Json json_of(const Summary& summary) {
     one["slowest_times"] = rank.slowest_times;
     ranks.push_back(std::move(one));
   }
-  auto& steps = json["steps"] = Json::array();
+  auto& steps = object["steps"] = Json::array();
   for (const auto& step : summary.steps) {
     if (steps.empty() || steps.back()["step"] != step.step)
       steps.push_back({{"step", step.step}, {"ranks", Json::array()}});
@@ -203,7 +203,7 @@ Json json_of(const Summary& summary) {
                                      {"waiting_ms", step.waiting_ms},
                                      {"late_ms", step.late_ms}});
   }
-  auto& collectives = json["collectives"] = Json::array();
+  auto& collectives = object["collectives"] = Json::array();
   for (const auto& each : summary.collectives)
     collectives.push_back({{"operation", name(each.operation)},
                            {"group", each.group},
@@ -222,7 +222,7 @@ Json json_of(const Summary& summary) {
                                             {"most_ms", each.most_ms},
                                             {"last_times", each.last_times}});
   }
-  return json;
+  return object;
 }
 
 }  // namespace lockstep::profile

@@ -40,7 +40,7 @@ struct AdamWKind {
 };
 
 template <typename Kind>
-using AdamGroupOptions = GroupOptions<typename Kind::Base>;
+using AdamGroupOptions = ParamGroupOptions<typename Kind::Base>;
 
 template <typename Kind>
 AdamSettings settings_of(const AdamGroupOptions<Kind>& options) {

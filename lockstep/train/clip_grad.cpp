@@ -10,7 +10,7 @@
 namespace lockstep {
 namespace {
 
-std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters) {
+std::vector<at::Tensor> defined_gradients(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
   for (const auto& parameter : parameters)
     if (parameter.defined() && parameter.grad().defined()) gradients.push_back(parameter.grad());
@@ -68,8 +68,8 @@ at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_
     throw ConfigError(
         "clip_grad_norm was told which parameters it counts here, and not in which group: others count the "
         "rest");
-  const auto kinds = by_kind(gradients_of(parameters));
-  const auto counted = options.counted ? by_kind(gradients_of(*options.counted)) : kinds;
+  const auto kinds = by_kind(defined_gradients(parameters));
+  const auto counted = options.counted ? by_kind(defined_gradients(*options.counted)) : kinds;
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
   auto norm = counted.empty() ? at::zeros({}, at::TensorOptions(at::kFloat).device(device))
                               : local_norm(counted, options.norm_type);
@@ -87,7 +87,7 @@ void clip_grad_value(const std::vector<at::Tensor>& parameters, double clip_valu
   at::NoGradGuard no_grad;
   if (!(clip_value >= 0))
     throw ConfigError(fmt::format("clip_value is {}: 0 or more is allowed", clip_value));
-  for (const auto& kind : by_kind(gradients_of(parameters))) {
+  for (const auto& kind : by_kind(defined_gradients(parameters))) {
     at::_foreach_clamp_min_(kind, -clip_value);
     at::_foreach_clamp_max_(kind, clip_value);
   }

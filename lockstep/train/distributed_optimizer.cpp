@@ -88,8 +88,8 @@ OptimizerParamGroup like(const OptimizerParamGroup& group, std::vector<at::Tenso
 
 template <typename Base>
 bool copy_options(const OptimizerOptions& from, OptimizerOptions& to) {
-  const auto* given = dynamic_cast<const GroupOptions<Base>*>(&from);
-  auto* own = dynamic_cast<GroupOptions<Base>*>(&to);
+  const auto* given = dynamic_cast<const ParamGroupOptions<Base>*>(&from);
+  auto* own = dynamic_cast<ParamGroupOptions<Base>*>(&to);
   if (given == nullptr || own == nullptr) return false;
   *own = *given;
   return true;

@@ -23,14 +23,14 @@ struct Manner {
 
 // Base: torch::optim::AdamOptions, AdamWOptions or SGDOptions.
 template <typename Base>
-struct GroupOptions : Base, Manner {
-  explicit GroupOptions(double lr) : Base(lr) {}
-  explicit GroupOptions(const Base& base) : Base(base) {}
+struct ParamGroupOptions : Base, Manner {
+  explicit ParamGroupOptions(double lr) : Base(lr) {}
+  explicit ParamGroupOptions(const Base& base) : Base(base) {}
 
   bool maximize = false;
 
   std::unique_ptr<torch::optim::OptimizerOptions> clone() const override {
-    return std::make_unique<GroupOptions>(*this);
+    return std::make_unique<ParamGroupOptions>(*this);
   }
   void serialize(torch::serialize::InputArchive& archive) override {
     Base::serialize(archive);
@@ -46,9 +46,9 @@ struct GroupOptions : Base, Manner {
 // The group's options as ours. LibTorch's own, which a group may have come with, are replaced; what they do
 // not say is what the optimizer's defaults say.
 template <typename Base>
-GroupOptions<Base>& own_options(torch::optim::OptimizerParamGroup& group,
-                                const torch::optim::OptimizerOptions& defaults) {
-  using Own = GroupOptions<Base>;
+ParamGroupOptions<Base>& own_options(torch::optim::OptimizerParamGroup& group,
+                                     const torch::optim::OptimizerOptions& defaults) {
+  using Own = ParamGroupOptions<Base>;
   auto& options = group.options();
   if (auto* own = dynamic_cast<Own*>(&options)) return *own;
   const auto* base = dynamic_cast<const Base*>(&options);
@@ -77,7 +77,7 @@ void take_groups(torch::optim::Optimizer& optimizer,
     optimizer.add_param_group(group);
     auto& taken = optimizer.param_groups().back();
     // LibTorch takes an option that has its default value for one that was not given: ours are all given.
-    if (group.has_options() && dynamic_cast<const GroupOptions<Base>*>(&group.options()))
+    if (group.has_options() && dynamic_cast<const ParamGroupOptions<Base>*>(&group.options()))
       taken.set_options(group.options().clone());
     check(own_options<Base>(taken, optimizer.defaults()));
   }
@@ -95,7 +95,7 @@ void save_optimizer(torch::serialize::OutputArchive& archive, const torch::optim
   auto& optimizer = const_cast<torch::optim::Optimizer&>(given);
   take_later_groups<Base>(optimizer);
   for (auto& [parameter, state] : optimizer.state()) own_state<State>(state).count_steps();
-  torch::optim::serialize<State, GroupOptions<Base>>(archive, optimizer);
+  torch::optim::serialize<State, ParamGroupOptions<Base>>(archive, optimizer);
 }
 
 template <typename State, typename Base>
@@ -104,7 +104,7 @@ void load_optimizer(torch::serialize::InputArchive& archive, torch::optim::Optim
   std::vector<Manner> manners;
   for (auto& group : optimizer.param_groups())
     manners.push_back(own_options<Base>(group, optimizer.defaults()));
-  torch::optim::serialize<State, GroupOptions<Base>>(archive, optimizer);
+  torch::optim::serialize<State, ParamGroupOptions<Base>>(archive, optimizer);
   for (std::size_t g = 0; g < manners.size(); ++g)
     static_cast<Manner&>(own_options<Base>(optimizer.param_groups()[g], optimizer.defaults())) = manners[g];
 }

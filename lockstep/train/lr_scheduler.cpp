@@ -128,12 +128,12 @@ std::vector<double> OneCycleLR::get_lrs() {
 }
 
 void OneCycleLR::set_momentum(double momentum) {
-  using namespace torch::optim;
   for (auto& group : optimizer_.param_groups()) {
     auto& options = group.options();
-    if (!set_beta1<AdamOptions>(options, momentum) && !set_beta1<AdamWOptions>(options, momentum) &&
-        !set_plain_momentum<SGDOptions>(options, momentum) &&
-        !set_plain_momentum<RMSpropOptions>(options, momentum))
+    if (!set_beta1<torch::optim::AdamOptions>(options, momentum) &&
+        !set_beta1<torch::optim::AdamWOptions>(options, momentum) &&
+        !set_plain_momentum<torch::optim::SGDOptions>(options, momentum) &&
+        !set_plain_momentum<torch::optim::RMSpropOptions>(options, momentum))
       throw ConfigError("OneCycleLR with cycle_momentum: the optimizer has neither momentum nor betas");
   }
 }

@@ -14,12 +14,12 @@ namespace lockstep {
 namespace detail {
 namespace {
 
-using Base = torch::optim::SGDOptions;
-using State = OwnState<torch::optim::SGDParamState>;
-using Options = GroupOptions<Base>;
+using SgdBase = torch::optim::SGDOptions;
+using SgdState = OwnState<torch::optim::SGDParamState>;
+using SgdGroup = ParamGroupOptions<SgdBase>;
 
-std::unique_ptr<Options> group_options(const SGDOptions& given) {
-  auto options = std::make_unique<Options>(given.lr);
+std::unique_ptr<SgdGroup> group_options(const SGDOptions& given) {
+  auto options = std::make_unique<SgdGroup>(given.lr);
   options->momentum(given.momentum);
   options->dampening(given.dampening);
   options->weight_decay(given.weight_decay);
@@ -30,7 +30,7 @@ std::unique_ptr<Options> group_options(const SGDOptions& given) {
   return options;
 }
 
-void check(const Options& options) {
+void check_sgd(const SgdGroup& options) {
   check_at_least_zero("lr", options.lr());
   check_at_least_zero("momentum", options.momentum());
   check_at_least_zero("weight_decay", options.weight_decay());
@@ -41,7 +41,7 @@ void check(const Options& options) {
 
 // What _single_tensor_sgd of torch/optim/sgd.py does, in its order. The buffer is undefined without momentum.
 void sgd_by_operations(const at::Tensor& parameter, at::Tensor gradient, at::Tensor& buffer,
-                       const Options& options) {
+                       const SgdGroup& options) {
   if (options.maximize) gradient = -gradient;
   if (options.weight_decay() != 0) gradient = gradient.add(parameter, options.weight_decay());
   if (options.momentum() != 0) {
@@ -54,7 +54,7 @@ void sgd_by_operations(const at::Tensor& parameter, at::Tensor gradient, at::Ten
   parameter.add_(gradient, -options.lr());
 }
 
-SgdFactors factors_of(const Options& options) {
+SgdFactors factors_of(const SgdGroup& options) {
   return {.step_size = static_cast<float>(-options.lr()),
           .momentum = static_cast<float>(options.momentum()),
           .weight = static_cast<float>(1 - options.dampening()),
@@ -64,7 +64,7 @@ SgdFactors factors_of(const Options& options) {
 }
 
 SgdSlice slice_of(const at::Tensor& parameter, const at::Tensor& gradient, at::Tensor& buffer,
-                  const Options& options, const SgdFactors& factors) {
+                  const SgdGroup& options, const SgdFactors& factors) {
   const bool first = options.momentum() != 0 && !buffer.defined();
   if (first) buffer = at::empty_like(parameter);
   return {{.parameter = parameter.mutable_data_ptr<float>(),
@@ -115,7 +115,7 @@ class Step {
     slices.clear();
     check();
     for (auto& group : optimizer_.param_groups()) {
-      const auto& options = own_options<Base>(group, optimizer_.defaults());
+      const auto& options = own_options<SgdBase>(group, optimizer_.defaults());
       const auto factors = factors_of(options);
       for (auto& parameter : group.params()) {
         auto gradient = parameter.grad();
@@ -156,7 +156,7 @@ class Step {
   void check() {
     std::optional<at::Device> asked;
     for (auto& group : optimizer_.param_groups()) {
-      const auto& options = own_options<Base>(group, optimizer_.defaults());
+      const auto& options = own_options<SgdBase>(group, optimizer_.defaults());
       for (const auto& parameter : group.params()) {
         if (!parameter.grad().defined()) continue;
         if (options.master_weights && has_master(parameter) && parameter.grad().layout() != at::kStrided)
@@ -170,8 +170,8 @@ class Step {
     }
   }
 
-  State& state_of(const at::Tensor& parameter, bool mastered) {
-    auto& state = own_state<State>(optimizer_.state()[parameter.unsafeGetTensorImpl()]);
+  SgdState& state_of(const at::Tensor& parameter, bool mastered) {
+    auto& state = own_state<SgdState>(optimizer_.state()[parameter.unsafeGetTensorImpl()]);
     if (mastered)
       follow(state, parameter);
     else
@@ -195,7 +195,7 @@ class Step {
     if (momentum) fused.buffers.push_back(buffer);
   }
 
-  void run_fused(const Options& options) {
+  void run_fused(const SgdGroup& options) {
     for (auto* calls : {&first_, &later_}) {
       for (auto& [kind, f] : *calls)
         at::_fused_sgd_(f.parameters, f.gradients, f.buffers, options.weight_decay(), options.momentum(),
@@ -206,10 +206,10 @@ class Step {
   }
 
   torch::optim::Optimizer& optimizer_;
-  std::vector<std::pair<State*, at::Tensor>> rounded_;  // whose parameters follow their masters yet
-  std::vector<at::Tensor> held_;                        // gradients that slices point to
+  std::vector<std::pair<SgdState*, at::Tensor>> rounded_;  // whose parameters follow their masters yet
+  std::vector<at::Tensor> held_;                           // gradients that slices point to
   // Buffers without a value until the step has come to its end: one that fails does not leave them behind.
-  std::vector<std::pair<State*, at::Tensor>> made_;
+  std::vector<std::pair<SgdState*, at::Tensor>> made_;
   std::map<FusedKind, Fused, FusedKindLess> first_,
       later_;  // whose buffers have no value yet, and the others
 };
@@ -224,7 +224,7 @@ SGD::SGD(std::vector<at::Tensor> parameters, SGDOptions options)
 
 SGD::SGD(const std::vector<OptimizerParamGroup>& groups, SGDOptions options)
     : Optimizer(std::vector<OptimizerParamGroup>{}, detail::group_options(options)) {
-  detail::take_groups<detail::Base>(*this, groups, detail::check);
+  detail::take_groups<detail::SgdBase>(*this, groups, detail::check_sgd);
 }
 
 OptimizerParamGroup SGD::group(std::vector<at::Tensor> parameters, SGDOptions options) {
@@ -235,7 +235,7 @@ SGDOptions SGD::options(std::size_t group) const {
   auto& groups = const_cast<SGD*>(this)->param_groups();
   if (group >= groups.size())
     throw ConfigError(fmt::format("options of group {}: there are {} groups", group, groups.size()));
-  const auto& options = detail::own_options<detail::Base>(groups[group], defaults());
+  const auto& options = detail::own_options<detail::SgdBase>(groups[group], defaults());
   return {.lr = options.lr(),
           .momentum = options.momentum(),
           .dampening = options.dampening(),
@@ -253,21 +253,21 @@ at::Tensor SGD::step(LossClosure closure) {
   detail::Step(*this).run();
   detail::tell_memory(*this, [](torch::optim::OptimizerParamState& each) {
     auto& state = static_cast<torch::optim::SGDParamState&>(each);
-    return detail::bytes_if_defined(state.momentum_buffer()) + detail::master_bytes<detail::State>(each);
+    return detail::bytes_if_defined(state.momentum_buffer()) + detail::master_bytes<detail::SgdState>(each);
   });
   return loss;
 }
 
 at::Tensor SGD::master(const at::Tensor& parameter) const {
-  return detail::find_master<detail::State>(*this, parameter);
+  return detail::find_master<detail::SgdState>(*this, parameter);
 }
-void SGD::sync_masters() { detail::sync_all_masters<detail::State>(*this); }
+void SGD::sync_masters() { detail::sync_all_masters<detail::SgdState>(*this); }
 
 void SGD::save(torch::serialize::OutputArchive& archive) const {
-  detail::save_optimizer<detail::State, detail::Base>(archive, *this);
+  detail::save_optimizer<detail::SgdState, detail::SgdBase>(archive, *this);
 }
 void SGD::load(torch::serialize::InputArchive& archive) {
-  detail::load_optimizer<detail::State, detail::Base>(archive, *this);
+  detail::load_optimizer<detail::SgdState, detail::SgdBase>(archive, *this);
 }
 
 }  // namespace lockstep

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/quiet_threads.h>
+#include <lockstep/comm/error_text.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/transports/shm/meeting.h>
 
@@ -17,7 +18,7 @@ using std::chrono::milliseconds;
 // The engine's own patience: deadlines are ours, which do not pass while this process is stopped.
 constexpr milliseconds kEnginePatience = std::chrono::hours(30 * 24);
 // How often those who wait are looked after.
-constexpr milliseconds kLook(50);
+constexpr milliseconds kLinkLook(50);
 // How many looks after the last wait the watcher goes on by itself: a wait need not wake it then.
 constexpr int kLinger = 20;
 
@@ -194,7 +195,7 @@ void C10dLinks::watch() {
       asleep_ = false;
     }
     if (!waiters_.empty()) idle = 0;
-    changed_.wait_for(lock, kLook);
+    changed_.wait_for(lock, kLinkLook);
     if (closed_ || waiters_.empty()) continue;
     const auto now = Clock::now();
     const auto lost = transport_->lost_peers();

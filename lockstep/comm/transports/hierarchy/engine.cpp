@@ -16,7 +16,6 @@
 namespace lockstep::hierarchy {
 namespace {
 
-constexpr std::size_t kLine = 64;
 constexpr std::size_t kSmall = 2000;  // bytes of a sum that travels with the greeting
 
 // The sizes of pairs, where all are the same: then nobody needs to see them.
@@ -301,16 +300,17 @@ char* Engine::scratch(std::size_t bytes) {
   }
   scratch_ = nullptr;
   scratch_size_ = 0;
-  const auto size = memory::round_up(bytes, kLine);
-  scratch_ =
-      memory_ != nullptr ? memory_->allocate(size) : static_cast<char*>(std::aligned_alloc(kLine, size));
+  const auto size = memory::round_up(bytes, memory::kCacheLine);
+  scratch_ = memory_ != nullptr ? memory_->allocate(size)
+                                : static_cast<char*>(std::aligned_alloc(memory::kCacheLine, size));
   if (scratch_ == nullptr) throw std::bad_alloc();
   scratch_size_ = size;
   return scratch_;
 }
 
 std::size_t Engine::window_items(std::size_t item_size) const {
-  const auto bytes = std::max(memory::round_up(tuning_.window / at(hosts_.size()), kLine), kLine);
+  const auto bytes =
+      std::max(memory::round_up(tuning_.window / at(hosts_.size()), memory::kCacheLine), memory::kCacheLine);
   return bytes / item_size;
 }
 

@@ -6,11 +6,7 @@
 #include <lockstep/memory/align.h>
 
 namespace lockstep::hierarchy {
-namespace {
-
-constexpr std::size_t kLine = 64;
-
-}  // namespace
+namespace {}  // namespace
 
 // Scratch for the windows: partial sums, what comes from other hosts, and what is between two types.
 void Engine::prepare(Sums& sums, std::span<Window> windows) {
@@ -20,7 +16,7 @@ void Engine::prepare(Sums& sums, std::span<Window> windows) {
   for (auto count : sums.counts) sums.longest = std::max(sums.longest, count);
   sums.window = std::min(window_items(sums.item), std::max<std::size_t>(sums.longest, 1));
 
-  const auto piece = memory::round_up(sums.window * sums.wide_item, kLine);
+  const auto piece = memory::round_up(sums.window * sums.wide_item, memory::kCacheLine);
   std::size_t rounds = 0;  // pieces that this rank sums for others, and its own
   for (int h = 0; h < hosts_.count(); ++h)
     rounds += (hosts_.ranks_of(h).size() + hosts_.neighbours().size() - 1) / hosts_.neighbours().size();
@@ -41,7 +37,7 @@ void Engine::prepare(Sums& sums, std::span<Window> windows) {
 // This host's sums of everybody's pieces, by the tree; each rank sums those that it carries, and sends them.
 void Engine::start_sums(const Sums& sums, Window& window) {
   const auto neighbours = hosts_.neighbours().size();
-  const auto piece = memory::round_up(sums.window * sums.wide_item, kLine);
+  const auto piece = memory::round_up(sums.window * sums.wide_item, memory::kCacheLine);
   const auto mine = window.clip(sums.counts[at(hosts_.rank())]) * sums.wide_item;
   for (int h = 0; h < hosts_.count(); ++h)
     if (h != hosts_.host())
@@ -89,7 +85,7 @@ void Engine::finish_sums(const Sums& sums, Window& window) {
   wait(window.in);
   const auto count = window.clip(sums.counts[at(hosts_.rank())]);
   if (count > 0) {
-    const auto piece = memory::round_up(sums.window * sums.wide_item, kLine);
+    const auto piece = memory::round_up(sums.window * sums.wide_item, memory::kCacheLine);
     std::vector<const void*> inputs;
     for (int h = 0; h < hosts_.count(); ++h)
       inputs.push_back(h == hosts_.host() ? window.own : window.incoming + at(h) * piece);
@@ -105,7 +101,7 @@ void Engine::cut(Part& part, Sums& sums, Blocks& blocks) const {
   auto* data = static_cast<char*>(part.outputs.at(0));
   const auto count = static_cast<std::size_t>(part.call.count), ranks = at(hosts_.size());
   // Whole lines, whatever an element's size.
-  const auto share = memory::round_up((count + ranks - 1) / ranks, kLine);
+  const auto share = memory::round_up((count + ranks - 1) / ranks, memory::kCacheLine);
   sums.dtype = part.call.dtype;
   sums.op = part.call.reduction;
   blocks.item = part.item_size;

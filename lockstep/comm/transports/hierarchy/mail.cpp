@@ -19,9 +19,9 @@ constexpr std::uint64_t kMailTags = 1 << 20;
 int tag_of(std::uint64_t id) { return kFirstMailTag + static_cast<int>(id % kMailTags); }
 
 // How often a wait looks whether its peer is still there.
-constexpr std::chrono::milliseconds kLook(100);
+constexpr std::chrono::milliseconds kMailLook(100);
 // How long the sender of what does not fit is waited for, to be told.
-constexpr std::chrono::seconds kFarewell(1);
+constexpr std::chrono::seconds kMailFarewell(1);
 
 }  // namespace
 
@@ -169,7 +169,7 @@ void Mail::refuse(Lock& lock, const Item& item, const Note& note, int from) noex
   lock.unlock();
   try {
     auto transfer = links_->send(from, reply, sizeof(Note), kNoteTag);
-    links_->wait(*transfer, Clock::now() + kFarewell);
+    links_->wait(*transfer, Clock::now() + kMailFarewell);
     delete reply;
   } catch (...) {  // it hears of it some other way
   }
@@ -204,7 +204,7 @@ void Mail::wait(Item& item, Clock::time_point deadline) {
       finish(lock, item, deadline);
       continue;
     }
-    changed_.wait_until(lock, std::min(deadline, Clock::now() + kLook));
+    changed_.wait_until(lock, std::min(deadline, Clock::now() + kMailLook));
     if (item.settled || item.data) continue;
     if (Clock::now() >= deadline)
       fail_all(lock, std::make_exception_ptr(shm::TimedOut("the deadline has passed")));

@@ -18,7 +18,7 @@
 namespace lockstep::detail {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using SteadyClock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
@@ -93,13 +93,13 @@ void Progress::run(std::promise<void> ready) {
 // Ranks end at different times. They wait for each other here, where a wait costs no core and can be given
 // up, and not inside MPI_Finalize.
 bool Progress::all_ranks_end() {
-  const auto deadline = Clock::now() + patience_;
+  const auto deadline = SteadyClock::now() + patience_;
   auto nap = kShortestNap;
   int all = 0;
   MPI_Request everyone = MPI_REQUEST_NULL;
   if (MPI_Ibarrier(MPI_COMM_WORLD, &everyone) != MPI_SUCCESS) return false;
   while (MPI_Test(&everyone, &all, MPI_STATUS_IGNORE) == MPI_SUCCESS && all == 0) {
-    if (Clock::now() > deadline) {
+    if (SteadyClock::now() > deadline) {
       log(LogLevel::error, "MPI is not finalised: another rank has not ended within {:.3f} s",
           std::chrono::duration<double>(patience_).count());
       break;
@@ -148,7 +148,7 @@ void Progress::call(std::function<void()> job) { enqueue(std::move(job)); }
 
 void Progress::loop() {
   std::vector<std::function<void()>> jobs;
-  auto last = Clock::now();
+  auto last = SteadyClock::now();
   auto nap = kShortestNap;
   const auto called = [this] { return !queue_.empty() || stopping_; };
   for (;;) {
@@ -163,12 +163,12 @@ void Progress::loop() {
     if (prune_.exchange(false)) prune();
     moved |= poll();
     if (moved) {
-      last = Clock::now();
+      last = SteadyClock::now();
       nap = kShortestNap;
       continue;
     }
     const bool idle = requests_.empty();
-    if (!idle && Clock::now() - last < kSpin) {
+    if (!idle && SteadyClock::now() - last < kSpin) {
       sched_yield();
       continue;
     }

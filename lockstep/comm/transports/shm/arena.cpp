@@ -11,7 +11,6 @@ namespace lockstep::shm {
 namespace {
 
 using memory::kPage;
-constexpr std::size_t kLine = 64;
 constexpr std::size_t kSegment = std::size_t{8} << 20;  // the least that is taken at a time
 constexpr std::size_t kSpare = std::size_t{256} << 20;  // held though nobody uses it
 
@@ -36,7 +35,7 @@ void Arena::after_fork() {
 }
 
 void* Arena::allocate(std::size_t bytes, bool grow) {
-  const auto unit = bytes >= kPage ? kPage : kLine;
+  const auto unit = bytes >= kPage ? kPage : memory::kCacheLine;
   std::unique_lock lock(*mutex_);
   char* block = heap_.take(bytes, unit);
   while (block == nullptr && grow) {

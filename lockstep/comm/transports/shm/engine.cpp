@@ -73,7 +73,7 @@ void Engine::begin(Part& part) {
   const int rank = meeting_.rank(), ranks = meeting_.ranks();
   Round& op = *round_;
   op.start(part, meeting_.step() + 1, at(ranks));
-  op.window = round_up(tuning_.chunk, kLine);
+  op.window = round_up(tuning_.chunk, kCacheLine);
 
   auto add = [&](const void* data, std::int64_t elements) {
     const auto* bytes = static_cast<const char*>(data);
@@ -99,13 +99,14 @@ void Engine::begin(Part& part) {
       break;
     default: break;
   }
-  if (in_pieces(call.operation)) op.window = std::max(round_up(op.window / at(ranks), kLine), kLine);
+  if (in_pieces(call.operation))
+    op.window = std::max(round_up(op.window / at(ranks), kCacheLine), kCacheLine);
   // Where every rank knows the longest piece, no more is staged than that.
   if (!pairwise(call.operation)) {
     auto longest = call.count;
     for (const auto* table : {&call.to, &call.from})
       if (!table->empty()) longest = *std::max_element(table->begin(), table->end());
-    op.window = std::min(op.window, round_up(op.length(longest), kLine));
+    op.window = std::min(op.window, round_up(op.length(longest), kCacheLine));
   }
 
   const auto& region = meeting_.region();

@@ -31,7 +31,7 @@ void Engine::share_out(std::uint64_t chunks, Clock::time_point deadline, Work wo
 void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
   const auto ranks = at(meeting_.ranks());
   const auto share = round_up((op.bytes + ranks - 1) / ranks, kLeastClaim);
-  const auto chunk = std::min(share, round_up(tuning_.claim, kLine));
+  const auto chunk = std::min(share, round_up(tuning_.claim, kCacheLine));
   std::vector<char*> buffers;
   share_out((op.bytes + chunk - 1) / chunk, deadline, [&](std::size_t i) {
     // While there is a chunk to do, nobody has left: whoever comes when all are done need not see the others'
@@ -53,7 +53,7 @@ void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
 void Engine::reduce_slots(Round& op, Clock::time_point deadline) {
   const int ranks = meeting_.ranks();
   const auto& region = meeting_.region();
-  const auto share = round_up((op.bytes + at(ranks) - 1) / at(ranks), kLine);
+  const auto share = round_up((op.bytes + at(ranks) - 1) / at(ranks), kCacheLine);
   auto length = [&](int r) {
     const auto start = at(r) * share;
     return start < op.bytes ? std::min(share, op.bytes - start) : 0;
@@ -77,7 +77,7 @@ void Engine::reduce_slots(Round& op, Clock::time_point deadline) {
 void Engine::reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline) {
   const auto ranks = at(meeting_.ranks());
   const auto bytes = std::min(op.window, op.bytes - from);
-  const auto share = round_up((bytes + ranks - 1) / ranks, kLine);
+  const auto share = round_up((bytes + ranks - 1) / ranks, kCacheLine);
   std::vector<char*> stages;
   for (int r = 0; r < meeting_.ranks(); ++r)
     stages.push_back(r == meeting_.rank() ? stage_ + stage_size_ * (meeting_.step() % 2)

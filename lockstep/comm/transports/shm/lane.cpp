@@ -9,11 +9,11 @@ namespace {
 // How long an operation may lie before the lane's thread takes it up; most are waited for at once. While all
 // of them are, it looks ever less often: each look takes a processor from those who compute (a step of a
 // small model is a third slower with naps of 250 us).
-constexpr std::chrono::microseconds kNap(250), kLongNap(4000);
+constexpr std::chrono::microseconds kLaneNap(250), kLongLaneNap(4000);
 // Those that take longer than waking it does are not left lying, nor are several.
 constexpr std::int64_t kLarge = 256 << 10;
 // How long after the last one the thread looks by itself: posting need not wake it then.
-constexpr std::chrono::milliseconds kLinger(10);
+constexpr std::chrono::milliseconds kLaneLinger(10);
 // How long it may be away before its deputy does its work.
 constexpr std::chrono::milliseconds kAway(2);
 
@@ -41,8 +41,8 @@ void Lane::post(std::shared_ptr<Item> item, bool soon) {
   } else if (away_) {
     call_deputy();
   } else if (asleep_ || soon ||
-             (nap_ > kNap && (queue_.size() > 1 || queue_.back()->part.call.bytes >= kLarge))) {
-    nap_ = kNap;
+             (nap_ > kLaneNap && (queue_.size() > 1 || queue_.back()->part.call.bytes >= kLarge))) {
+    nap_ = kLaneNap;
     posted_.notify_one();
   }
 }
@@ -201,20 +201,20 @@ void Lane::progress() {
   Lock lock(mutex_);
   thread_ = std::this_thread::get_id();
   while (!closed_) {
-    if (queue_.empty() && Clock::now() - last_post_ >= kLinger) {
+    if (queue_.empty() && Clock::now() - last_post_ >= kLaneLinger) {
       asleep_ = true;
       posted_.wait(lock, [&] { return !queue_.empty() || closed_; });
       asleep_ = false;
     }
-    if (!queue_.empty() && !busy_ && (soon_ || Clock::now() - queue_.front()->posted >= kNap)) {
+    if (!queue_.empty() && !busy_ && (soon_ || Clock::now() - queue_.front()->posted >= kLaneNap)) {
       drive(lock, queue_.front()->deadline);
       soon_ = soon_ && !queue_.empty();
-      nap_ = kNap;
+      nap_ = kLaneNap;
     } else if (!closed_) {
       // Of what lies here now nobody knows yet whether it is waited for.
       const bool left = !queue_.empty() && !busy_;
-      if (posted_.wait_for(lock, left ? kNap : nap_) == std::cv_status::timeout && !left)
-        nap_ = std::min(2 * nap_, kLongNap);
+      if (posted_.wait_for(lock, left ? kLaneNap : nap_) == std::cv_status::timeout && !left)
+        nap_ = std::min(2 * nap_, kLongLaneNap);
     }
   }
 }

@@ -12,11 +12,11 @@ namespace {
 using detail::kAnySource;
 
 // How often a wait looks whether its peer is still there.
-constexpr std::chrono::milliseconds kSlice(20);
+constexpr std::chrono::milliseconds kMessageSlice(20);
 // How long a message may lie before the thread looks after it; most are waited for at once.
-constexpr std::chrono::microseconds kNap(250);
+constexpr std::chrono::microseconds kMessageNap(250);
 // How long after the last one the thread looks by itself: posting need not wake it then.
-constexpr std::chrono::milliseconds kLinger(10);
+constexpr std::chrono::milliseconds kMessageLinger(10);
 // How long a rank that leaves waits for those who should still hear from it.
 constexpr std::chrono::seconds kFarewell(2);
 
@@ -255,7 +255,7 @@ void Messages::look(Lock& lock) {
 void Messages::expire() {
   const auto now = Clock::now();
   if (now < next_expiry_) return;
-  next_expiry_ = now + kSlice;
+  next_expiry_ = now + kMessageSlice;
   if (!trouble()) return;
   take_notes();  // what a peer said before it left is still there
   if (auto error = trouble()) fail_all(error);
@@ -309,7 +309,7 @@ void Messages::wait(Item& item, Clock::time_point deadline) {
     if (Clock::now() < spin_until) {
       for (int i = 0; i < 64 && meeting_.bell() == bell; ++i) relax();
     } else {
-      meeting_.sleep(bell, kSlice);
+      meeting_.sleep(bell, kMessageSlice);
     }
     lock.lock();
   }
@@ -357,7 +357,7 @@ void Messages::take_leave(Lock& lock) {
       look(lock);
       if (!unheard(r)) break;
       lock.unlock();
-      meeting_.sleep(bell, kSlice);
+      meeting_.sleep(bell, kMessageSlice);
       lock.lock();
     }
 }
@@ -370,19 +370,19 @@ bool Messages::idle() const {
 void Messages::watch() {
   Lock lock(mutex_);
   while (!closed_) {
-    if (!neglected() && Clock::now() - last_use_ >= kLinger) {
+    if (!neglected() && Clock::now() - last_use_ >= kMessageLinger) {
       asleep_ = true;
       posted_.wait(lock, [&] { return neglected() || closed_; });
       asleep_ = false;
     }
     // Most are waited for at once, and those who wait look themselves.
-    posted_.wait_for(lock, kNap);
+    posted_.wait_for(lock, kMessageNap);
     while (neglected() && !closed_) {
       const auto bell = meeting_.bell();
       look(lock);
       if (!neglected() || closed_) break;
       lock.unlock();
-      meeting_.sleep(bell, kSlice);
+      meeting_.sleep(bell, kMessageSlice);
       lock.lock();
     }
   }

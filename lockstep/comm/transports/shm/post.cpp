@@ -20,12 +20,10 @@
 namespace lockstep::shm {
 namespace {
 
-using std::chrono::milliseconds;
-
 // Numbers of what is offered start here; the arena counts from 1.
 constexpr std::uint64_t kOffered = std::uint64_t{1} << 62;
-constexpr milliseconds kSlice(20);       // between two checks
-constexpr milliseconds kPatience(1000);  // with a caller that does not read
+constexpr std::chrono::milliseconds kCheckInterval(20);  // between two checks
+constexpr std::chrono::milliseconds kPatience(1000);     // with a caller that does not read
 
 struct Request {
   std::uint64_t id = 0;
@@ -39,7 +37,7 @@ using Check = Peer::Check;
 
 void wait_for(int fd, short events, const Check& check) {
   pollfd polled{fd, events, 0};
-  while (::poll(&polled, 1, static_cast<int>(kSlice.count())) <= 0) check();
+  while (::poll(&polled, 1, static_cast<int>(kCheckInterval.count())) <= 0) check();
 }
 
 void send_all(int fd, const void* data, std::size_t bytes, const Check& check) {
@@ -170,7 +168,7 @@ void Post::serve() {
     if (polled[0].revents == 0) continue;
     while (auto socket = control::accept_local(listener_.get()))
       if (control::is_own(socket->get())) callers.push_back({std::move(*socket)});
-    if (errno == EMFILE || errno == ENFILE) std::this_thread::sleep_for(milliseconds(50));
+    if (errno == EMFILE || errno == ENFILE) std::this_thread::sleep_for(std::chrono::milliseconds(50));
   }
 }
 
@@ -199,7 +197,7 @@ std::shared_ptr<Peer> Peer::reach(const std::string& name) {
 
 std::shared_ptr<Segment> Peer::segment(std::uint64_t id, const Check& check) {
   std::unique_lock lock(mutex_, std::defer_lock);
-  while (!lock.try_lock_for(kSlice)) check();
+  while (!lock.try_lock_for(kCheckInterval)) check();
   if (id >= kOffered) return fetch(id, check);  // whoever asks keeps it
   auto& known = segments_[id];
   if (!known) known = fetch(id, check);

@@ -12,16 +12,17 @@ using memory::round_up;
 
 namespace {
 
-constexpr std::size_t kLine = 128;
+constexpr std::size_t kSlotAlignment = 128;
 
 }  // namespace
 
 std::size_t Region::data_size(int ranks) {
-  return round_up(std::max(kInline, detail::packed_size(ranks)), kLine);
+  return round_up(std::max(kInline, detail::packed_size(ranks)), kSlotAlignment);
 }
 
 std::size_t Region::slot_size(int ranks) {
-  return round_up(sizeof(Header) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ranks), kLine) +
+  return round_up(sizeof(Header) + 2 * sizeof(std::int64_t) * static_cast<std::size_t>(ranks),
+                  kSlotAlignment) +
          data_size(ranks);
 }
 

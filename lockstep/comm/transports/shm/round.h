@@ -9,8 +9,8 @@
 
 namespace lockstep::shm {
 
+using memory::kCacheLine;
 using memory::round_up;
-constexpr std::size_t kLine = 64;
 inline std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
 // Where a rank's data is.

@@ -24,7 +24,7 @@ using memory::round_up;
 namespace {
 
 // Less is not worth reading the system's files; the reserve covers it.
-constexpr std::size_t kSmall = std::size_t{4} << 20;
+constexpr std::size_t kAlwaysFits = std::size_t{4} << 20;
 // Taken at a time: in between it is seen what others have taken meanwhile, who looked when this rank did.
 constexpr std::size_t kPiece = std::size_t{8} << 20;
 
@@ -69,7 +69,7 @@ bool huge_pages_are_advised() {
 
 void check_memory(std::size_t bytes, const host::Root& root, std::size_t taken) {
   const auto wanted = bytes - taken;
-  if (wanted < kSmall) return;
+  if (wanted < kAlwaysFits) return;
   if (const auto cgroup = host::cgroup_memory_left(root))
     if (wanted + reserve(cgroup->limit) > cgroup->left)
       refuse(bytes,

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include <lockstep/memory/align.h>
+
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
@@ -13,7 +15,7 @@ namespace lockstep::shm {
 namespace {
 
 // Less is not worth two looks at the clock, and says little.
-constexpr std::size_t kSmall = 16 << 10;
+constexpr std::size_t kPlainCopy = 16 << 10;
 // Measured (docs/shared-memory.md): near processors take 1.4 times as long with ordinary stores, far ones 7
 // times. What the reader gains by them where it is near is not in it.
 constexpr double kFar = 3;
@@ -34,24 +36,23 @@ void StageCopy::note(bool streamed, double cost) noexcept {
 }
 
 void StageCopy::copy(void* to, const void* from, std::size_t bytes) noexcept {
-  if (bytes < kSmall) {
+  if (bytes < kPlainCopy) {
     if (bytes != 0) std::memcpy(to, from, bytes);
     return;
   }
-  using Clock = std::chrono::steady_clock;
   const bool streamed = streams_ != tries();
-  const auto start = Clock::now();
+  const auto start = std::chrono::steady_clock::now();
   if (streamed)
     stream_bytes(to, from, bytes);
   else
     std::memcpy(to, from, bytes);
-  const std::chrono::duration<double, std::nano> took = Clock::now() - start;
+  const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - start;
   note(streamed, took.count() / static_cast<double>(bytes));
 }
 
 void stream_bytes(void* to, const void* from, std::size_t bytes) noexcept {
 #if defined(__x86_64__)
-  constexpr std::size_t kLine = 64;
+  constexpr auto kLine = memory::kCacheLine;
   auto* out = static_cast<char*>(to);
   const auto* in = static_cast<const char*>(from);
   const auto first = std::min(bytes, (kLine - reinterpret_cast<std::uintptr_t>(out) % kLine) % kLine);
