@@ -19,7 +19,7 @@ def check(condition, what):
 
 
 def run(*arguments):
-    return subprocess.run([sys.argv[1], *arguments], capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.argv[1], *arguments], capture_output=True, text=True, timeout=300)
 
 
 with tempfile.TemporaryDirectory() as folder:

@@ -26,7 +26,7 @@ namespace {
 using namespace detail;
 namespace fs = std::filesystem;
 
-std::span<const std::byte> bytes(std::string_view text) { return std::as_bytes(std::span(text)); }
+std::span<const std::byte> file_bytes(std::string_view text) { return std::as_bytes(std::span(text)); }
 
 class Files : public ::testing::Test {
  protected:
@@ -48,7 +48,7 @@ class Files : public ::testing::Test {
   }
   void put(std::string_view text, const std::string& name = "run") const {
     PartialFile file(path(name));
-    file.write(bytes(text));
+    file.write(file_bytes(text));
     file.commit();
   }
   fs::path folder_;
@@ -59,7 +59,7 @@ class WholeFileTest : public Files {};
 TEST_F(PartialFileTest, a_file_appears_when_it_is_whole) {
   {
     PartialFile file(path());
-    file.write(bytes("0000 rest"));
+    file.write(file_bytes("0000 rest"));
     EXPECT_FALSE(fs::exists(path()));
     file.write_at(0, "1234");
     file.commit();
@@ -73,7 +73,7 @@ TEST_F(PartialFileTest, large_and_small_pieces_keep_their_order) {
   PartialFile file(path());
   for (std::size_t size : {10u, 1u << 20, 3u, (1u << 20) - 1, 1u, 0u, 3u << 20, 700'000u, 700'000u, 5u}) {
     const std::string piece(size, static_cast<char>('a' + all.size() % 26));
-    file.write(bytes(piece));
+    file.write(file_bytes(piece));
     all += piece;
   }
   file.commit();
@@ -84,7 +84,7 @@ TEST_F(PartialFileTest, the_earlier_file_stays_until_the_new_one_is_whole) {
   put("earlier");
   try {
     PartialFile file(path());
-    file.write(bytes("new"));
+    file.write(file_bytes("new"));
     throw std::runtime_error("in the middle");
   } catch (const std::runtime_error&) {
   }
@@ -108,8 +108,8 @@ TEST_F(PartialFileTest, a_file_that_cannot_grow_is_an_error_and_leaves_nothing) 
   for (bool buffered : {true, false}) {
     problem = error_of<ConfigError>([&] {
       PartialFile file(path());
-      for (int i = 0; i < 40; ++i) file.write(bytes(piece));
-      if (buffered) file.write(bytes(std::string(3 << 20, 'x')));
+      for (int i = 0; i < 40; ++i) file.write(file_bytes(piece));
+      if (buffered) file.write(file_bytes(std::string(3 << 20, 'x')));
       file.commit();
     });
     EXPECT_THAT(problem, AllOf(HasSubstr("cannot write '" + path() + "'"), HasSubstr("File too large")));
@@ -130,7 +130,7 @@ TEST_F(PartialFileTest, a_full_disk_is_an_error_and_leaves_nothing) {
     std::string problem;
     try {
       PartialFile file(path());
-      for (int i = 0; i < 3; ++i) file.write(bytes(std::string(1 << 20, 'x')));
+      for (int i = 0; i < 3; ++i) file.write(file_bytes(std::string(1 << 20, 'x')));
       file.commit();
     } catch (const ConfigError& error) {
       problem = error.what();
@@ -154,7 +154,7 @@ TEST_F(PartialFileTest, a_writer_that_is_killed_leaves_the_earlier_file_and_the_
         const std::string whole(1000 + static_cast<std::size_t>(i % 7) * 300'000,
                                 static_cast<char>('a' + i % 7));
         for (std::size_t at = 0; at < whole.size(); at += 50'000)
-          file.write(bytes(whole).subspan(at, std::min<std::size_t>(50'000, whole.size() - at)));
+          file.write(file_bytes(whole).subspan(at, std::min<std::size_t>(50'000, whole.size() - at)));
         file.commit();
       }
     }
@@ -222,7 +222,7 @@ TEST_F(PartialFileTest, a_name_without_a_folder_is_in_this_one) {
   const auto before = fs::current_path();
   fs::current_path(folder_);
   PartialFile file("plain");
-  file.write(bytes("x"));
+  file.write(file_bytes("x"));
   file.commit();
   fs::current_path(before);
   EXPECT_EQ(contents("plain"), "x");
@@ -249,8 +249,8 @@ TEST_F(WholeFileTest, a_file_that_becomes_shorter_is_an_error) {
 TEST(ChecksumTest, every_changed_byte_changes_it) {
   auto of = [](std::string_view text) {
     Checksum checksum;
-    checksum.add(bytes(text.substr(0, text.size() / 3)));
-    checksum.add(bytes(text.substr(text.size() / 3)));
+    checksum.add(file_bytes(text.substr(0, text.size() / 3)));
+    checksum.add(file_bytes(text.substr(text.size() / 3)));
     return checksum.digits();
   };
   std::string text(1000, 'a');

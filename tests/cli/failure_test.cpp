@@ -1,5 +1,6 @@
 // What `lockstep run` does when ranks fail, and when somebody wants the job to end.
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -8,6 +9,7 @@
 
 #include "cli/session.h"
 #include "support/errors.h"
+#include "support/folder.h"
 #include "support/process.h"
 
 namespace lockstep::testing {
@@ -38,7 +40,7 @@ TEST(Failure, a_signal_is_named) {
 }
 
 TEST(Failure, a_rank_that_exits_with_0_is_none) {
-  EXPECT_EQ(shell("3", "[ $RANK = 1 ] && sleep 1; exit 0").status, 0);
+  EXPECT_EQ(shell("3", "[ $RANK = 1 ] && sleep 0.3; exit 0").status, 0);
 }
 
 TEST(Failure, the_last_lines_of_the_rank_are_shown) {
@@ -53,41 +55,53 @@ TEST(Failure, the_last_lines_of_the_rank_are_shown) {
 }
 
 TEST(Failure, a_rank_that_ignores_sigterm_is_killed_after_the_grace) {
+  const Sign ready;
   const auto outcome = run({command({"-n", "2", "--grace", "500ms"},
-                                    "[ $RANK = 1 ] && exit 1; trap '' TERM; while :; do sleep 1; done")});
+                                    "[ $RANK = 1 ] && { " + ready.await() + "; exit 1; }; trap '' TERM; " +
+                                        ready.give() + "; while :; do sleep 1; done")});
   EXPECT_EQ(outcome.status, 1);
 }
 
 TEST(Failure, ranks_have_time_to_say_why_they_end) {
-  const auto outcome = shell("2",
-                             "[ $RANK = 1 ] && { sleep 0.5; exit 1; }\n"
-                             "trap 'echo saved; exit 0' TERM; while :; do sleep 0.1; done");
+  const Sign ready;
+  const auto outcome =
+      shell("2", "[ $RANK = 1 ] && { " + ready.await() + "; exit 1; }\n" +
+                     "trap 'echo saved; exit 0' TERM; " + ready.give() + "; while :; do sleep 0.1; done");
   EXPECT_EQ(outcome.status, 1);
   EXPECT_THAT(outcome.output, HasSubstr("[0] saved\n"));
 }
 
 TEST(Failure, a_stopped_rank_does_not_hold_up_the_end) {
-  const auto outcome = run({command({"-n", "2", "--grace", "10m", "--stop-grace", "10m"},
-                                    "[ $RANK = 1 ] && { sleep 1; exit 3; }; kill -STOP $$")});
+  const Folder folder;
+  const auto pid = folder / "pid";
+  const auto until_stopped = "until [ -s " + pid.string() + " ] && grep -q '^State:.T' /proc/$(cat " +
+                             pid.string() + ")/status; do sleep 0.02; done";
+  const auto outcome = run({command(
+      {"-n", "2", "--grace", "10m", "--stop-grace", "10m"},
+      "[ $RANK = 1 ] && { " + until_stopped + "; exit 3; }; echo $$ > " + pid.string() + "; kill -STOP $$")});
   EXPECT_EQ(outcome.status, 3);
 }
 
 TEST(Failure, a_rank_cannot_leave_its_group_and_so_its_signals) {
-  const auto outcome = run({{LOCKSTEP_PROGRAM, "run", "-q", "-n", "2", "--grace", "500ms", "python3", "-c",
-                             "import os, time\n"
+  // Rank 0 fails when rank 1 has said so. Out of reach, rank 1 would be killed after the grace, with a line.
+  const Folder folder;
+  const auto outcome = run({{LOCKSTEP_PROGRAM, "run", "-q", "-n", "2", "--grace", "30s", "python3", "-c",
+                             "import os, sys, time\n"
                              "try: os.setpgid(0, os.getpgid(os.getppid()))\n"
                              "except PermissionError: print('stays', flush=True)\n"
-                             "time.sleep(0.5)\n"
-                             "if os.environ['RANK'] == '0': os._exit(3)\n"
-                             "time.sleep(300)"}});
+                             "if os.environ['RANK'] == '1': os.mkdir(sys.argv[1]); time.sleep(300)\n"
+                             "while not os.path.exists(sys.argv[1]): time.sleep(0.02)\n"
+                             "os._exit(3)",
+                             folder / "sign"}});
   EXPECT_EQ(outcome.status, 3);
-  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] stays\n"), Not(HasSubstr("does not react"))));
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] stays\n"), Not(HasSubstr("has not ended within"))));
 }
 
 TEST(Failure, what_a_rank_started_ends_with_it) {
   const auto marker = unique_marker();
-  const auto outcome =
-      shell("2", "[ $RANK = 0 ] && { sleep 0.3; exit 4; }; bash -c 'exec -a " + marker + " sleep 1000'");
+  const Sign started;
+  const auto outcome = shell("2", "[ $RANK = 0 ] && { " + started.await() + "; exit 4; }; bash -c '" +
+                                      started.give() + "; exec -a " + marker + " sleep 1000'");
   EXPECT_EQ(outcome.status, 4);
   EXPECT_THAT(processes_with(marker), ::testing::IsEmpty());
 }
@@ -96,7 +110,7 @@ TEST(Failure, ranks_are_started_again) {
   const auto outcome =
       run({command({"-n", "2", "--max-restarts", "2"},
                    "echo attempt $LOCKSTEP_RESTART_COUNT $TORCHELASTIC_RESTART_COUNT\n"
-                   "[ $RANK = 1 ] && [ $LOCKSTEP_RESTART_COUNT = 0 ] && exit 9; sleep 1; exit 0")});
+                   "[ $LOCKSTEP_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 1 ] && exit 9; exec sleep 300")});
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] attempt 0 0\n"), HasSubstr("[0] attempt 1 1\n"),
                                     HasSubstr("exited with status 9")));
@@ -175,19 +189,30 @@ TEST(Signals, one_is_enough_also_where_nobody_reads_the_output) {
   const auto out = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(ends[1]);
   Session session({"bash", "-c", "exec \"$0\" \"$@\" >" + out, LOCKSTEP_PROGRAM, "run", "-q", "-n", "2",
                    "--grace", "500ms", "yes"});
-  ::usleep(1500 * 1000);
+  // Until the pipe is full: its contents have not grown for a while.
+  int before = 0, bytes = 0;
+  EXPECT_TRUE(becomes_true([&] {
+    before = bytes;
+    ::ioctl(ends[0], FIONREAD, &bytes);
+    if (bytes < 4096 || bytes != before) return false;
+    ::usleep(100 * 1000);
+    return ::ioctl(ends[0], FIONREAD, &bytes) == 0 && bytes == before;
+  }));
   session.send(SIGTERM);
-  EXPECT_EQ(session.wait(std::chrono::seconds(10)), 143);
+  EXPECT_EQ(session.wait(), 143);
   ::close(ends[0]);
   ::close(ends[1]);
 }
 
 TEST(Signals, that_are_ignored_stay_ignored) {
+  const Sign go_on;
   Session session({"bash", "-c",
-                   std::string("trap '' HUP; exec ") + LOCKSTEP_PROGRAM +
-                       " run -q -n 2 bash -c 'echo ready; sleep 2; echo survived'"});
+                   "trap '' HUP; exec " LOCKSTEP_PROGRAM " run -q -n 2 bash -c 'echo ready; " +
+                       go_on.await() + "; echo survived'"});
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
   session.send(SIGHUP);
+  ::usleep(500 * 1000);  // it would have ended by then
+  go_on.show();
   EXPECT_EQ(session.wait(), 0);
   EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] survived\n"), HasSubstr("[1] survived\n")));
 }

@@ -84,9 +84,11 @@ TEST_F(Hosts, a_signal_to_one_ends_both) {
 }
 
 TEST_F(Hosts, all_start_again_after_a_failure) {
+  const Sign begun;
   const auto script =
       "echo attempt $LOCKSTEP_RESTART_COUNT; [ $LOCKSTEP_RESTART_COUNT = 1 ] && exit 0; "
-      "[ $RANK = 1 ] && exit 5; exec sleep 300";
+      "[ $RANK = 1 ] && { " +
+      begun.await() + "; exit 5; }; " + begun.give() + "; exec sleep 300";
   const auto outcomes = run_together(
       {{node(0, 1, script, {"--max-restarts", "1"})}, {node(1, 1, script, {"--max-restarts", "1"})}});
   for (const auto& outcome : outcomes) {

@@ -4,10 +4,13 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <string>
 #include <vector>
+
+#include "support/folder.h"
 
 namespace lockstep::testing {
 
@@ -45,7 +48,20 @@ class Session {
 
 // Polls until it is true; false after the limit.
 bool becomes_true(const std::function<bool()>& condition,
-                  std::chrono::seconds limit = std::chrono::seconds(30));
+                  std::chrono::seconds limit = std::chrono::seconds(60));
+
+// A file by which one process tells another to go on.
+class Sign {
+ public:
+  // Shell commands that give the sign and that wait for it.
+  std::string give() const { return "touch " + file_.string(); }
+  std::string await() const { return "until [ -e " + file_.string() + " ]; do sleep 0.02; done"; }
+  void show() const { std::ofstream(file_).close(); }
+
+ private:
+  const Folder folder_;
+  const std::filesystem::path file_ = folder_ / "sign";
+};
 
 // A text that no other process has among its arguments.
 std::string unique_marker();

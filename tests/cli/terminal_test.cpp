@@ -94,11 +94,10 @@ TEST(Terminal, ctrl_c_reaches_each_rank_once) {
 
 TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
   const auto marker = unique_marker();
+  const Sign go_on;
   Terminal terminal;
-  terminal->type(kProgram +
-                 " run -q -n 2 --stop-grace 1s bash -c 'echo begun; for i in $(seq 20); do sleep 0.1; done; "
-                 "echo ended' " +
-                 marker + "\n");
+  terminal->type(kProgram + " run -q -n 2 --stop-grace 1s bash -c 'echo begun; " + go_on.await() +
+                 "; echo ended' " + marker + "\n");
   ASSERT_TRUE(terminal->wait_for("begun\r\n") && terminal->wait_for("begun\r\n")) << terminal->output();
   terminal->type("\x1a");
   ASSERT_TRUE(terminal->wait_for("Stopped")) << terminal->output();
@@ -109,7 +108,8 @@ TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
     return stopped >= 3;  // a rank's shell may be about to start something
   }));
   // Longer than the grace of a rank that somebody else has stopped.
-  terminal->type("sleep 3; fg\n");
+  go_on.show();
+  terminal->type("sleep 2; fg\n");
   EXPECT_TRUE(terminal->wait_for("ended\r\n") && terminal->wait_for("ended\r\n")) << terminal->output();
   ASSERT_TRUE(terminal->wait_for("ready>"));
   terminal->type("echo status=$?\n");
@@ -118,16 +118,16 @@ TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
 
 TEST(Terminal, ctrl_z_after_a_failure_holds_up_its_consequences) {
   // Rank 1 does not end when it is told to, and would be killed after the grace; then all would start again.
+  const Sign deaf;
   Terminal terminal;
-  terminal->type(
-      kProgram +
-      " run -q -n 2 --grace 1 --max-restarts 1 bash -c 'trap \"\" TERM; echo at''tempt "
-      "$LOCKSTEP_RESTART_COUNT; [ $LOCKSTEP_RESTART_COUNT = 1 ] && exit 0; sleep 0.5; [ $RANK = 0 ] "
-      "&& exit 1; while :; do sleep 0.1; done'\n");
+  terminal->type(kProgram +
+                 " run -q -n 2 --grace 2 --max-restarts 1 bash -c 'trap \"\" TERM; echo at''tempt "
+                 "$LOCKSTEP_RESTART_COUNT; [ $LOCKSTEP_RESTART_COUNT = 1 ] && exit 0; [ $RANK = 0 ] && { " +
+                 deaf.await() + "; exit 1; }; " + deaf.give() + "; while :; do sleep 0.1; done'\n");
   ASSERT_TRUE(terminal->wait_for("exited with status 1")) << terminal->output();
   terminal->type("\x1a");
   ASSERT_TRUE(terminal->wait_for("Stopped")) << terminal->output();
-  terminal->type("sleep 4; echo slept''; fg\n");
+  terminal->type("sleep 3; echo slept''; fg\n");
   ASSERT_TRUE(terminal->wait_for("slept\r\n")) << terminal->output();
   EXPECT_THAT(terminal->output(), Not(HasSubstr("attempt 1")));
   EXPECT_TRUE(terminal->wait_for("attempt 1\r\n")) << terminal->output();
@@ -150,12 +150,14 @@ TEST(Terminal, what_is_typed_goes_to_the_rank) {
 }
 
 TEST(Terminal, a_job_behind_leaves_the_terminal_to_the_shell) {
+  const Sign go_on;
   Terminal terminal;
-  terminal->type(kProgram +
-                 " run -q -n 2 bash -c 'read a; echo $RANK has read $a; sleep 1; echo en''ded' &\n");
+  terminal->type(kProgram + " run -q -n 2 bash -c 'read a; echo $RANK has read $a; " + go_on.await() +
+                 "; echo en''ded' &\n");
   ASSERT_TRUE(terminal->wait_for("1 has read\r\n")) << terminal->output();
   terminal->type("echo typed'' for the shell\n");
   EXPECT_TRUE(terminal->wait_for("typed for the shell\r\n")) << terminal->output();
+  go_on.show();
   EXPECT_TRUE(terminal->wait_for("1]\033[0m ended\r\n")) << terminal->output();
   terminal->type("fg\n");
   terminal->type("for the rank\n");

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <ctime>
+#include <fstream>
 #include <iostream>
 #include <string>
 #include <thread>
@@ -22,6 +23,9 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// What must take a moment only: far longer, for a busy machine, and far less than any timeout.
+constexpr double kSoon = 30;
+
 // Rank 1 ends without a word while a large broadcast from rank 0 is under way.
 int end_inside(lockstep::World& world) {
   auto tensor = at::ones({256 << 20}, at::kByte);
@@ -32,7 +36,7 @@ int end_inside(lockstep::World& world) {
     work.wait();
   } catch (const lockstep::CommError& error) {
     std::cout << "told after " << seconds_since(start) << " s: " << error.what() << std::endl;
-    return seconds_since(start) < 5 ? 0 : 1;
+    return seconds_since(start) < kSoon ? 0 : 1;
   }
   return 1;
 }
@@ -51,14 +55,17 @@ int leave_stopped_server(lockstep::World& world) {
   }
   std::cout << "left after " << seconds_since(start) << " s" << std::endl;
   ::kill(pids[0], SIGCONT);
-  return seconds_since(start) < 2 ? 0 : 1;
+  return seconds_since(start) < kSoon ? 0 : 1;
 }
 
-// Rank 0 has done its part, and is gone, long before rank 2 comes.
+// Rank 0 has done its part, and is gone, before rank 2 comes. If it holds the agent, it stays until the
+// others are done: then rank 2 comes long after its part.
 int gather_late(lockstep::World& world) {
+  const auto pids = world.group().all_gather_values(::getpid());
   std::vector<at::Tensor> all;
   for (int r = 0; world.rank() == 1 && r < 3; ++r) all.push_back(at::zeros({16}));
-  if (world.rank() == 2) std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+  for (int ms = 0; world.rank() == 2 && ms < 1500 && ::kill(pids[0], 0) == 0; ms += 5)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
   world.group().gather(all, at::ones({16}), {.root = 1}).wait();
   std::cout << "gathered" << std::endl;
   return 0;
@@ -79,8 +86,8 @@ int have_helpers(lockstep::World& world) {
     if (!WIFSIGNALED(status) || WTERMSIG(status) != (throws ? SIGABRT : SIGTERM)) return 6;
   }
   const auto before = std::clock();
-  std::this_thread::sleep_for(std::chrono::milliseconds(1000));
-  if (static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC > 0.5) return 7;  // somebody spins
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  if (static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC > 0.25) return 7;  // somebody spins
   world.group().barrier().wait();
   std::cout << "helped" << std::endl;
   return world.stop_requested() ? 8 : 0;
@@ -89,10 +96,22 @@ int have_helpers(lockstep::World& world) {
 // Rank 0, through whose process they meet, leaves first; rank 1 goes on for longer than joining may take.
 int work_alone(lockstep::World& world) {
   if (world.rank() == 0) return 0;
-  std::this_thread::sleep_for(std::chrono::milliseconds(4000));
+  const char* join_timeout = std::getenv("LOCKSTEP_JOIN_TIMEOUT");  // in whole seconds
+  std::this_thread::sleep_for(std::chrono::seconds(1 + std::atoi(join_timeout)));
   world.group({1}).barrier().wait();
   std::cout << "worked alone" << std::endl;
   return 0;
+}
+
+// Until rank 0 holds the agent of this host, whose socket has the master's address in its name.
+void await_agent() {
+  const auto master = std::string(std::getenv("MASTER_ADDR")) + ":" + std::getenv("MASTER_PORT");
+  for (const auto start = Clock::now(); seconds_since(start) < kSoon;) {
+    std::ifstream sockets("/proc/net/unix");
+    for (std::string line; std::getline(sockets, line);)
+      if (line.find("@lockstep/") != std::string::npos && line.find(master) != std::string::npos) return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
 }
 
 }  // namespace
@@ -100,8 +119,7 @@ int work_alone(lockstep::World& world) {
 int main(int argc, char** argv) {
   try {
     const char* rank = std::getenv("RANK");
-    if (argc > 2 && std::string(argv[2]) == "stays" && rank && rank[0] != '0')
-      std::this_thread::sleep_for(std::chrono::milliseconds(1000));  // so that rank 0 holds the agent
+    if (argc > 2 && std::string(argv[2]) == "stays" && rank && rank[0] != '0') await_agent();
     auto world = lockstep::World::from_environment({.backend = argc > 1 ? argv[1] : ""});
     std::cout << "rank " << world.rank() << " of " << world.size() << ", local " << world.local_rank()
               << " of " << world.local_size() << ", " << world.group().backend() << std::endl;

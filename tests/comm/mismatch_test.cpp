@@ -1,7 +1,9 @@
 // Ranks whose calls differ: every one gets an error that names both calls, and no output is written.
 // On transports that do not compare calls themselves these run with LOCKSTEP_CHECK=1.
+#include <atomic>
 #include <thread>
 
+#include "support/eventually.h"
 #include "support/ranks.h"
 #include "support/values.h"
 
@@ -39,38 +41,38 @@ void expect_mismatch(const Action& even, const Action& odd, const std::vector<st
   });
 }
 
-Work sum(Group& group, at::Tensor tensor) { return group.all_reduce(std::move(tensor)); }
-Work from_root(Group& group, at::Tensor tensor) { return group.broadcast(std::move(tensor)); }
+Work summed(Group& group, at::Tensor tensor) { return group.all_reduce(std::move(tensor)); }
+Work broadcast(Group& group, at::Tensor tensor) { return group.broadcast(std::move(tensor)); }
 
 TEST_F(Mismatch, of_operations) {
-  expect_mismatch(sum, from_root,
+  expect_mismatch(summed, broadcast,
                   {"operation", "all_reduce(float32 [10], sum)", "broadcast(float32 [10], root 0)"});
 }
 
 TEST_F(Mismatch, of_sizes) {
-  expect_mismatch(sum, sum, {"size", "[10]", "[20]"}, at::ones({10}, on()), at::ones({20}, on()));
+  expect_mismatch(summed, summed, {"size", "[10]", "[20]"}, at::ones({10}, on()), at::ones({20}, on()));
 }
 
 // Equal bytes: PyTorch returns garbage here with exit status 0.
 TEST_F(Mismatch, of_dtypes_of_one_size) {
-  expect_mismatch(sum, sum, {"dtype", "float32", "int32"}, at::ones({10}, on()),
+  expect_mismatch(summed, summed, {"dtype", "float32", "int32"}, at::ones({10}, on()),
                   at::ones({10}, on(at::kInt)));
 }
 
 TEST_F(Mismatch, of_reductions) {
   expect_mismatch(
-      sum, [](Group& group, at::Tensor tensor) { return group.all_reduce(tensor, {.op = ReduceOp::MAX}); },
+      summed, [](Group& group, at::Tensor tensor) { return group.all_reduce(tensor, {.op = ReduceOp::MAX}); },
       {"reduction", "sum", "max"});
 }
 
 TEST_F(Mismatch, of_roots) {
-  expect_mismatch(from_root,
+  expect_mismatch(broadcast,
                   [](Group& group, at::Tensor tensor) { return group.broadcast(tensor, {.root = 1}); },
                   {"root", "root 0", "root 1"});
 }
 
 TEST_F(Mismatch, of_tags) {
-  expect_mismatch(sum,
+  expect_mismatch(summed,
                   [](Group& group, at::Tensor tensor) { return group.all_reduce(tensor, {.tag = "other"}); },
                   {"tag", "other"});
 }
@@ -106,12 +108,19 @@ TEST_F(Mismatch, of_gathered_sizes) {
 // Each rank waits in the group that the other comes to second: only the deadline can end that, and the
 // error says who waited where.
 TEST_F(Mismatch, of_the_order_of_groups) {
-  on_every_rank([](World& world) {
+  std::atomic<int> begun = 0;  // of ranks that are threads
+  on_every_rank([&](World& world) {
     if (world.rank() > 1) return;
-    auto first = world.group({0, 1}, {.name = "first", .timeout = std::chrono::milliseconds(700)});
-    auto second = world.group({0, 1}, {.name = "second", .timeout = std::chrono::milliseconds(700)});
+    auto first = world.group({0, 1}, {.name = "first"});
+    auto second = world.group({0, 1}, {.name = "second"});
     auto& mine = world.rank() == 0 ? first : second;
-    const auto text = error_of<CommError>([&] { mine.all_reduce(at::ones({3}, on())).wait(); });
+    const auto text = error_of<CommError>([&] {
+      auto work = mine.all_reduce(at::ones({3}, on()), {.timeout = std::chrono::milliseconds(300)});
+      ++begun;
+      // The error names the other's call, so that comes first.
+      EXPECT_TRUE(!ranks_are_threads() || eventually([&] { return begun == 2; }));
+      work.wait();
+    });
     EXPECT_THAT(text, HasSubstr("group '" + mine.name() + "'"));
     EXPECT_THAT(text, HasSubstr("mismatch_test.cpp:"));
     if (by_nccls_rules())

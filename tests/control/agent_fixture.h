@@ -15,6 +15,8 @@
 
 namespace lockstep::control {
 
+inline bool never() { return false; }
+
 class AgentTest : public ::testing::Test {
  protected:
   AgentOptions options(const std::string& suffix = "") {

@@ -1,6 +1,7 @@
 // Agents and ranks over real sockets, in one process.
 #include <lockstep/control/agent.h>
 
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
@@ -9,6 +10,7 @@
 #include <thread>
 
 #include "control/agent_fixture.h"
+#include "support/eventually.h"
 
 namespace lockstep::control {
 namespace {
@@ -18,9 +20,27 @@ using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using testing::error_of;
+using testing::eventually;
 using ::testing::HasSubstr;
 
-bool never() { return false; }
+// A port of 127.0.0.1 where nobody listens, and where nobody else can begin to.
+class SilentPort {
+ public:
+  SilentPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    EXPECT_EQ(::bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length), 0);
+    EXPECT_EQ(::getsockname(socket_.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
+    port_ = ntohs(address.sin_port);
+  }
+  int number() const { return port_; }
+
+ private:
+  const Fd socket_;
+  int port_ = 0;
+};
 
 TEST_F(AgentTest, ranks_meet_and_share_a_store) {
   Agent agent(options());
@@ -44,8 +64,7 @@ TEST_F(AgentTest, ranks_meet_and_share_a_store) {
     });
   for (auto& rank : ranks) rank.join();
   EXPECT_EQ(sum, 1 + 2 + 3 + 4);
-  for (int i = 0; i < 1000 && !agent.deserted(0); ++i) std::this_thread::sleep_for(milliseconds(10));
-  EXPECT_TRUE(agent.deserted(0));
+  EXPECT_TRUE(eventually([&] { return agent.deserted(0); }));
 }
 
 TEST_F(AgentTest, a_second_agent_of_a_name_is_told) {
@@ -119,27 +138,30 @@ TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
               AllOf(HasSubstr("rank 1 (pid "), HasSubstr("and with it the agent of the host at 127.0.0.1")));
 }
 
-// What is left of it is read before its end is: it has come, and is named.
+// What is left of it is read before its end is: it has come, and is named. An agent waits 300 ms before it
+// reports such an end, so the rounds run side by side.
 TEST_F(AgentTest, a_rank_that_dies_right_after_its_hello_ends_itself_alone) {
-  for (int i = 0; i < 6; ++i) {
-    const auto each = options("/" + std::to_string(i));
-    Agent agent(each);
-    {
-      auto socket = connect_local(each.name);
-      ASSERT_TRUE(socket);
-      const auto hello = encode({.kind = Kind::hello, .payload = card(1, 2).encode()});
-      ASSERT_EQ(::send(socket->get(), hello.data(), hello.size(), MSG_NOSIGNAL),
-                static_cast<ssize_t>(hello.size()));
-    }
-    auto client = connect(each.name);
-    try {
-      client->join(card(0, 2), seconds(30), [](const Failure&) {});
-    } catch (const JoinError&) {  // told already
-    }
-    const auto failure = client->failure(seconds(30));
-    ASSERT_TRUE(failure);
-    EXPECT_EQ(failure->rank, 1);
-  }
+  std::vector<std::thread> rounds;
+  for (int i = 0; i < 6; ++i)
+    rounds.emplace_back([each = options("/" + std::to_string(i))] {
+      Agent agent(each);
+      {
+        auto socket = connect_local(each.name);
+        ASSERT_TRUE(socket);
+        const auto hello = encode({.kind = Kind::hello, .payload = card(1, 2).encode()});
+        ASSERT_EQ(::send(socket->get(), hello.data(), hello.size(), MSG_NOSIGNAL),
+                  static_cast<ssize_t>(hello.size()));
+      }
+      auto client = connect(each.name);
+      try {
+        client->join(card(0, 2), seconds(30), [](const Failure&) {});
+      } catch (const JoinError&) {  // told already
+      }
+      const auto failure = client->failure(seconds(30));
+      ASSERT_TRUE(failure);
+      EXPECT_EQ(failure->rank, 1);
+    });
+  for (auto& round : rounds) round.join();
 }
 
 TEST_F(AgentTest, a_rank_without_a_board_cannot_claim_its_lock) {
@@ -201,15 +223,15 @@ TEST_F(AgentTest, a_grace_of_weeks_is_one) {
 }
 
 TEST_F(AgentTest, a_host_that_waits_for_the_head_can_be_stopped) {
-  const auto nobody = [] { return listen_tcp("127.0.0.1", 0, 0).port; }();
+  const SilentPort nobody;
   auto waiting = options();
   waiting.head = false;
   waiting.node = 1;
   waiting.num_nodes = 2;
   waiting.local_ranks = 1;
-  waiting.link = link_at(nobody);
+  waiting.link = link_at(nobody.number());
   Agent agent(waiting);
-  EXPECT_TRUE(comes_to_say("node 1 of 2 waits for node 0 at 127.0.0.1:" + std::to_string(nobody)));
+  EXPECT_TRUE(comes_to_say("node 1 of 2 waits for node 0 at 127.0.0.1:" + std::to_string(nobody.number())));
   agent.stop(SIGTERM);
   pollfd ordered{agent.orders_fd(), POLLIN, 0};
   ASSERT_GT(::poll(&ordered, 1, 30000), 0);

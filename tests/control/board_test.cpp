@@ -137,7 +137,7 @@ TEST(Board, a_death_is_told_from_letting_go) {
   ASSERT_EQ(::read(ready[0], &byte, 1), 1);
   EXPECT_EQ(board->holder_died(0, milliseconds(50)), std::nullopt);
   ::kill(child, SIGKILL);
-  EXPECT_EQ(board->holder_died(0, milliseconds(10000)), true);
+  EXPECT_EQ(board->holder_died(0, milliseconds(60000)), true);
   ::waitpid(child, nullptr, 0);
   for (int fd : ready) ::close(fd);
 
@@ -150,7 +150,7 @@ TEST(Board, a_death_is_told_from_letting_go) {
     board->let_go(1);
   });
   while (!held) std::this_thread::yield();
-  EXPECT_EQ(board->holder_died(1, milliseconds(10000)), false);
+  EXPECT_EQ(board->holder_died(1, milliseconds(60000)), false);
   holder.join();
 }
 

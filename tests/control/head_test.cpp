@@ -284,9 +284,15 @@ TEST_F(HeadTest, a_rank_that_exits_inside_an_operation_has_failed) {
 
 TEST_F(HeadTest, who_is_waited_for_is_told_once_a_doubling) {
   Head head = running(4);
-  for (int r : {0, 1, 3}) is_at(head, r, 8, 900);
-  is_at(head, 2, 7, -1, 3);
-  const auto start = Clock::now();
+  // The head takes the time itself when it hears of a rank, so all must come within a moment. On a busy
+  // machine that may take several tries.
+  Clock::time_point begin, start;
+  do {
+    begin = Clock::now();
+    for (int r : {0, 1, 3}) is_at(head, r, 8, 900);
+    is_at(head, 2, 7, -1, 3);
+    start = Clock::now();
+  } while (start - begin > milliseconds(20));
   head.tick(start);
   EXPECT_THAT(said, IsEmpty());
   for (int ms = 200; ms < 8900; ms += 100) head.tick(start + milliseconds(ms));
@@ -382,15 +388,16 @@ TEST_F(HeadTest, each_attempt_waits_longer_than_the_one_before) {
     if (attempt > 0) all_come(head, 2, attempt);
     is_at(head, 1, attempt, -1, attempt);
     ends(head, 1, {.pid = 101, .status = 3});
-    head.receive(0, {.kind = Kind::node_done});
-    return Clock::now();
+    const auto before = Clock::now();
+    head.receive(0, {.kind = Kind::node_done});  // the pause begins within
+    return std::pair(before, Clock::now());
   };
   for (int attempt = 0; attempt < 10; ++attempt) {
-    const auto at = fails(attempt);
+    const auto [before, after] = fails(attempt);
     const auto pause = milliseconds(std::min(100 << attempt, 5000));
-    head.tick(at + pause - milliseconds(60));
+    head.tick(before + pause - milliseconds(1));
     EXPECT_THAT(orders_of<Start>(), SizeIs(attempt + 1)) << "too soon";
-    head.tick(at + pause);
+    head.tick(after + pause);
     ASSERT_THAT(orders_of<Start>(), SizeIs(attempt + 2));
   }
   fails(10);
@@ -445,13 +452,20 @@ TEST_F(HeadTest, a_failed_operation_is_told_though_all_end_within_a_moment) {
 }
 
 TEST_F(HeadTest, who_caught_an_error_and_throws_another_is_told) {
-  Head head = running(2);
-  fault(head, 1, Fault::Kind::comm, "recv #0: deadline");
-  fault(head, 1, Fault::Kind::unwinding, "");
-  EXPECT_EQ(verdict(), "") << "most likely the same one";
-  std::this_thread::sleep_for(milliseconds(550));
-  fault(head, 1, Fault::Kind::exception, "the loss is not finite");
-  EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) threw: the loss is not finite"));
+  constexpr milliseconds kSuspicion(500);  // of the head, by its own clock
+  for (bool in_time = false; !in_time;) {
+    sent.clear();
+    Head head = running(2);
+    const auto begin = Clock::now();
+    fault(head, 1, Fault::Kind::comm, "recv #0: deadline");
+    fault(head, 1, Fault::Kind::unwinding, "");
+    in_time = Clock::now() - begin < kSuspicion;  // else the machine is busy: once more
+    if (!in_time) continue;
+    EXPECT_EQ(verdict(), "") << "most likely the same one";
+    std::this_thread::sleep_for(kSuspicion + milliseconds(10));
+    fault(head, 1, Fault::Kind::exception, "the loss is not finite");
+    EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) threw: the loss is not finite"));
+  }
 }
 
 TEST_F(HeadTest, a_long_text_keeps_its_beginning_and_harms_nobody) {

@@ -3,8 +3,10 @@
 
 #include <unistd.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include <lockstep/control/agent.h>
@@ -15,7 +17,7 @@ namespace lockstep::control {
 
 // A rank's end, as soon as there is an agent of that name.
 inline std::shared_ptr<Client> connect(const std::string& name) {
-  for (;;)
+  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1)))
     if (auto socket = connect_local(name)) return Client::make(std::move(*socket));
 }
 

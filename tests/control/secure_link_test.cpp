@@ -11,13 +11,13 @@ using control::FrameError;
 using control::SecureLink;
 using Side = SecureLink::Side;
 
-const std::string kKey(32, 'k');
+const std::string kLinkKey(32, 'k');
 const std::string kContext = "job 7, attempt 0, protocol 1";
 
-SecureLink caller(const std::string& key = kKey, const std::string& context = kContext) {
+SecureLink caller(const std::string& key = kLinkKey, const std::string& context = kContext) {
   return {Side::caller, key, context};
 }
-SecureLink listener(const std::string& key = kKey, const std::string& context = kContext) {
+SecureLink listener(const std::string& key = kLinkKey, const std::string& context = kContext) {
   return {Side::listener, key, context};
 }
 
@@ -119,13 +119,13 @@ TEST(SecureLink, nobody_speaks_before_the_caller_and_nothing_is_sent_before_the_
 }
 
 TEST(SecureLink, another_key_or_context_does_not_fit) {
-  std::string near = kKey;
+  std::string near = kLinkKey;
   near.back() ^= 1;
   for (auto [key, context] : {std::pair{std::string(32, 'x'), kContext},
                               {near, kContext},
-                              {kKey, std::string()},
-                              {kKey, std::string("job 7, attempt 1, protocol 1")},
-                              {kKey, std::string("job 6, attempt 0, protocol 1")}}) {
+                              {kLinkKey, std::string()},
+                              {kLinkKey, std::string("job 7, attempt 1, protocol 1")},
+                              {kLinkKey, std::string("job 6, attempt 0, protocol 1")}}) {
     auto from = caller(key, context), to = listener();
     to.receive(from.take_output());
     from.receive(to.take_output());

@@ -36,7 +36,7 @@ int option(int fd, int name) {
 
 Fd accepted(int listener) {
   pollfd poll{listener, POLLIN, 0};
-  ::poll(&poll, 1, 5000);
+  ::poll(&poll, 1, 60000);
   auto fd = accept_tcp(listener);
   return fd ? std::move(*fd) : Fd();
 }
@@ -151,7 +151,7 @@ TEST(Socket, tcp_binds_the_one_address) {
   EXPECT_EQ(local_address_of(listener.fd.get()), "127.0.0.3");
   expect_well_kept(listener.fd.get());
 
-  const auto client = connect_tcp("127.0.0.3", listener.port, 5s);
+  const auto client = connect_tcp("127.0.0.3", listener.port, 60s);
   const auto server = accepted(listener.fd.get());
   ASSERT_TRUE(server);
   EXPECT_EQ(remote_address_of(client.get()), "127.0.0.3");
@@ -162,7 +162,7 @@ TEST(Socket, tcp_binds_the_one_address) {
     EXPECT_EQ(option(fd, TCP_USER_TIMEOUT), 1500);
   }
   EXPECT_FALSE(accept_tcp(listener.fd.get()));
-  const auto text = error_of<ConnectError>([&] { (void)connect_tcp("127.0.0.1", listener.port, 5s); });
+  const auto text = error_of<ConnectError>([&] { (void)connect_tcp("127.0.0.1", listener.port, 60s); });
   EXPECT_THAT(text, AllOf(HasSubstr("127.0.0.1:" + std::to_string(listener.port)), HasSubstr("refused")));
 }
 
@@ -177,14 +177,16 @@ TEST(Socket, tcp_takes_the_first_free_port) {
 }
 
 TEST(Socket, a_port_can_be_taken_again_at_once) {
+  const std::string address =
+      "127.0.0.4";  // of this test alone, so that nobody else takes the port meanwhile
   int port = 0;
   {
-    const auto listener = listen_tcp("127.0.0.1", 0, 0);
+    const auto listener = listen_tcp(address, 0, 0);
     port = listener.port;
-    const auto client = connect_tcp("127.0.0.1", port, 5s);
+    const auto client = connect_tcp(address, port, 60s);
     accepted(listener.fd.get()).reset();  // closed here first: this side keeps the port in TIME_WAIT
   }
-  EXPECT_EQ(listen_tcp("127.0.0.1", port, port).port, port);
+  EXPECT_EQ(listen_tcp(address, port, port).port, port);
 }
 
 TEST(Socket, addresses_that_are_not_ours_are_refused) {
@@ -217,7 +219,7 @@ TEST(Socket, connecting_ends_at_its_deadline) {
   ASSERT_EQ(::listen(listener.get(), 0), 0);
   ASSERT_EQ(::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&address), &length), 0);
   const int port = ntohs(address.sin_port);
-  const auto held = connect_tcp("127.0.0.1", port, 5s);
+  const auto held = connect_tcp("127.0.0.1", port, 60s);
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_THAT(error_of<ConnectError>([&] { (void)connect_tcp("127.0.0.1", port, 200ms); }),
               HasSubstr("timed out"));

@@ -1,12 +1,14 @@
 """What was measured by tests/faults/faults.py as a page, beside torchrun.
 
-usage: faults_table.py check PAGE | write RESULTS PAGE
+usage: faults_table.py check PAGE | write RESULTS... PAGE
 
-RESULTS is build/test-results/faults.json. `check` fails where PAGE lacks a row for a fault that is tested; it does not
-look at numbers, which differ from run to run.
+RESULTS are the files that faults.py wrote, of all parts or of each part: build/test-results/faults*.json. `write` keeps
+the rows of PAGE that are not in them. `check` fails where PAGE lacks a row for a fault that is tested; it does not look
+at numbers, which differ from run to run.
 """
 import json
 import pathlib
+import re
 import sys
 
 FAULTS = pathlib.Path(__file__).resolve().parent.parent / "faults"
@@ -26,9 +28,10 @@ How it was measured:
   share. Where a fault was injected several times: median / p99 / max. Ratios are marked with x.
 - Kills come at random times. In all phases together: {kills}.
 - Ranks are LibTorch processes that train in shared memory (between hosts on gloo), all on one machine with {processors}
-  processors, so times include what it takes to get a processor. "A host" is a network namespace.
-- After each job the harness looks for processes, sockets of the control plane, listening ports and entries of /dev/shm
-  that are left; none may be there 2 s later.
+  processors. Other tests may run beside them, so times include what it takes to get a processor. "A host" is a network
+  namespace.
+- After each job the harness looks for processes, sockets of the control plane, listening ports and entries of /dev/shm;
+  none may be left.
 - torchrun: the same injections (`tests/faults/torchrun_faults.py`) on the same machine, PyTorch {torch}, gloo, one run
   each, so they are orders of magnitude; each wait was ended after {limit} s. Where the survivors' errors count, so does
   the end of a rank that its launcher ended first.
@@ -70,36 +73,66 @@ def of_torchrun(result, torchrun):
     return ", ".join(part for part in (value, cell["remark"]) if part)
 
 
-def write(results, page):
-    data = json.loads(results.read_text())
-    torchrun = json.loads((FAULTS / "torchrun.json").read_text())
-    kills = [v for row in data["rows"] if row["fault"].startswith("kill -9 of a rank") for v in row["values"]]
-    figures = harness.summary(kills)
+def lines_of(page):
+    """The page's own row of each fault and number of ranks."""
+    lines = [line for line in page.read_text().splitlines() if line.startswith("|")] if page.exists() else []
+    return {tuple(cell.strip() for cell in line.strip("|").split("|")[:2]): line for line in lines}
+
+
+def rows_of(files):
+    """Those of all files, and how many processors there were. Of a row that several files have, the newest counts."""
+    rows, processors = {}, 0
+    for path in sorted(files, key=lambda path: path.stat().st_mtime):
+        data = json.loads(path.read_text())
+        processors = data["processors"]
+        rows |= {(row["fault"], str(row["ranks"])): row for row in data["rows"]}
+    return rows, processors
+
+
+def about_kills(rows, page):
+    """Of all kills together, or what the page says where not all were run."""
+    keys = [(fault.name, str(ranks)) for fault in faults.FAULTS for ranks in fault.ranks
+            if fault.name.startswith("kill -9 of a rank")]
+    said = re.search(r"In all phases together: (.*)\.$", page.read_text(), re.M) if page.exists() else None
+    if said and not all(key in rows for key in keys):
+        return said[1]
+    figures = harness.summary([value for key in keys if key in rows for value in rows[key]["values"]])
+    if not figures:
+        return "none"
     median, p99, most = (f"{figures[key]:.3f}" for key in ("median", "p99", "max"))
-    all_kills = f"{figures['count']} kills, median {median}, p99 {p99}, max {most} s"
-    text = HEAD.format(kills=all_kills, processors=data["processors"], torch=torchrun["torch"],
+    return f"{figures['count']} kills, median {median}, p99 {p99}, max {most} s"
+
+
+def write(files, page):
+    rows, processors = rows_of(files)
+    torchrun = json.loads((FAULTS / "torchrun.json").read_text())
+    text = HEAD.format(kills=about_kills(rows, page), processors=processors, torch=torchrun["torch"],
                        limit=torchrun["limit"])
-    for row in data["rows"]:
-        cells = [row["fault"], row["ranks"], row["must"], row["measures"], measured(row), of_torchrun(row, torchrun)]
-        text += "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |\n"
+    before = lines_of(page)
+    for key in ((fault.name, str(ranks)) for fault in faults.FAULTS for ranks in fault.ranks):
+        if row := rows.get(key):
+            cells = [row["fault"], row["ranks"], row["must"], row["measures"], measured(row), of_torchrun(row, torchrun)]
+            text += "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |\n"
+        elif key in before:
+            text += before[key] + "\n"
     page.write_text(text)
 
 
 def check(page):
-    rows = [line.strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("|")]
-    present = {(cells[0].strip(), cells[1].strip()) for cells in rows}
+    present = lines_of(page)
     missing = [f"{fault.name} ({ranks} ranks)" for fault in faults.FAULTS for ranks in fault.ranks
                if (fault.name, str(ranks)) not in present]
     for each in missing:
         print(f"{page.name} has no row for: {each}")
     if missing:
-        print("./dev docs writes the table anew, from a run of the test `faults`")
+        print("./dev docs writes the table anew, from a run of the tests `faults.*`")
     return 1 if missing else 0
 
 
 def main():
     if sys.argv[1] == "write":
-        write(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3]))
+        *files, page = map(pathlib.Path, sys.argv[2:])
+        write(files, page)
         return 0
     return check(pathlib.Path(sys.argv[2]))
 

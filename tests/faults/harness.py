@@ -2,26 +2,32 @@
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import pathlib
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import uuid
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "support"))
+from ports import free_port  # noqa: E402, F401
+
 now = time.monotonic
 MARK = "FAULTS_MARK"
 BIND = ("OMP_NUM_THREADS", "1")
+# Seconds until a wait is given up. They only end what hangs, so they leave room for a busy machine.
+LONG = 120
 
 
-def wait_until(condition, timeout, pause=0.002):
+def wait_until(condition, timeout=LONG, pause=0.002):
     """What the condition returns, or the last false thing when the time is over."""
     end = now() + timeout
     while True:
@@ -59,10 +65,38 @@ def marked(mark):
     return found
 
 
+def has_pending(pid, number):
+    """Whether the process has yet to take this signal."""
+    with contextlib.suppress(OSError):
+        pending = re.search(r"^ShdPnd:\s*(\w+)", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)
+        return bool(int(pending[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def command_of(pid):
     with contextlib.suppress(OSError):
         return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:120]
     return "?"
+
+
+class Lateness:
+    """How late this process gets a processor meanwhile: a control for what others do on this machine."""
+
+    def __enter__(self):
+        self.most, self.over = 0, threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def _watch(self):
+        begin = now()
+        while not self.over.wait(0.01):
+            self.most = max(self.most, now() - begin - 0.01)
+            begin = now()
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
 
 
 class Traced:
@@ -95,7 +129,7 @@ class Traced:
 class Job:
     """A launcher, or a rank without one, and everything that stems from it."""
 
-    def __init__(self, command, env=None, namespace=None, cgroup=None, events=None, mark=None):
+    def __init__(self, command, env=None, namespace=None, cgroup=None, events=None, mark=None, cores=None):
         self.mark = mark or uuid.uuid4().hex
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faults-"))
         self.events_file = events or self.folder / "events"
@@ -112,6 +146,8 @@ class Job:
         def enter():
             if cgroup:
                 (cgroup / "cgroup.procs").write_text(str(os.getpid()))
+            if cores:
+                os.sched_setaffinity(0, cores)
 
         self.started = now()
         self.process = subprocess.Popen(
@@ -143,7 +179,7 @@ class Job:
             return [e for e in events if name in (None, e["event"]) and rank in (None, e["rank"])]
         return []
 
-    def await_events(self, name, count=1, rank=None, timeout=20):
+    def await_events(self, name, count=1, rank=None, timeout=LONG):
         """The first `count` of them."""
 
         def there():
@@ -159,7 +195,7 @@ class Job:
             raise TooLate(f"after {timeout} s there were not {count} '{name}': {self.text()}")
         return found[:count]
 
-    def await_line(self, kind, pattern, timeout=10):
+    def await_line(self, kind, pattern, timeout=LONG):
         """When the first such line came, and the line; None where it did not come."""
         expression = re.compile(pattern)
 
@@ -181,29 +217,29 @@ class Job:
         os.kill(self.pid, number)
         return since
 
-    def wait(self, timeout):
+    def wait(self, timeout=LONG):
         """The exit status, as a shell would have it; None when it still runs."""
         *readers, waiter = self.threads
         waiter.join(timeout)
         if waiter.is_alive():
             return None
         for reader in readers:
-            reader.join(1)
+            reader.join(10)
         return 128 - self.process.returncode if self.process.returncode < 0 else self.process.returncode
 
     def processes(self):
         return marked(self.mark)
 
     def end(self):
-        for _ in range(20):
+        def ended():
             left = self.processes()
             for pid in left:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            if not left:
-                break
-            time.sleep(0.02)
-        self.threads[-1].join(10)
+            return not left
+
+        wait_until(ended, 60, 0.02)
+        self.threads[-1].join(60)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -219,6 +255,13 @@ def rows_of(path):
 def agents():
     """Names of the control plane's sockets in this network namespace."""
     return {row[-1] for row in rows_of("/proc/net/unix") if row[-1].startswith("@lockstep/")}
+
+
+def has_agent(port):
+    """Whether a rank without a launcher holds the agent of the job with this MASTER_PORT."""
+    with contextlib.suppress(OSError):
+        return f" at 127.0.0.1:{port} " in pathlib.Path("/proc/net/unix").read_text()
+    return False
 
 
 def listening_ports():
@@ -274,20 +317,23 @@ def enter_own_namespaces(argv):
     os.execvp("unshare", ["unshare", "--net", "--mount", "sh", "-c", script, "sh", *argv])
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 # ---- hosts ------------------------------------------------------------------------------------------------
+
+
+count_of_networks = itertools.count()
+
+
+def network_name():
+    """The beginning of names of namespaces and interfaces: no other process has it, and no other network of this one.
+    Interfaces have at most 15 characters, and two are added."""
+    return f"ls{os.getpid()}n{next(count_of_networks)}"
 
 
 class TwoHosts:
     """Two network namespaces joined by a cable."""
 
     def __init__(self):
-        name = f"ls{os.getpid() % 100000}"
+        name = network_name()
         self.names = [name + "a", name + "b"]
         self.addresses = ["10.77.0.1", "10.77.0.2"]
 
@@ -305,7 +351,7 @@ class TwoHosts:
                 self._ip("-n", name, "addr", "add", f"{address}/24", "dev", end)
                 self._ip("-n", name, "link", "set", end, "up")
                 self._ip("-n", name, "link", "set", "lo", "up")
-            wait_until(self._reachable, 5, 0.05)
+            wait_until(self._reachable, 60, 0.02)
         except BaseException:
             self.__exit__()
             raise
@@ -331,7 +377,7 @@ class SeveralHosts:
     """As many network namespaces, each with a cable to a bridge in another one."""
 
     def __init__(self, count):
-        name = f"ls{os.getpid() % 100000}"
+        name = network_name()
         self.switch = name + "s"
         self.names = [f"{name}h{i}" for i in range(count)]
         self.addresses = [f"10.77.1.{i + 1}" for i in range(count)]
@@ -354,7 +400,7 @@ class SeveralHosts:
                 self._ip("-n", name, "link", "set", "eth0", "up")
                 # Few ports: those of different hosts are often the same number, as on a large cluster.
                 self._ip("netns", "exec", name, "sysctl", "-qw", "net.ipv4.ip_local_port_range=30000 30299")
-            wait_until(self._reachable, 5, 0.05)
+            wait_until(self._reachable, 60, 0.02)
         except BaseException:
             self.__exit__()
             raise
@@ -432,7 +478,7 @@ class MemoryLimit:
 
     def __exit__(self, *_):
         if self.folder:
-            wait_until(lambda: not (self.folder / "cgroup.procs").read_text().strip(), 5)
+            wait_until(lambda: not (self.folder / "cgroup.procs").read_text().strip(), 60)
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
 

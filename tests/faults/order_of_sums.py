@@ -17,7 +17,7 @@ import harness
 from harness import Job, KeyFile, SeveralHosts
 
 SKIP = 77
-LIMIT = 120
+LIMIT = 300
 EPSILON = {"Float": ("f", 2.0 ** -24), "Double": ("d", 2.0 ** -53)}
 
 

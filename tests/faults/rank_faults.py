@@ -2,68 +2,22 @@
 
 import contextlib
 import os
-import pathlib
 import re
 import signal
 import time
 
 import harness
-from case import Ranks, Skip, check_survivors, check_verdict, fault, told_by_launcher
-from harness import MemoryLimit, Traced, free_port, now, wait_until
+from case import Ranks, Skip, check_saved, check_survivors, check_verdict, fault, told_by_launcher
+from harness import Lateness, MemoryLimit, Traced, free_port, now, wait_until
 
-# ---- kill -9 of a rank ------------------------------------------------------------------------------------
-
-
-def kill_rank(case, phase, run_index, *, gib=0):
-    rank = (run_index + case.random.randrange(case.ranks)) % case.ranks
-    with case.job("--rank", rank, "--phase", phase, "--gib", gib) as job:
-        if phase == "before_init":
-            job.await_events("holding")
-            time.sleep(case.random.uniform(0, 0.4))
-        elif phase == "in_init":
-            # Every other time when all have come, and make the connections.
-            together = run_index % 2 == 0
-            job.await_events("joining", case.ranks if together else 1, None if together else rank)
-            time.sleep(case.random.uniform(0, 0.025 if together else 0.15))
-        else:
-            job.await_events("training", case.ranks, timeout=60)
-            time.sleep(case.random.uniform(0, 0.2))
-        pid = job.rank_pid(rank)
-        since = now()
-        os.kill(pid, signal.SIGKILL)
-        status = job.wait(15)
-        case.check(status == 137, f"the status is {status}, not 137", job)
-        how = "was killed by signal 9 (SIGKILL)"
-        check_verdict(case, job, rank, pid, how)
-        case.measure(check_survivors(case, job, rank, f"rank {rank} (pid {pid})", how, since=since))
+DEFAULT_GRACE = 5  # seconds, of --stop-grace and LOCKSTEP_STOP_GRACE
 
 
-def kill_rows():
-    must = "CommError on every other rank that names the dead rank, its pid and signal; nothing left 2 s later"
-    measures = "the last survivor's error"
-    phases = {"before_init": ("before init", 5, 20), "in_init": ("in init", 7, 50),
-              "in_collective": ("in a collective", 8, 100), "between": ("between collectives", 8, 100)}
-
-    def make(phase, few, many):
-        def body(case):
-            for index in range(many if case.options.full else few):
-                kill_rank(case, phase, index)
-
-        return body
-
-    for phase, (words, few, many) in phases.items():
-        fault(f"kill -9 of a rank, {words}", must, measures, 1.0)(make(phase, few, many))
-
-    @fault("kill -9 of a rank that holds 4 GiB", must, measures, 1.0)
-    def big(case):
-        available = int(re.search(r"MemAvailable: +(\d+)", pathlib.Path("/proc/meminfo").read_text())[1]) >> 20
-        if available < 7:
-            raise Skip(f"{available} GiB of memory are free, 7 are needed")
-        for index in range(5 if case.options.full else 1):
-            kill_rank(case, "in_collective", index, gib=4)
-
-
-kill_rows()
+def check_grace(case, job, grace):
+    """The errors tell of a stop as long as the grace that was asked for, not the one by default."""
+    texts = [error["text"] for error in job.events("CommError")]
+    found = [float(each) for each in re.findall(r"stopped for ([\d.]+) s", "\n".join(texts))]
+    case.check(found and all(grace <= each < DEFAULT_GRACE for each in found), f"not stopped for {grace} s: {texts}")
 
 
 # ---- without a launcher: the agent is in a rank, the first that came ---------------------------------------
@@ -75,17 +29,16 @@ def without_launcher(case, first, *victim):
     with Ranks(case) as ranks:
         port = free_port()
         jobs = {first: ranks.start(first, case.ranks, port, {"LOCKSTEP_STOP_GRACE": "1s"}, *victim)}
-        jobs[first].await_events("joining")
-        time.sleep(0.2)
+        wait_until(lambda: harness.has_agent(port) or jobs[first].ended)
         for rank in range(case.ranks):
             if rank != first:
                 jobs[rank] = ranks.start(rank, case.ranks, port, {"LOCKSTEP_STOP_GRACE": "1s"}, *victim,
                                          events=jobs[first].events_file)
-        jobs[first].await_events("training", case.ranks, timeout=60)
+        jobs[first].await_events("training", case.ranks)
         yield jobs
 
 
-def hurt_without_launcher(case, first, rank, number):
+def hurt_without_launcher(case, first, rank, number, check=lambda job: None):
     with without_launcher(case, first) as jobs:
         time.sleep(case.random.uniform(0, 0.2))
         pid = jobs[rank].pid
@@ -93,8 +46,9 @@ def hurt_without_launcher(case, first, rank, number):
         os.kill(pid, number)
         for other in jobs:
             if other != rank:
-                case.check(jobs[other].wait(15) == 4, f"rank {other} did not end because of an error", jobs[other])
+                case.check(jobs[other].wait() == 4, f"rank {other} did not end because of an error", jobs[other])
         case.measure(check_survivors(case, jobs[first], rank, f"rank {rank} (pid {pid})", since=since))
+        check(jobs[first])
         return "".join(job.text("err") for job in jobs.values()), rank, pid
 
 
@@ -109,13 +63,13 @@ def kill_without_launcher(case):
        "the last survivor's error", 2.0)
 def stop_without_launcher(case):
     for first, rank in ((0, 1), (0, 0)):
-        told, _, pid = hurt_without_launcher(case, first, rank, signal.SIGSTOP)
+        told, _, pid = hurt_without_launcher(case, first, rank, signal.SIGSTOP, lambda job: check_grace(case, job, 1))
         case.check(f"rank {rank} (pid {pid}) is stopped" in told, f"nobody says that it is stopped: {told}")
 
 
 # ---- SIGSTOP ----------------------------------------------------------------------------------------------
 
-STOP_GRACE = 1.5
+STOP_GRACE = 0.8
 
 
 @fault("SIGSTOP of a rank", "reported by name", "the launcher's line", 1.0)
@@ -126,51 +80,53 @@ def stop_reported(case):
         pid = job.rank_pid(rank)
         since = now()
         os.kill(pid, signal.SIGSTOP)
-        line = job.await_line("err", rf"rank {rank} \(pid {pid}\) is stopped")
+        line = job.await_line("err", rf"rank {rank} \(pid {pid}\) is stopped \(SIGSTOP\): it is ended in {STOP_GRACE} s")
         if case.check(line, "the launcher does not say that the rank is stopped", job):
             case.within(case.measure(line[0] - since), 1.0, "reported")
-        status = job.wait(STOP_GRACE + 10)
+        status = job.wait()
         case.check(status == 137, f"the status is {status}, not 137", job)
         after = check_survivors(case, job, rank, f"rank {rank} (pid {pid})", "stopped", since=since)
         case.check(after >= STOP_GRACE - 0.1, f"ended after {after:.2f} s, before the grace was over", job)
         case.within(after, STOP_GRACE + 1, "ended after the grace")
+        check_grace(case, job, STOP_GRACE)
 
 
 @fault("SIGSTOP, then SIGCONT within the grace", "goes on with the same bits", "the end of the job")
 def stop_and_go_on(case):
-    hashes = []
-    for disturbed in (False, True):
-        with case.job("--rank", 1, "--steps", 60) as job:
-            job.await_events("training", case.ranks)
-            if disturbed:
-                pid = job.rank_pid(1)
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(1.2)
-                since = now()
-                os.kill(pid, signal.SIGCONT)
-            status = job.wait(30)
+    with case.job("--stop", run=["--stop-grace", f"{harness.LONG}s"]) as job:
+        job.await_events("training", case.ranks)
+        pid = job.rank_pid(1)
+        os.kill(pid, signal.SIGSTOP)
+        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) is stopped"), "nobody says that it is stopped", job)
+        time.sleep(0.5)
+        since = now()
+        os.kill(pid, signal.SIGCONT)
+        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) goes on"), "nobody says that it goes on", job)
+        job.signal(signal.SIGTERM)
+        saved = check_saved(case, [job], 143)
+        case.measure(job.ended - since)
+    if saved:
+        with case.job("--steps", saved[0]["step"]) as job:
+            status = job.wait()
             case.check(status == 0, f"the status is {status}, not 0", job)
-            hashes.append({e["text"] for e in job.events("done")})
-            if disturbed:
-                case.measure(job.ended - since)
-                case.check(re.search(rf"rank 1 \(pid {pid}\) goes on", job.text("err")), "not told to go on", job)
-    case.check(len(hashes[0]) == 1 and hashes[0] == hashes[1], f"the bits differ: {hashes}")
+            hashes = {e["text"] for e in job.events("done")}
+        case.check(hashes == {saved[0]["text"]}, f"the bits differ: {saved[0]}, undisturbed {hashes}")
 
 
 @fault("a rank held by a debugger", "reported, and never ended", "the launcher's line", 1.0)
 def held_by_debugger(case):
-    with case.job("--rank", 1, "--steps", 40, run=["--stop-grace", "0.5s"]) as job:
+    with case.job("--stop", run=["--stop-grace", "0.5s"]) as job:
         job.await_events("training", case.ranks)
         pid = job.rank_pid(1)
         since = now()
         with Traced(pid):
-            line = job.await_line("err", rf"rank 1 \(pid {pid}\) is held by a debugger \(pid {os.getpid()}\)", 3)
+            line = job.await_line("err", rf"rank 1 \(pid {pid}\) is held by a debugger \(pid {os.getpid()}\)")
             if case.check(line, "the launcher does not say that a debugger holds the rank", job):
                 case.within(case.measure(line[0] - since), 1.0, "reported")
-            time.sleep(1.5)
+            time.sleep(1)  # the grace was over before
             case.check(harness.is_alive(pid), "the rank was ended", job)
-        status = job.wait(30)
-        case.check(status == 0, f"the status is {status}, not 0", job)
+        job.signal(signal.SIGTERM)
+        check_saved(case, [job], 143)
 
 
 # ---- a rank ends by itself --------------------------------------------------------------------------------
@@ -179,9 +135,9 @@ def held_by_debugger(case):
 def own_end(case, kind, how, status, *, uncaught):
     rank = case.ranks - 1
     with case.job("--rank", rank, "--fault", kind, *(["--uncaught"] if uncaught else [])) as job:
-        since = job.await_events("fault", timeout=30)[0]["t"]
+        since = job.await_events("fault")[0]["t"]
         pid = job.rank_pid(rank)
-        got = job.wait(15)
+        got = job.wait()
         case.check(got == status, f"the status is {got}, not {status}", job)
         check_verdict(case, job, rank, pid, how)
         case.measure(check_survivors(case, job, rank, f"rank {rank} (pid {pid})", how, since=since))
@@ -216,10 +172,10 @@ def out_of_memory(case):
         stack.push(limit)
         rank = case.ranks - 1
         with case.job("--rank", rank, "--fault", "oom", cgroup=limit.folder) as job:
-            job.await_events("fault", timeout=30)
+            job.await_events("fault")
             pid = job.rank_pid(rank)
-            killed = wait_until(lambda: limit.kills() and now(), 30, 0.001)  # when the kernel did
-            job.wait(15)
+            killed = wait_until(lambda: limit.kills() and now(), pause=0.001)  # when the kernel did
+            job.wait()
             check_verdict(case, job, rank, pid, "was killed by signal 9 (SIGKILL): out of memory")
             told = (told_by_launcher(job) or [""])[0]
             case.check(re.search(r"limit is 1\.5 GiB.*usage was \d", told), f"no usage and limit: {told}", job)
@@ -233,9 +189,9 @@ def out_of_memory(case):
 def leaves(case, kind):
     rank = case.ranks - 1
     with case.job("--rank", rank, "--fault", kind) as job:
-        since = job.await_events("fault", timeout=30)[0]["t"]
+        since = job.await_events("fault")[0]["t"]
         pid = job.rank_pid(rank)
-        status = job.wait(15)
+        status = job.wait()
         case.check(status not in (0, None), f"the status is {status}", job)
         how = "exited with status 0" if kind == "exit0" else ""
         case.measure(check_survivors(case, job, rank, f"rank {rank} (pid {pid}) {how}".strip(), since=since))
@@ -258,25 +214,35 @@ def exits_0_early(case):
 @fault("8 ranks on few cores, several hundred steps", "no alarm, no failure", "the end of the job", ranks=(8,),
        torchrun="-")
 def slow_but_well(case):
-    with case.job("--steps", 1000 if case.options.full else 300, "--phase", "compute") as job:
+    few = sorted(os.sched_getaffinity(0))[:2]
+    victim = ["--steps", 1000 if case.options.full else 300, "--phase", "compute"]
+    with Lateness() as lateness, case.job(*victim, cores=few) as job:
         since = job.await_events("training", case.ranks)[-1]["t"]
-        case.check(job.wait(120) == 0, "it failed", job)
+        case.check(job.wait(300) == 0, "it failed", job)
         case.measure(job.ended - since)
-        case.check("lockstep:" not in job.text("err"), "a false alarm", job)
+    alarms = [line for _, line in job.lines["err"] if line.startswith("lockstep:")]
+    # A wait adds up what each of the ranks waited for a processor: where others use them, one is long in truth.
+    if alarms and not told_by_launcher(job) and lateness.most > 0.1:
+        case.notes.append(f"{len(alarms)} alarms, on a machine that kept this process waiting for {lateness.most:.2f} s")
+    else:
+        case.check(not alarms, "a false alarm", job)
 
 
 @fault("a rank that is 5 s late", "a line after 1, 2 and 4 s: who, where it was last, for how long",
        "the first line", 1.5)
 def slow_rank(case):
     rank = case.ranks - 1
-    with case.job("--rank", rank, "--fault", "sleep", "--ms", 5000, "--steps", 60) as job:
-        since = job.await_events("fault", timeout=30)[0]["t"]
+    with Lateness() as lateness, case.job("--rank", rank, "--fault", "sleep", "--ms", 5000, "--steps", 60) as job:
+        since = job.await_events("fault")[0]["t"]
         pid = job.rank_pid(rank)
-        case.check(job.wait(30) == 0, "it failed", job)
-        told = [(t - since, line) for t, line in job.lines["err"] if line.startswith("lockstep:")]
-        case.check([round(t) for t, _ in told] == [1, 2, 4], "not a line after 1, 2 and 4 s", job)
-        for _, line in told:
-            case.check(re.search(rf"rank {rank} \(pid {pid}\), last after all_reduce #\d+ .* ago", line),
-                       f"it does not say who and where: {line}")
-        if told:
-            case.measure(told[0][0])
+        case.check(job.wait() == 0, "it failed", job)
+    told = [(t - since, line) for t, line in job.lines["err"] if t > since and line.startswith("lockstep:")]
+    where = rf"has waited ([\d.]+) s in .*; not there: rank {rank} \(pid {pid}\), last after all_reduce #\d+ .* ago"
+    found = [(t, float(match[1])) for t, line in told if (match := re.search(where, line))]
+    # Each line comes when the wait is at least twice as long as at the one before.
+    waits = [int(waited).bit_length() for _, waited in found]
+    busy = lateness.most > 0.1
+    case.check(waits == [1, 2, 3] or busy and waits and waits == sorted(set(waits)), "not a line after 1, 2 and 4 s", job)
+    case.check(len(found) == len(told) or busy, "a line does not say who and where", job)
+    if found:
+        case.measure(found[0][0])

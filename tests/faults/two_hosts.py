@@ -14,7 +14,7 @@ import harness
 from harness import Job, KeyFile, SeveralHosts
 
 SKIP = 77
-LIMIT = 240
+LIMIT = 500
 
 
 def start(options, hosts, number, key):

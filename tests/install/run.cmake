@@ -1,5 +1,5 @@
 # Installs the build into an empty folder, and builds and runs a user's project against that.
-# cmake -DBUILD=... -DSOURCE=... -DWORK=... -P run.cmake
+# cmake -DBUILD=... -DSOURCE=... -DWORK=... -DCOMPILER=... -P run.cmake
 file(REMOVE_RECURSE ${WORK})
 function(step)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
@@ -12,7 +12,8 @@ endfunction()
 
 step(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
 # Nothing of the source or the build tree may be needed.
-step(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH=${WORK}/prefix)
+step(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH=${WORK}/prefix
+     -DCMAKE_CXX_COMPILER=${COMPILER})
 step(${CMAKE_COMMAND} --build ${WORK}/build)
 step(${WORK}/prefix/bin/lockstep run -n 2 ${WORK}/build/consumer)
 if(NOT output MATCHES "consumer: 2 of 2")

@@ -18,6 +18,9 @@ import time
 
 import support
 
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
+from ports import free_port  # noqa: E402
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "scontrol")
 # More than there are: what is tested are ranks, not scheduling.
 CPUS = 8
@@ -29,19 +32,7 @@ def missing_program():
     return next((program for program in PROGRAMS if not shutil.which(program)), None)
 
 
-def free_ports(count):
-    """Told apart by being open all at once."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
-def wait_until(what, condition, seconds=30):
+def wait_until(what, condition, seconds=120):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
@@ -75,7 +66,7 @@ def processes_of(folder):
 def guard(folder):
     """Waits for the end of the test, be it by SIGKILL, and removes what that left."""
     sys.stdin.read()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := processes_of(folder)) and time.monotonic() < deadline:
         for pid in left:
             try:
@@ -143,11 +134,11 @@ class Cluster:
     def __exit__(self, *_):
         # What still runs of jobs ends with slurmd's help, while it is there.
         if self.daemons and all(daemon.poll() is None for daemon in self.daemons):
-            self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), seconds=20)
+            self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), seconds=60)
         for daemon in reversed(self.daemons):
             daemon.terminate()
             try:
-                daemon.wait(10)
+                daemon.wait(30)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
@@ -194,7 +185,9 @@ class Cluster:
         self.hosts[0].connect(self.hosts[1], "10.87.0.1", "10.87.0.2")
 
     def _configuration(self):
-        controller, node = free_ports(2)
+        controller, node = free_port(), free_port()
+        while node == controller:
+            node = free_port()
         user, host = getpass.getuser(), socket.gethostname()
         nodes = [("node1", "node1", "10.87.0.1"), ("node2", "node2", "10.87.0.2")] if self.two_hosts else \
                 [("node1", host, "127.0.0.1")]
@@ -265,7 +258,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
     def state(self, job):
         return re.search(r"JobState=(\w+)", self.call("scontrol", "show", "job", job))[1]
 
-    def batch(self, script, *options, seconds=90):
+    def batch(self, script, *options, seconds=300):
         """The output of a batch script that is to succeed."""
         job, output = self.submit(script, *options)
         try:
@@ -292,7 +285,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
     def expect_nothing_left(self):
         """Of jobs; the daemons are there."""
         left = lambda: processes_of(self.folder) - self.own_processes
-        wait_until(f"these are left of jobs: {left()}", lambda: not left(), 20)
+        wait_until(f"these are left of jobs: {left()}", lambda: not left())
 
 
 class KillTest(support.LauncherTest):
@@ -315,7 +308,8 @@ class KillTest(support.LauncherTest):
                 pids = self.ranks_of(srun.stdout, 4)
                 begin = time.monotonic()
                 os.kill(pids[rank], signal.SIGKILL)
-                output, _ = srun.communicate(timeout=30)
+                # Less than patient's own end, after which others are told in any case.
+                output, _ = srun.communicate(timeout=50)
                 print(f"told after {time.monotonic() - begin:.1f} s ... ", end="", flush=True)
             except BaseException:
                 os.killpg(srun.pid, signal.SIGKILL)

@@ -3,18 +3,26 @@ needed, through wrappers, and one launcher inside another."""
 
 import concurrent.futures
 import shutil
+import tempfile
 
 import support
 from support import Programs, clean_environment, succeed
 
 OPEN_MPI = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-MPICH = ["mpirun.mpich"]
+MPICH = support.with_silent_input("mpirun.mpich")
 MPIRUNS = {"Open MPI": OPEN_MPI, "MPICH": MPICH}
+INSTALLED = {"Open MPI": shutil.which("mpirun.openmpi"), "MPICH": shutil.which("mpirun.mpich")}
+
+
+def with_own_folder(*command):
+    """Open MPI makes a folder for all jobs of a user, and fails if another job makes it at the same time."""
+    with tempfile.TemporaryDirectory(prefix="ls-") as folder:
+        return succeed(*command, environment=clean_environment(TMPDIR=folder))
 
 
 class LauncherTest(support.LauncherTest):
     def each_mpirun(self):
-        found = [(launcher, command) for launcher, command in MPIRUNS.items() if shutil.which(command[0])]
+        found = [(launcher, command) for launcher, command in MPIRUNS.items() if INSTALLED[launcher]]
         if not found:
             self.skipTest("there is neither mpirun.openmpi nor mpirun.mpich")
         return found
@@ -40,7 +48,7 @@ class Identity(LauncherTest):
     def test_two_jobs_at_once_are_two(self):
         for launcher, mpirun in self.each_mpirun():
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                outputs = list(pool.map(lambda _: succeed(*mpirun, "-n", "2", self.probe), range(2)))
+                outputs = list(pool.map(lambda _: with_own_folder(*mpirun, "-n", "2", self.probe), range(2)))
             first, second = (self.expect_ranks(output, launcher, 2)[0]["job"] for output in outputs)
             self.assertNotEqual(first, second)
 
@@ -62,7 +70,7 @@ class Identity(LauncherTest):
         self.assertEqual(found[0]["served"], "true")
 
     def test_one_mpirun_inside_the_other(self):
-        if not all(shutil.which(mpirun[0]) for mpirun in MPIRUNS.values()):
+        if not all(INSTALLED.values()):
             self.skipTest("there are not both mpirun.openmpi and mpirun.mpich")
         self.expect_ranks(succeed(*OPEN_MPI, "-n", "1", *MPICH, "-n", "2", self.probe), "MPICH", 2)
         # Each keeps to the ranks that it started, also where the outer one started several.
@@ -109,7 +117,7 @@ class Training(LauncherTest):
     def test_two_jobs_at_once_do_not_meet(self):
         for _, mpirun in self.each_mpirun():
             with concurrent.futures.ThreadPoolExecutor() as pool:
-                for output in pool.map(lambda _: succeed(*mpirun, "-n", "2", self.hello), range(2)):
+                for output in pool.map(lambda _: with_own_folder(*mpirun, "-n", "2", self.hello), range(2)):
                     self.expect_hello(output, 2)
 
     def test_torchrun(self):

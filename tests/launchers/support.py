@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import unittest
 
 # Variables by which a launcher tells its ranks who they are; these tests may themselves run under one.
@@ -24,10 +25,28 @@ class Programs:
 
 def clean_environment(**more):
     kept = {name: value for name, value in os.environ.items() if not LAUNCHERS.match(name)}
-    return dict(kept, OMP_NUM_THREADS="1", LOCKSTEP_BACKEND="cpu:auto", LOCKSTEP_JOIN_TIMEOUT="40s", **more)
+    return dict(kept, OMP_NUM_THREADS="1", LOCKSTEP_BACKEND="cpu:auto", LOCKSTEP_JOIN_TIMEOUT="120s", **more)
 
 
-def run(*command, environment=None, seconds=90):
+def silent_input():
+    """A path from which a program can read without getting anything, not even the end.
+
+    MPICH's mpiexec forwards its standard input to the proxy that holds rank 0. If that has ended before data or the end
+    of the file come, mpiexec dies of SIGPIPE or says "HYDU_sock_write: Bad file descriptor". A FIFO that is open for
+    reading and writing (`0<>`) stays silent, so that there is nothing to forward.
+    """
+    if not hasattr(silent_input, "folder"):
+        silent_input.folder = tempfile.TemporaryDirectory(prefix="lockstep-input-")
+        os.mkfifo(os.path.join(silent_input.folder.name, "fifo"))
+    return os.path.join(silent_input.folder.name, "fifo")
+
+
+def with_silent_input(*command):
+    """The command with such an input, whatever starts it."""
+    return ["sh", "-c", 'exec "$@" 0<>"$0"', silent_input(), *command]
+
+
+def run(*command, environment=None, seconds=300):
     """Status and output. Nothing of it is left when the time is up, or when the test is ended."""
     with subprocess.Popen(command, env=environment or clean_environment(), stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -64,7 +64,7 @@ TEST(DeviceMesh, groups_may_be_made_by_several_threads_in_any_order) {
                 make(swap ? "b" : "c");
                 other.join();
               },
-              {.join_timeout = std::chrono::seconds(20)});
+              {.join_timeout = std::chrono::seconds(120)});
 }
 
 TEST(DeviceMesh, a_world_of_one_has_a_mesh_of_ones) {

@@ -115,7 +115,7 @@ struct Meetings {
     ++waiting;
     changed.notify_all();
     const int goal = (waiting + size - 1) / size * size;
-    return changed.wait_for(lock, std::chrono::seconds(20), [&] { return waiting >= goal; });
+    return changed.wait_for(lock, std::chrono::seconds(60), [&] { return waiting >= goal; });
   }
 };
 struct MeetInBackward : torch::autograd::Function<MeetInBackward> {

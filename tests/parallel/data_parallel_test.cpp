@@ -397,7 +397,7 @@ TEST(DataParallel, an_error_in_forward_names_replica_and_device_and_keeps_its_ty
   EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::tensor({0.f, 2.f, 0.f})); }),
               AllOf(HasSubstr("replica 1 of 3"), Not(HasSubstr("frame #"))));
   EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::tensor({3.f, 0.f, 0.f})); }),
-              HasSubstr("no std::exception"));
+              HasSubstr("not a std::exception"));
   EXPECT_EQ(dp(torch::zeros(3)).sum().item<float>(), 0);  // and goes on
 }
 

@@ -5,7 +5,7 @@
 namespace lockstep::testing {
 namespace {
 
-at::Tensor input_of(int rank, int step) { return numbers(7000 + 100 * step + rank, {4, 20}); }
+at::Tensor batch_of(int rank, int step) { return numbers(7000 + 100 * step + rank, {4, 20}); }
 
 bool in_place_here(World& world) { return world.size() > 1 && world.group().backend(at::kCPU) == "shm"; }
 
@@ -33,7 +33,7 @@ TEST(DdpInPlace, both_forms_of_zero_grad_have_the_bits_of_buckets) {
     for (const bool to_none : {true, false})
       expect_the_bits_of_buckets<Wide>(world, {}, [&](auto& ddp, auto& optimizer, int i) {
         optimizer.zero_grad(to_none);
-        ddp(input_of(world.rank(), i)).square().mean().backward();
+        ddp(batch_of(world.rank(), i)).square().mean().backward();
         optimizer.step();
       });
   });
@@ -48,7 +48,7 @@ TEST(DdpInPlace, gradients_are_in_shared_memory_and_are_held_once) {
       if (in_place_here(world)) {
         EXPECT_FALSE(detail::in_shared_memory(model->second->weight));
       }
-      ddp(input_of(world.rank(), i)).square().mean().backward();
+      ddp(batch_of(world.rank(), i)).square().mean().backward();
       EXPECT_EQ(detail::in_shared_memory(model->second->weight.grad()), in_place_here(world));
       if (in_place_here(world)) {
         EXPECT_EQ(model->second->weight.grad().storage().use_count(), 1U);
@@ -66,9 +66,9 @@ TEST(DdpInPlace, accumulation_under_no_sync_has_the_bits_of_buckets) {
         optimizer.zero_grad(to_none);
         {
           const auto local = ddp.no_sync();
-          ddp(input_of(world.rank(), 10 * i)).square().mean().backward();
+          ddp(batch_of(world.rank(), 10 * i)).square().mean().backward();
         }
-        ddp(input_of(world.rank(), 10 * i + 1)).square().mean().backward();
+        ddp(batch_of(world.rank(), 10 * i + 1)).square().mean().backward();
         optimizer.step();
       });
   });
@@ -85,7 +85,7 @@ TEST(DdpInPlace, hooks_and_weights_of_samples_have_the_bits_of_buckets) {
       ddp.join([&] {
         for (int i = 0; i < 2 + world.rank() % 2; ++i) {
           optimizer.zero_grad();
-          ddp(input_of(world.rank(), i)).square().mean().backward();
+          ddp(batch_of(world.rank(), i)).square().mean().backward();
           optimizer.step();
         }
       });
@@ -104,7 +104,7 @@ TEST(DdpInPlace, hooks_that_keep_a_state_leave_replicas_equal) {
       torch::optim::SGD optimizer(model->parameters(), 0.05);
       for (int i = 0; i < 6; ++i) {
         optimizer.zero_grad(to_none);
-        ddp(input_of(world.rank(), i)).square().mean().backward();
+        ddp(batch_of(world.rank(), i)).square().mean().backward();
         optimizer.step();
         check_replicas(*model, world.group());
       }
@@ -184,10 +184,10 @@ TEST(DdpInPlace, after_a_pass_other_tensors_are_the_processs_own) {
     DistributedDataParallel ddp(model, world.group());
     {
       const auto local = ddp.no_sync();
-      ddp(input_of(world.rank(), 0)).square().mean().backward();
+      ddp(batch_of(world.rank(), 0)).square().mean().backward();
     }
     EXPECT_FALSE(detail::in_shared_memory(model->second->weight.clone()));
-    ddp(input_of(world.rank(), 1)).square().mean().backward();
+    ddp(batch_of(world.rank(), 1)).square().mean().backward();
     EXPECT_FALSE(detail::in_shared_memory(model->second->weight.clone()));
   });
 }
@@ -239,7 +239,7 @@ TEST(DdpInPlace, a_gradient_outlives_the_ranks_ddp) {
     {
       Wide model;
       DistributedDataParallel ddp(model, world.group());
-      ddp(input_of(world.rank(), 0)).square().mean().backward();
+      ddp(batch_of(world.rank(), 0)).square().mean().backward();
       gradient = model->second->weight.grad();
       copy = gradient.clone();
     }

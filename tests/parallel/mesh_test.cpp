@@ -9,13 +9,13 @@
 namespace lockstep::testing {
 namespace {
 
-constexpr int kWidth = 8, kBatch = 24, kMicrobatches = 4, kPieces = 8;
+constexpr int kFeatures = 8, kBatch = 24, kMicrobatches = 4, kPieces = 8;
 
 struct MixerImpl : torch::nn::Module {
   MixerImpl()
-      : norm(torch::nn::LayerNormOptions({kWidth})),
-        up(kWidth, 16),
-        down(16, kWidth),
+      : norm(torch::nn::LayerNormOptions({kFeatures})),
+        up(kFeatures, 16),
+        down(16, kFeatures),
         dropout(0.2),
         inner(0.1) {
     register_module("norm", norm);
@@ -48,7 +48,8 @@ struct StackImpl : torch::nn::Module {
 TORCH_MODULE(Stack);
 
 at::Tensor data_of(int what, int step) {
-  return numbers(static_cast<std::uint64_t>(4000 + 100 * what + step), {kBatch, 5, kWidth}).to(at::kDouble);
+  return numbers(static_cast<std::uint64_t>(4000 + 100 * what + step), {kBatch, 5, kFeatures})
+      .to(at::kDouble);
 }
 
 struct Trained {
@@ -149,7 +150,7 @@ TEST(Mesh, batch_norm_in_a_pipeline_is_synchronised_over_replicas) {
   on_every_rank([](World& world) {
     if (world.size() != 4) return;
     struct NormedImpl : torch::nn::Module {
-      NormedImpl() : linear(kWidth, kWidth), norm(kWidth) {
+      NormedImpl() : linear(kFeatures, kFeatures), norm(kFeatures) {
         register_module("linear", linear);
         register_module("norm", norm);
         to(at::kDouble);
@@ -170,7 +171,7 @@ TEST(Mesh, batch_norm_in_a_pipeline_is_synchronised_over_replicas) {
       SGD optimizer(pipeline.parameters(), {.lr = 0.1});
       double loss = 0;
       for (int step = 0; step < 3; ++step) {
-        const auto x = numbers(static_cast<std::uint64_t>(6000 + step), {16, kWidth}).to(at::kDouble);
+        const auto x = numbers(static_cast<std::uint64_t>(6000 + step), {16, kFeatures}).to(at::kDouble);
         optimizer.zero_grad();
         const auto part = 16 / dp.size();
         pipeline.step(x.narrow(0, dp.rank() * part, part), x.narrow(0, dp.rank() * part, part),

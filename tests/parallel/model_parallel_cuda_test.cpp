@@ -9,7 +9,7 @@
 namespace lockstep::testing {
 namespace {
 
-std::vector<at::Tensor> on_cpu(std::vector<at::Tensor> tensors) {
+std::vector<at::Tensor> copied_to_cpu(std::vector<at::Tensor> tensors) {
   for (auto& each : tensors) each = each.cpu();
   return tensors;
 }
@@ -31,8 +31,8 @@ TEST(ModelParallelCuda, split_layers_equal_one_ranks) {
     const auto expected = run(at::kCPU, [&](const auto& x) { return down(up(x).tanh()); });
     const auto split = run(world.device(), [&](const auto& x) { return row(column(x).tanh()); });
     EXPECT_TRUE(all_close(split, expected, 1e-10));
-    EXPECT_TRUE(all_close(on_cpu(full_gradients(*column)), gradients_of(*up), 1e-10));
-    EXPECT_TRUE(all_close(on_cpu(full_gradients(*row)), gradients_of(*down), 1e-10));
+    EXPECT_TRUE(all_close(copied_to_cpu(full_gradients(*column)), gradients_of(*up), 1e-10));
+    EXPECT_TRUE(all_close(copied_to_cpu(full_gradients(*row)), gradients_of(*down), 1e-10));
   });
 }
 

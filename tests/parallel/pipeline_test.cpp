@@ -20,8 +20,8 @@ const auto kLoss = [](const at::Tensor& output, const at::Tensor& target) {
 };
 
 // Layers of several kinds, in double: what differs by more than rounding is an error.
-struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(int width)
+struct StageBlockImpl : torch::nn::Module {
+  explicit StageBlockImpl(int width)
       : norm(torch::nn::LayerNormOptions({width})), up(width, 3 * width), down(3 * width, width) {
     register_module("norm", norm);
     register_module("up", up);
@@ -33,14 +33,14 @@ struct BlockImpl : torch::nn::Module {
   torch::nn::Linear up, down;
   at::Tensor scale;  // used twice: two ways lead to it
 };
-TORCH_MODULE(Block);
+TORCH_MODULE(StageBlock);
 
-constexpr int kWidth = 6;
+constexpr int kStageWidth = 6;
 
 std::vector<PipelineStage> blocks(int count) {
   std::vector<PipelineStage> pieces;
   for (int i = 0; i < count; ++i) {
-    Block block(kWidth);
+    StageBlock block(kStageWidth);
     block->to(at::kDouble);
     fill_parameters(*block, 1000 + 10 * static_cast<std::uint64_t>(i));
     pieces.emplace_back(block, "blocks." + std::to_string(i));
@@ -49,7 +49,7 @@ std::vector<PipelineStage> blocks(int count) {
 }
 
 at::Tensor batch_of(int seed, std::int64_t samples = 24) {
-  return numbers(seed, {samples, kWidth}).to(at::kDouble);
+  return numbers(seed, {samples, kStageWidth}).to(at::kDouble);
 }
 
 // The model's gradients by name, of a batch in micro-batches, on one rank.
@@ -193,7 +193,7 @@ TEST(Pipeline, evaluation_leaves_no_gradients_and_gives_outputs) {
 
 // Two tensors, an optional, a number that needs no gradient.
 struct WideningImpl : torch::nn::Module {
-  explicit WideningImpl(bool gives_mask) : linear(kWidth, kWidth), with_mask(gives_mask) {
+  explicit WideningImpl(bool gives_mask) : linear(kStageWidth, kStageWidth), with_mask(gives_mask) {
     register_module("linear", linear);
     to(at::kDouble);
   }
@@ -206,7 +206,7 @@ struct WideningImpl : torch::nn::Module {
 };
 TORCH_MODULE(Widening);
 struct NarrowingImpl : torch::nn::Module {
-  NarrowingImpl() : linear(kWidth, kWidth) {
+  NarrowingImpl() : linear(kStageWidth, kStageWidth) {
     register_module("linear", linear);
     to(at::kDouble);
   }
@@ -263,7 +263,7 @@ TEST(Pipeline, shapes_may_change_from_step_to_step) {
 
 // Embedding and head share their weight.
 struct TokensImpl : torch::nn::Module {
-  TokensImpl() : table(10, kWidth) {
+  TokensImpl() : table(10, kStageWidth) {
     register_module("table", table);
     to(at::kDouble);
   }
@@ -337,7 +337,7 @@ TEST(Pipeline, a_sequential_is_cut_by_its_children) {
   on_every_rank([](World& world) {
     torch::nn::Sequential model;
     for (int i = 0; i < world.size(); ++i) {
-      model->push_back(torch::nn::Linear(kWidth, kWidth));
+      model->push_back(torch::nn::Linear(kStageWidth, kStageWidth));
       model->push_back(torch::nn::Functional(torch::tanh));
     }
     model->to(at::kDouble);
@@ -366,7 +366,7 @@ TEST(Pipeline, measured_pieces_are_balanced_by_time) {
       for (int i = 0; i < 20; ++i) big = big.mm(torch::eye(300, at::kDouble));
       return x * big[0][0];
     }));
-    for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(kWidth, kWidth));
+    for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(kStageWidth, kStageWidth));
     model->to(at::kDouble);
     Pipeline pipeline(model, world.group(), Schedule1F1B{.num_microbatches = 2},
                       {.balance = PipelineBalance::time, .sample = {batch_of(1)}});
@@ -377,7 +377,7 @@ TEST(Pipeline, measured_pieces_are_balanced_by_time) {
 
 // Throws when told.
 struct FragileImpl : torch::nn::Module {
-  FragileImpl() : linear(kWidth, kWidth) {
+  FragileImpl() : linear(kStageWidth, kStageWidth) {
     register_module("linear", linear);
     to(at::kDouble);
   }
@@ -481,7 +481,7 @@ TEST(Pipeline, what_cannot_be_is_refused) {
     std::swap(broken.ranks[0].front(), broken.ranks[0].back());
     EXPECT_THROW(Pipeline(blocks(n), group, broken), ConfigError);
     auto twins = blocks(n);
-    twins.emplace_back(Block(kWidth), "blocks.0");
+    twins.emplace_back(StageBlock(kStageWidth), "blocks.0");
     if (n == 1) expect_error<ConfigError>([&] { Pipeline(twins, group, ScheduleGPipe{}); }, "two pieces");
     if (n == 1) return;
     // Ranks that do not agree.
@@ -539,7 +539,7 @@ TEST(Pipeline, a_loss_that_throws_is_everybodys_error) {
 }
 
 struct SparseImpl : torch::nn::Module {
-  SparseImpl() : linear(kWidth, kWidth) {
+  SparseImpl() : linear(kStageWidth, kStageWidth) {
     register_module("linear", linear);
     to(at::kDouble);
     fill_parameters(*this, 90);
@@ -606,7 +606,7 @@ TEST(Pipeline, gradients_are_added_to_those_that_are_there) {
 
 // What it is given is changed in place.
 struct HastyImpl : torch::nn::Module {
-  HastyImpl() : linear(kWidth, kWidth) {
+  HastyImpl() : linear(kStageWidth, kStageWidth) {
     register_module("linear", linear);
     to(at::kDouble);
     fill_parameters(*this, 95);
@@ -654,7 +654,7 @@ TEST(Pipeline, inputs_with_a_graph_are_refused) {
 TEST(Pipeline, evaluation_mode_reaches_every_piece) {
   on_every_rank([](World& world) {
     auto pieces = blocks(world.size());
-    Block first(kWidth);
+    StageBlock first(kStageWidth);
     first->to(at::kDouble);
     pieces[0] = {first, ""};
     Pipeline pipeline(pieces, world.group(), Schedule1F1B{.num_microbatches = 4});
@@ -666,7 +666,7 @@ TEST(Pipeline, evaluation_mode_reaches_every_piece) {
 TEST(Pipeline, measuring_leaves_no_trace) {
   on_every_rank([](World& world) {
     torch::nn::Sequential model;
-    for (int i = 0; i < world.size() + 1; ++i) model->push_back(torch::nn::BatchNorm1d(kWidth));
+    for (int i = 0; i < world.size() + 1; ++i) model->push_back(torch::nn::BatchNorm1d(kStageWidth));
     model->to(at::kDouble);
     Pipeline pipeline(model, world.group(), Schedule1F1B{.num_microbatches = 2},
                       {.balance = PipelineBalance::time, .sample = {batch_of(1)}, .agree = world.group()});
@@ -684,9 +684,9 @@ TEST(Pipeline, what_only_one_rank_has_wrong_is_everybodys_error) {
         [&] { Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = world.rank() == 1 ? 0 : 2}); },
         "differ");
     auto twins = blocks(n + 1);
-    twins.back() = {Block(kWidth), "blocks.0"};
+    twins.back() = {StageBlock(kStageWidth), "blocks.0"};
     expect_error<ConfigError>([&] { Pipeline(twins, group, ScheduleGPipe{}); }, "two pieces");
-    twins.back() = {Block(kWidth), "blocks"};
+    twins.back() = {StageBlock(kStageWidth), "blocks"};
     expect_error<ConfigError>([&] { Pipeline(twins, group, ScheduleGPipe{}); },
                               "would lie in the piece 'blocks'");
     // Weights that some share and others do not.

@@ -16,12 +16,10 @@
 namespace lockstep::testing {
 namespace {
 
-namespace nn = torch::nn;
-
 const at::Device kMeta(at::kMeta);
 
 // Of each of its arguments, where it is; a tensor's own handle is kept to be looked at.
-struct LookImpl : nn::Module {
+struct LookImpl : torch::nn::Module {
   using Pair = std::pair<at::Tensor, int>;
   std::vector<at::Device> forward(const at::Tensor& one, const std::vector<at::Tensor>& many,
                                   const std::tuple<at::Tensor, std::string>& tuple,
@@ -82,10 +80,10 @@ TEST(Placed, moves_the_module_that_it_is_given) {
 }
 
 TEST(Placed, registers_as_the_module_that_it_is) {
-  struct Whole : nn::Module {
+  struct Whole : torch::nn::Module {
     Whole() { register_module("a", a), register_module("b", b); }
     Placed<Mlp> a{Mlp(), at::kCPU};
-    Placed<Unit<nn::Linear>> b{Unit<nn::Linear>(3, 2), at::kCPU};
+    Placed<Unit<torch::nn::Linear>> b{Unit<torch::nn::Linear>(3, 2), at::kCPU};
   };
   Whole net;
   EXPECT_EQ(net.named_parameters().keys().front(), "a.first.weight");
@@ -94,9 +92,9 @@ TEST(Placed, registers_as_the_module_that_it_is) {
 }
 
 TEST(Placed, takes_a_sequential_and_a_forward_with_defaults) {
-  Placed placed(nn::Sequential(nn::Linear(2, 3), nn::ReLU()), at::kCPU);
+  Placed placed(torch::nn::Sequential(torch::nn::Linear(2, 3), torch::nn::ReLU()), at::kCPU);
   EXPECT_EQ(placed(torch::ones({5, 2})).sizes(), (at::IntArrayRef{5, 3}));
-  Placed attention(nn::MultiheadAttention(4, 2), at::kCPU);
+  Placed attention(torch::nn::MultiheadAttention(4, 2), at::kCPU);
   const auto x = torch::ones({5, 1, 4});
   EXPECT_EQ(std::get<0>(attention(x, x, x)).sizes(), x.sizes());
 }

@@ -47,7 +47,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs, bytes_file = (os.path.join(folder, name) for name in ("ours.safetensors", "theirs.safetensors", "raw"))
 
-        subprocess.run([probe, "write", ours, bytes_file], check=True, timeout=60)
+        subprocess.run([probe, "write", ours, bytes_file], check=True, timeout=200)
         tensors = safetensors.torch.load_file(ours)
         loaded = model()
         named = {name: tensor for name, tensor in tensors.items() if not name.startswith(("optimizer/", "rng/"))}
@@ -83,12 +83,12 @@ def main():
                 if tensor.is_floating_point():
                     tensor.copy_(torch.randn(tensor.shape))
         safetensors.torch.save_file(source.state_dict(), theirs, metadata={"format": "pt"})
-        subprocess.run([probe, "read", theirs, bytes_file], check=True, timeout=60)
+        subprocess.run([probe, "read", theirs, bytes_file], check=True, timeout=200)
         check(raw(source) == read(bytes_file), "what Python wrote, as C++ reads it")
         damaged = os.path.join(folder, "damaged.safetensors")
         with open(damaged, "wb") as file:
             file.write(read(theirs)[:-1])
-        refused = subprocess.run([probe, "read", damaged, bytes_file], capture_output=True, text=True, timeout=60)
+        refused = subprocess.run([probe, "read", damaged, bytes_file], capture_output=True, text=True, timeout=200)
         check(refused.returncode != 0 and damaged in refused.stderr, f"a damaged file is named: {refused.stderr[-300:]}")
     print("each reads what the other wrote")
 

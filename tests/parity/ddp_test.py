@@ -41,7 +41,7 @@ def rank_main(kind, seed, steps, path):
 
 
 def torch_run(ranks, *arguments):
-    if any(process.wait(120) for process in start_ranks(__file__, ranks, *arguments)):
+    if any(process.wait(300) for process in start_ranks(__file__, ranks, *arguments)):
         sys.exit("PyTorch's ranks failed")
 
 
@@ -65,7 +65,7 @@ def main():
             theirs, ours = os.path.join(folder, "theirs"), os.path.join(folder, "ours")
             torch_run(ranks, kind, seed, 100, theirs)
             subprocess.run([options.lockstep, "run", "-q", "-n", str(ranks), "--threads", "1", options.probe, kind, str(seed), "100", ours],
-                           check=True, timeout=120)
+                           check=True, timeout=300)
             a, b = read(theirs), read(ours)
             differing = sum(x != y for x, y in zip(a, b)) if len(a) == len(b) else len(a)
             largest = max(abs(x) for x in a)

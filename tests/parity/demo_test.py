@@ -22,7 +22,7 @@ def form(text):
 
 with open(readme, encoding="utf-8") as file:
     shown = re.search(r"^\$ ./dev demo\n(.*?)^(?:\$|```)", file.read(), re.M | re.S)[1]
-done = subprocess.run([sys.executable, "-B", compare, "--bin", binaries, "--data", data], capture_output=True, text=True, timeout=250)
+done = subprocess.run([sys.executable, "-B", compare, "--bin", binaries, "--data", data], capture_output=True, text=True, timeout=500)
 print(done.stdout, done.stderr)
 if done.returncode != 0:
     sys.exit(f"failed: status {done.returncode}")

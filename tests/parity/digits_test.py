@@ -4,6 +4,7 @@ restart and ends with the weights of the undisturbed one.
 usage: digits_test.py LOCKSTEP 04_DIGITS DATA
 """
 
+import contextlib
 import os
 import random
 import re
@@ -24,7 +25,7 @@ def command(ranks, *arguments, options=()):
 
 
 def run(ranks, *arguments):
-    done = subprocess.run(command(ranks, *arguments), capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command(ranks, *arguments), capture_output=True, text=True, timeout=500)
     if done.returncode != 0:
         sys.exit(f"failed: {ranks} ranks end with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout
@@ -49,8 +50,9 @@ with tempfile.TemporaryDirectory() as folder:
         time.sleep(random.random() * 0.3)
         ranks = [int(pid) for pid in subprocess.run(["pgrep", "-f", f"^{digits} .*{path}"], capture_output=True, text=True).stdout.split()]
         if ranks:
-            os.kill(random.choice(ranks), signal.SIGKILL)
-        out, error = job.communicate(timeout=200)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(random.choice(ranks), signal.SIGKILL)
+        out, error = job.communicate(timeout=500)
         found = re.findall(r"weights (\w+)", out)
         print(f"killed {'one of ' + str(len(ranks)) if ranks else 'nobody: it had ended'}: {found}")
         if job.returncode != 0 or not found or found[-1] != undisturbed:

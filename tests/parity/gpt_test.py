@@ -21,7 +21,7 @@ def check(condition, what):
 
 
 def lines_of(*command):
-    done = subprocess.run(list(command), capture_output=True, text=True, timeout=250, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(list(command), capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"})
     check(done.returncode == 0, f"{command} ends with 0: {done.stderr[-2000:]}")
     return done.stdout.splitlines()
 
@@ -68,8 +68,8 @@ for dtype, tolerance, layouts, options in (("double", 1e-9, LAYOUTS, ["--dropout
 for wrong, text in ((["--dp", "2"], "--pp 1 --dp 2 --tp 1 is not allowed with 1 ranks"), (["--schedule", "2f2b"], "2f2b"),
                     (["--tp", "65536", "--pp", "65536"], "is not allowed with 1 ranks"), (["--batch", "7", "--microbatches", "2"], "cannot be divided"),
                     (["--heads", "5"], "cannot be divided among 5 heads"), (["--data", "/nowhere"], "/nowhere: cannot be read")):
-    done = subprocess.run([gpt, *wrong], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([gpt, *wrong], capture_output=True, text=True, timeout=200)
     check(done.returncode == 2 and text in done.stderr and not done.stdout, f"{wrong} is refused: {done}")
-done = subprocess.run([lockstep, "run", "-n", "2", gpt, "--tp", "2", "--heads", "3", "--width", "36"], capture_output=True, text=True, timeout=60)
+done = subprocess.run([lockstep, "run", "-n", "2", gpt, "--tp", "2", "--heads", "3", "--width", "36"], capture_output=True, text=True, timeout=200)
 check(done.returncode == 2 and "3 heads cannot be divided among --tp 2 ranks" in done.stderr, f"heads that do not divide are refused: {done}")
 print("the losses are those of PyTorch and of one rank")

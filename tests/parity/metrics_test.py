@@ -17,7 +17,7 @@ STEPS = 6
 
 def run(command, status=0, cwd=None, **variables):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=200)
     assert (done.returncode == 0) == (status == 0), (command, done.returncode, done.stdout, done.stderr)
     return done.stdout + done.stderr
 

@@ -125,7 +125,7 @@ def rank_main(names):
 
 def torch_run(names):
     processes = start_ranks(__file__, 2, *names, stdout=subprocess.PIPE, text=True)
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit("PyTorch's ranks failed")
     return parse("".join(outputs).splitlines())
@@ -164,7 +164,7 @@ def main():
         files = sorted(pathlib.Path(folder).iterdir())
         for path in files:
             shown = json.loads(subprocess.run([options.lockstep, "schedule", "show", "--file", path, "--json"], check=True, stdout=subprocess.PIPE,
-                                              timeout=60).stdout)
+                                              timeout=200).stdout)
             if (shown["ranks"], len(shown["rank_of_stage"]), shown["microbatches"]) != (2, 4, 4):
                 sys.exit(f"{path}: {shown}")
         if len(files) != 2 * len([name for name in schedules if name not in ("gpipe", "1f1b")]):
@@ -172,7 +172,7 @@ def main():
     for name in (*schedules, *TENSOR):
         kind = "tensor" if name in TENSOR else "pipeline"
         output = subprocess.run([options.lockstep, "run", "-n", "2", "--prefix", "never", options.probe, kind, name], check=True,
-                                stdout=subprocess.PIPE, text=True, timeout=60).stdout
+                                stdout=subprocess.PIPE, text=True, timeout=200).stdout
         ours = parse(f"{name} {line}" for line in output.splitlines())[name]
         theirs = expected[name]
         if ours.keys() != theirs.keys() or len(theirs) < 11:

@@ -9,13 +9,14 @@ import io
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import torch
 import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from ranks import free_port
 
 
 # The program of examples/01_data_parallel/README.md.
@@ -128,13 +129,11 @@ os._exit(0)  # PyTorch's own end aborts now and then
 
 
 def distributed(seed):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     ranks = [subprocess.Popen([sys.executable, "-c", THIRD, str(seed)], stdout=subprocess.PIPE, text=True,
                               env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
              for rank in range(2)]
-    lines = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+    lines = [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
     check(all(rank.returncode == 0 for rank in ranks), "PyTorch's ranks end well")
     return lines[0]
 
@@ -147,7 +146,7 @@ def printed_by(function, *arguments):
 
 
 def run(program, *arguments):
-    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=200)
 
 
 def lines_of(program, *arguments):

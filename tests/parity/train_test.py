@@ -242,7 +242,7 @@ def compare(cases, probe, environment):
             json.dump(cases.cases, file)
         with open(os.path.join(folder, "in.bin"), "wb") as file:
             file.writelines(cases.inputs)
-        subprocess.run([probe, folder], check=True, env={**os.environ, **environment}, timeout=300)
+        subprocess.run([probe, folder], check=True, env={**os.environ, **environment}, timeout=500)
         with open(os.path.join(folder, "out.bin"), "rb") as file:
             got = file.read()
     at, wrong = 0, {}

@@ -16,6 +16,8 @@
 #include <lockstep/profile/recorder.h>
 #include <nlohmann/json.hpp>
 
+#include "support/folder.h"
+
 namespace lockstep::profile {
 namespace {
 
@@ -23,11 +25,11 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::SizeIs;
 
-constexpr std::int64_t kMs = 1'000'000;
-constexpr std::int64_t kOrigin = 5000 * kMs;                // of the steady clock
+constexpr std::int64_t kMillisecond = 1'000'000;
+constexpr std::int64_t kOrigin = 5000 * kMillisecond;       // of the steady clock
 constexpr std::int64_t kEpoch = 1'800'000'000'000'000'000;  // the same moment since the epoch
 
-const EpochClock kClock({kOrigin, kEpoch}, {kOrigin + 1000 * kMs, kEpoch + 1000 * kMs});
+const EpochClock kClock({kOrigin, kEpoch}, {kOrigin + 1000 * kMillisecond, kEpoch + 1000 * kMillisecond});
 
 RankProfile made(int rank = 0, int size = 1) {
   RankProfile profile;
@@ -41,29 +43,32 @@ RankProfile made(int rank = 0, int size = 1) {
   profile.thread_ids = {700};
   profile.names = {"", "x", "bucket"};
   profile.groups = {{77, "world", rank, size}};
-  profile.steps = {{1, 0, 100 * kMs}};
+  profile.steps = {{1, 0, 100 * kMillisecond}};
   return profile;
 }
 
 OperatorActivity op(const char* name, std::int64_t begin, std::int64_t end, std::uint64_t correlation = 0,
                     std::int64_t thread = 700) {
-  return {name, thread, kEpoch + begin * kMs, kEpoch + end * kMs, correlation};
+  return {name, thread, kEpoch + begin * kMillisecond, kEpoch + end * kMillisecond, correlation};
 }
 
 DeviceActivity kernel(const char* name, std::int64_t begin, std::int64_t end, std::int64_t stream = 7,
                       std::uint64_t correlation = 0, std::uint64_t linked = 0) {
-  return {DeviceKind::kernel, name, 0, stream, kEpoch + begin * kMs, kEpoch + end * kMs, correlation, linked};
+  return {DeviceKind::kernel,          name,        0,     stream, kEpoch + begin * kMillisecond,
+          kEpoch + end * kMillisecond, correlation, linked};
 }
 
 TEST(EpochClock, comes_to_the_steady_clock_also_where_the_other_was_slewed) {
   EXPECT_EQ(kClock.steady(kEpoch + 3), kOrigin + 3);
-  EXPECT_EQ(kClock.steady(kEpoch - 3 * kMs), kOrigin - 3 * kMs);
+  EXPECT_EQ(kClock.steady(kEpoch - 3 * kMillisecond), kOrigin - 3 * kMillisecond);
   // 100 us a second, as a clock that is being corrected.
-  const EpochClock slewed({kOrigin, kEpoch}, {kOrigin + 10'000 * kMs, kEpoch + 10'001 * kMs});
-  EXPECT_NEAR(static_cast<double>(slewed.steady(kEpoch + 10'001 * kMs) - kOrigin), 10'000.0 * kMs, 10.0);
+  const EpochClock slewed({kOrigin, kEpoch},
+                          {kOrigin + 10'000 * kMillisecond, kEpoch + 10'001 * kMillisecond});
+  EXPECT_NEAR(static_cast<double>(slewed.steady(kEpoch + 10'001 * kMillisecond) - kOrigin),
+              10'000.0 * kMillisecond, 10.0);
   EXPECT_NEAR(static_cast<double>(slewed.steady(kEpoch) - kOrigin), 0.0, 1.0);
   // Set by an hour: what was before counts.
-  const EpochClock set({kOrigin, kEpoch}, {kOrigin + 10 * kMs, kEpoch + 3'600'000 * kMs});
+  const EpochClock set({kOrigin, kEpoch}, {kOrigin + 10 * kMillisecond, kEpoch + 3'600'000 * kMillisecond});
   EXPECT_EQ(set.steady(kEpoch + 5), kOrigin + 5);
 }
 
@@ -79,7 +84,8 @@ TEST(EpochClock, pairs_are_of_one_moment) {
 
 TEST(KinetoOperators, become_spans_of_their_threads) {
   auto profile = made();
-  profile.events = {{.kind = SpanKind::range, .name = 1, .begin = 10 * kMs, .end = 40 * kMs}};
+  profile.events = {
+      {.kind = SpanKind::range, .name = 1, .begin = 10 * kMillisecond, .end = 40 * kMillisecond}};
   Activities activities;
   activities.operators = {op("aten::mm", 20, 30), op("aten::empty", 21, 22), op("aten::add", 35, 41),
                           op("aten::early", -5, 5), op("aten::relu", 1, 2, 0, 800)};
@@ -89,10 +95,10 @@ TEST(KinetoOperators, become_spans_of_their_threads) {
     by_name[profile.names[static_cast<std::size_t>(event.name)]] = event;
   EXPECT_THAT(by_name, SizeIs(5));  // one began before the window
   EXPECT_FALSE(by_name.contains("aten::early"));
-  EXPECT_EQ(by_name["aten::mm"].begin, 20 * kMs);
+  EXPECT_EQ(by_name["aten::mm"].begin, 20 * kMillisecond);
   EXPECT_EQ(by_name["aten::mm"].depth, 1);
   EXPECT_EQ(by_name["aten::empty"].depth, 2);
-  EXPECT_EQ(by_name["aten::add"].end, 40 * kMs);  // cut: what it is in has ended there
+  EXPECT_EQ(by_name["aten::add"].end, 40 * kMillisecond);  // cut: what it is in has ended there
   EXPECT_EQ(by_name["aten::relu"].thread, 1);
   EXPECT_EQ(profile.threads.at(1), "thread 800");
 }
@@ -103,10 +109,10 @@ TEST(KinetoOperators, leave_the_rest_of_a_step_to_code_and_idle) {
   profile.events = {{.kind = SpanKind::range, .name = 1, .cpu_begin = 0, .cpu_end = 0},
                     {.kind = SpanKind::range,
                      .name = 1,
-                     .begin = 100 * kMs,
-                     .end = 100 * kMs,
-                     .cpu_begin = 70 * kMs,
-                     .cpu_end = 70 * kMs}};
+                     .begin = 100 * kMillisecond,
+                     .end = 100 * kMillisecond,
+                     .cpu_begin = 70 * kMillisecond,
+                     .cpu_end = 70 * kMillisecond}};
   Activities activities;
   activities.operators = {op("aten::mm", 10, 40), op("aten::inner", 15, 20), op("aten::mm", 60, 80)};
   add_operators(profile, activities, kClock);
@@ -119,16 +125,16 @@ TEST(KinetoOperators, leave_the_rest_of_a_step_to_code_and_idle) {
 
 RankProfile with_device() {
   auto profile = made();
-  profile.steps = {{1, 0, 100 * kMs}, {2, 100 * kMs, 200 * kMs}};
+  profile.steps = {{1, 0, 100 * kMillisecond}, {2, 100 * kMillisecond, 200 * kMillisecond}};
   Activities activities;
   activities.operators = {op("aten::mm", 1, 5, 11), op("aten::copy_", 6, 9, 12)};
-  activities.launches = {{700, kEpoch + 2 * kMs, 501}};
+  activities.launches = {{700, kEpoch + 2 * kMillisecond, 501}};
   activities.device = {kernel("gemm", 10, 40, 7, 501, 11),  // launched at 2, inside aten::mm
                        kernel("gemm", 110, 130, 7),         // by nobody that is known
                        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 30, 60, 20),
                        kernel("gemm", -20, -10), kernel("late", 205, 210)};
-  activities.device.push_back(
-      {DeviceKind::copy, "Memcpy HtoD", 0, 7, kEpoch + 70 * kMs, kEpoch + 75 * kMs, 502, 12});
+  activities.device.push_back({DeviceKind::copy, "Memcpy HtoD", 0, 7, kEpoch + 70 * kMillisecond,
+                               kEpoch + 75 * kMillisecond, 502, 12});
   add_operators(profile, activities, kClock);
   add_device(profile, activities, kClock);
   return profile;
@@ -141,13 +147,13 @@ TEST(DeviceActivities, become_rows_of_devices_and_streams) {
   EXPECT_EQ(profile.device_rows[1].stream, 20);
   ASSERT_THAT(profile.device, SizeIs(4));  // without those before and after the window
   const auto& first = profile.device[0];
-  EXPECT_EQ(first.begin, 10 * kMs);
+  EXPECT_EQ(first.begin, 10 * kMillisecond);
   EXPECT_EQ(profile.names[static_cast<std::size_t>(first.launched_by)], "aten::mm");
   EXPECT_EQ(first.thread, 0);
-  EXPECT_EQ(first.launched, 2 * kMs);  // the call
+  EXPECT_EQ(first.launched, 2 * kMillisecond);  // the call
   const auto& copy = profile.device[2];
   EXPECT_EQ(copy.kind, DeviceKind::copy);
-  EXPECT_EQ(copy.launched, 6 * kMs + 3 * kMs / 2);  // the operator's middle
+  EXPECT_EQ(copy.launched, 6 * kMillisecond + 3 * kMillisecond / 2);  // the operator's middle
   EXPECT_EQ(profile.device[3].thread, -1);
 }
 
@@ -207,10 +213,10 @@ TEST(DeviceSummary, backward_on_another_thread_is_computing) {
     return Event{.kind = SpanKind::operation,
                  .name = name,
                  .thread = thread,
-                 .begin = begin * kMs,
-                 .end = end * kMs,
-                 .cpu_begin = cpu < 0 ? -1 : cpu * kMs,
-                 .cpu_end = cpu < 0 ? -1 : (cpu + end - begin) * kMs};
+                 .begin = begin * kMillisecond,
+                 .end = end * kMillisecond,
+                 .cpu_begin = cpu < 0 ? -1 : cpu * kMillisecond,
+                 .cpu_end = cpu < 0 ? -1 : (cpu + end - begin) * kMillisecond};
   };
   // The main thread computes for 10 ms, sleeps for 80, computes for 10.
   profile.events = {event(1, 0, 0, 10, 0), event(3, 1, 20, 60, -1), event(4, 2, 60, 90, -1),
@@ -227,13 +233,13 @@ TEST(DeviceSummary, knows_nccl_by_its_kernels) {
 }
 
 nlohmann::json trace_of(const std::vector<RankProfile>& profiles) {
-  const auto path = std::filesystem::path(::testing::TempDir()) / "activities_trace.json.gz";
+  const testing::Folder folder;
+  const auto path = folder / "trace.json.gz";
   write_trace(profiles, path);
   const auto file = ::gzopen(path.c_str(), "rb");
   std::string text(1 << 20, '\0');
   text.resize(static_cast<std::size_t>(std::max(0, ::gzread(file, text.data(), 1 << 20))));
   ::gzclose(file);
-  std::filesystem::remove(path);
   return nlohmann::json::parse(text)["traceEvents"];
 }
 
@@ -271,8 +277,7 @@ TEST(DeviceReport, has_them_in_its_timeline) {
 }
 
 TEST(DeviceFile, comes_back_as_it_was_and_what_is_wrong_is_told) {
-  const auto folder = std::filesystem::path(::testing::TempDir()) / "activities_file";
-  std::filesystem::remove_all(folder);
+  const testing::Folder folder;
   const auto profile = with_device();
   const auto path = write(profile, folder);
   const auto back = read(path);
@@ -300,14 +305,14 @@ RankProfile arriving(int rank, int size, std::int64_t at) {
                                  .sequence = i,
                                  .bytes = 1000,
                                  .tag = 2,
-                                 .begin = (static_cast<std::int64_t>(i) * 40 + at) * kMs,
-                                 .end = (static_cast<std::int64_t>(i) * 40 + 39) * kMs});
+                                 .begin = (static_cast<std::int64_t>(i) * 40 + at) * kMillisecond,
+                                 .end = (static_cast<std::int64_t>(i) * 40 + 39) * kMillisecond});
   return profile;
 }
 
 TEST(Arrivals, of_every_rank_after_the_first) {
   auto late = arriving(2, 3, 25);
-  late.transfers[1].begin -= 5 * kMs;
+  late.transfers[1].begin -= 5 * kMillisecond;
   const std::vector profiles{arriving(0, 3, 10), arriving(1, 3, 5), late};
   const auto summary = summarize(profiles);
   ASSERT_THAT(summary.collectives, SizeIs(1));
@@ -331,7 +336,7 @@ TEST(Arrivals, of_every_rank_after_the_first) {
 
 TEST(Arrivals, of_many_ranks_only_the_ends) {
   Arrivals arrivals;
-  for (int rank = 0; rank < 64; ++rank) arrivals.ranks.push_back({rank, (rank + 7) % 64 * kMs});
+  for (int rank = 0; rank < 64; ++rank) arrivals.ranks.push_back({rank, (rank + 7) % 64 * kMillisecond});
   EXPECT_EQ(arrival_text(arrivals), R"({"first":57,"last":56,"last_after":63.000})");
 }
 

@@ -17,13 +17,16 @@
 #include <lockstep/profile/recorder.h>
 #include <lockstep/profile/summary.h>
 
+#include "support/folder.h"
+
 namespace lockstep {
 namespace {
 
 using ::testing::HasSubstr;
 
-std::filesystem::path folder(const char* name) {
-  const auto path = std::filesystem::path(::testing::TempDir()) / "lockstep_kineto" / name;
+std::filesystem::path trace_folder(const char* name) {
+  static const testing::Folder all;
+  const auto path = all / name;
   std::filesystem::remove_all(path);
   return path;
 }
@@ -47,15 +50,27 @@ void use_processor(double ms) {
   for (const double end = used() + ms; used() < end;) sum = sum + 1;
 }
 
-// Operators, forward and backward, an optimizer, 30 ms of the program's own and 30 ms asleep.
-profile::RankProfile profile_of(OperatorSource source, const char* name) {
-  const auto directory = folder(name);
+// For how long the calling thread has been ready to run and had no processor. 0 if the kernel does not count
+// it.
+double lateness_ms() {
+  std::ifstream file("/proc/thread-self/schedstat");
+  double ran_ns = 0, waited_ns = 0;
+  file >> ran_ns >> waited_ns;
+  return waited_ns / 1e6;
+}
+
+// Operators, forward and backward, an optimizer, 30 ms of the program's own and 30 ms asleep. Adds the
+// lateness of a step to `lateness`.
+profile::RankProfile profile_of(OperatorSource source, const char* name, double* lateness = nullptr) {
+  const auto directory = trace_folder(name);
   World world = World::from_environment();
   at::set_num_threads(1);
   auto weight = torch::ones({192, 192}).requires_grad_();
   SGD optimizer({weight}, {.lr = 1e-9});
   Profiler profiler(world, {.first = 2, .last = 3, .directory = directory.string(), .operators = source});
+  double begin = 0;
   for (int step = 0; step < 3; ++step) {
+    if (step == 1) begin = lateness_ms();
     optimizer.zero_grad();
     auto input = torch::ones({192, 192});
     for (int i = 0; i < 20; ++i) input = at::mm(input, weight).mul(1.0 / 192);
@@ -65,6 +80,7 @@ profile::RankProfile profile_of(OperatorSource source, const char* name) {
     std::this_thread::sleep_for(std::chrono::milliseconds(30));
     profiler.step();
   }
+  if (lateness != nullptr) *lateness += (lateness_ms() - begin) / 2;
   profiler.finish();
   return profile::read(directory / "rank-0.json");
 }
@@ -78,14 +94,16 @@ TEST(KinetoOperators, are_those_that_callbacks_tell_of) {
   EXPECT_EQ(kineto, callbacks);
 }
 
-// Where others use the machine a thread waits for its turn, inside operators too: it may be tried again.
+// Where others use the machine, a thread waits for its turn, which may count for any part. Not every machine
+// tells for how long, so there are several attempts.
 TEST(KinetoOperators, make_the_same_parts_of_a_step) {
   std::string told;
-  for (int attempt = 0; attempt < 6; ++attempt) {
-    const auto one = profile::summarize({profile_of(OperatorSource::callbacks, "callbacks")}).overall;
-    const auto two = profile::summarize({profile_of(OperatorSource::kineto, "kineto")}).overall;
+  for (int attempt = 0; attempt < 10; ++attempt) {
+    double late = 0;
+    const auto one = profile::summarize({profile_of(OperatorSource::callbacks, "callbacks", &late)}).overall;
+    const auto two = profile::summarize({profile_of(OperatorSource::kineto, "kineto", &late)}).overall;
     const auto near = [&](double a, double b, double share) {
-      return std::abs(a - b) <= share * std::max(a, b);
+      return std::abs(a - b) <= share * std::max(a, b) + late;
     };
     told =
         fmt::format("compute {} {}, code {} {}, idle {} {}, optimizer {} {}, other {} {}", one.parts.compute,
@@ -93,7 +111,7 @@ TEST(KinetoOperators, make_the_same_parts_of_a_step) {
                     one.parts.optimizer, two.parts.optimizer, one.parts.other, two.parts.other);
     if (near(one.parts.compute, two.parts.compute, 0.25) && near(one.parts.code, two.parts.code, 0.1) &&
         near(two.parts.code, 30, 0.1) && near(one.parts.idle, two.parts.idle, 0.1) &&
-        two.parts.other <= 0.02 * two.step_mean) {
+        two.parts.other <= 0.02 * two.step_mean + late) {
       std::printf("%s\n", told.c_str());
       return;
     }
@@ -101,27 +119,33 @@ TEST(KinetoOperators, make_the_same_parts_of_a_step) {
   FAIL() << told;
 }
 
+// Both clocks are calibrated by readings, between which a busy machine may take the processor away: a few
+// attempts.
 TEST(KinetoClock, is_the_profiles) {
-  profile::Kineto kineto;
-  ASSERT_EQ(kineto.start(profile::Kineto::Of::operators), std::nullopt);
-  auto input = torch::ones({64, 64});
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  const auto before = profile::steady_now();
-  at::mm(input, input);
-  const auto after = profile::steady_now();
-  const auto activities = kineto.stop();
-  ASSERT_TRUE(activities);
-  int seen = 0;
-  for (const auto& each : activities->operators) {
-    if (each.name != "aten::mm") continue;
-    ++seen;
-    constexpr std::int64_t kWithin = 50'000;  // ns: both clocks are calibrated by readings
-    EXPECT_GE(kineto.clock().steady(each.begin), before - kWithin);
-    EXPECT_LE(kineto.clock().steady(each.end), after + kWithin);
+  constexpr std::int64_t kWithin = 50'000;  // ns
+  bool within = false;
+  for (int attempt = 0; attempt < 10 && !within; ++attempt) {
+    profile::Kineto kineto;
+    ASSERT_EQ(kineto.start(profile::Kineto::Of::operators), std::nullopt);
+    auto input = torch::ones({64, 64});
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const auto before = profile::steady_now();
+    at::mm(input, input);
+    const auto after = profile::steady_now();
+    const auto activities = kineto.stop();
+    ASSERT_TRUE(activities);
+    int seen = 0;
+    for (const auto& each : activities->operators) {
+      if (each.name != "aten::mm") continue;
+      ++seen;
+      within = kineto.clock().steady(each.begin) >= before - kWithin &&
+               kineto.clock().steady(each.end) <= after + kWithin;
+    }
+    EXPECT_EQ(seen, 1);
+    EXPECT_FALSE(kineto.running());
+    EXPECT_EQ(kineto.stop(), std::nullopt);
   }
-  EXPECT_EQ(seen, 1);
-  EXPECT_FALSE(kineto.running());
-  EXPECT_EQ(kineto.stop(), std::nullopt);
+  EXPECT_TRUE(within);
 }
 
 TEST(KinetoOperators, of_all_threads_are_there) {

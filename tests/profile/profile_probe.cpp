@@ -1,20 +1,26 @@
-// A step whose parts are known: what it planted, it measures itself and prints, for a test to compare.
+// Steps whose parts are known. Each rank measures what it planted and prints it, for a test to compare with
+// the profile.
 //
 //   profile_probe STEPS [sleep RANK MS] [data MS] [late RANK MS] [bytes N]
+//
+// A line for each rank and step: planted RANK STEP SLEPT CODE DATA COLLECTIVE LATENESS. The last five are
+// in ms: the time asleep, the processor time of code, the time until the loader had a sample, when the
+// collective began (CLOCK_MONOTONIC), and how long the main thread was ready to run but had no processor.
 #include <torch/torch.h>
 
 #include <time.h>
 
 #include <chrono>
 #include <cstdio>
+#include <fstream>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include <lockstep/lockstep.h>
 
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 struct Planted {
   int sleeper = -1, late = -1;
@@ -22,23 +28,41 @@ struct Planted {
   std::int64_t bytes = 4 << 20;
 };
 
-double slept_ms(double ms) {
-  const auto begin = Clock::now();
-  std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms));
-  return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
-}
-
-double thread_ms() {
+double ms_of(clockid_t clock) {
   timespec time{};
-  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  ::clock_gettime(clock, &time);
   return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) / 1e6;
 }
 
-// Computes for so long, without an operator; of the processor's time, whoever else wants it.
-void compute_ms(double ms) {
-  volatile double sum = 0;
-  for (const double end = thread_ms() + ms; thread_ms() < end;) sum = sum + 1;
+double now_ms() { return ms_of(CLOCK_MONOTONIC); }
+double thread_ms() { return ms_of(CLOCK_THREAD_CPUTIME_ID); }
+
+double slept_ms(double ms) {
+  const double begin = now_ms();
+  std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms));
+  return now_ms() - begin;
 }
+
+// Computes without an operator until it has used that much of the processor's time, whoever else wants it.
+double computed_ms(double ms) {
+  volatile double sum = 0;
+  const double begin = thread_ms();
+  while (thread_ms() < begin + ms) sum = sum + 1;
+  return thread_ms() - begin;
+}
+
+// How long the calling thread has been ready to run without a processor. 0 if the kernel does not count it.
+double lateness_ms() {
+  std::ifstream file("/proc/thread-self/schedstat");
+  double ran_ns = 0, waited_ns = 0;
+  file >> ran_ns >> waited_ns;
+  return waited_ns / 1e6;
+}
+
+// What one step of this rank held.
+struct Step {
+  double slept = 0, code = 0, data = 0, collective = 0, lateness = 0;
+};
 
 struct SlowSamples {
   double ms;
@@ -82,15 +106,28 @@ int main(int argc, char** argv) {
   optimizer.param_groups()[0].params()[0].mutable_grad() = torch::ones({1 << 20});
   lockstep::DataLoader loader(SlowSamples{planted.data_ms}, {.batch_size = 1});
   auto batch = loader.begin();
-  double slept = 0;
-  for (int step = 1; step <= steps; ++step) {
-    if (planted.data_ms > 0) ++batch;
+  std::vector<Step> held(static_cast<std::size_t>(steps));
+  double lateness = lateness_ms();
+  for (int number = 1; number <= steps; ++number) {
+    Step& step = held[static_cast<std::size_t>(number - 1)];
+    if (planted.data_ms > 0) {
+      const double begin = now_ms();
+      ++batch;
+      step.data = now_ms() - begin;
+    }
     for (int i = 0; i < 8; ++i) input = at::matmul(input, weight).mul_(1.0 / 256);
-    if (world.rank() == planted.sleeper) slept += slept_ms(planted.sleep_ms);
-    if (world.rank() == planted.late) compute_ms(planted.late_ms);
+    if (world.rank() == planted.sleeper) step.slept = slept_ms(planted.sleep_ms);
+    if (world.rank() == planted.late) step.code = computed_ms(planted.late_ms);
+    step.collective = now_ms();
     group.all_reduce(known, {.op = lockstep::ReduceOp::AVG, .tag = "known"}).wait();
     optimizer.step();
-    world.step(step);
+    const double before = std::exchange(lateness, lateness_ms());
+    step.lateness = lateness - before;
+    world.step(number);
   }
-  std::printf("slept %.3f ms a step\n", slept / steps);
+  for (int number = 1; number <= steps; ++number) {
+    const Step& step = held[static_cast<std::size_t>(number - 1)];
+    std::printf("planted %d %d %.3f %.3f %.3f %.3f %.3f\n", world.rank(), number, step.slept, step.code,
+                step.data, step.collective, step.lateness);
+  }
 }

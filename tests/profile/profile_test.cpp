@@ -12,6 +12,8 @@
 #include <lockstep/profile/recorder.h>
 #include <nlohmann/json.hpp>
 
+#include "support/folder.h"
+
 namespace lockstep::profile {
 namespace {
 
@@ -182,8 +184,7 @@ TEST(ProfileClocks, hosts_are_aligned_by_the_collectives_they_share) {
 }
 
 TEST(ProfileFile, comes_back_as_it_was) {
-  const auto folder = std::filesystem::path(::testing::TempDir()) / "profile_file";
-  std::filesystem::remove_all(folder);
+  const testing::Folder folder;
   Made rank(1, 3);
   rank.step(4, 0, 10).span(SpanKind::wait, 1, 2, 3, 4, 5).reduce(9, 1, 2);
   rank.profile.memory = {{5, 6}};
@@ -201,8 +202,8 @@ TEST(ProfileFile, comes_back_as_it_was) {
 }
 
 TEST(ProfileFile, what_is_wrong_with_one_is_told) {
-  const auto folder = std::filesystem::path(::testing::TempDir()) / "profile_bad";
-  std::filesystem::remove_all(folder);
+  const testing::Folder scope;
+  const auto folder = scope / "profile";
   EXPECT_THROW(read_all(folder), ConfigError);
   Made rank(0, 1);
   const auto path = write(rank.step(1, 0, 1).span(SpanKind::wait, 0, 1).profile, folder);
@@ -317,7 +318,7 @@ TEST(ProfileRecorder, many_threads_at_once) {
 
 TEST(ProfileRecorder, threads_that_go_on_leave_a_file_that_can_be_read) {
   auto recorder = std::make_shared<Recorder>();
-  const auto folder = std::filesystem::path(::testing::TempDir()) / "profile_race";
+  const testing::Folder folder;
   detail::SpanListening listening(recorder, detail::SpanScope::process);
   std::atomic<bool> stop = false;
   std::vector<std::thread> threads;
@@ -349,8 +350,7 @@ TEST(ProfileRecorder, a_wait_that_began_before_the_operation_is_for_it) {
 }
 
 TEST(ProfileSummary, ranks_that_are_missing_or_doubled_are_told) {
-  const auto folder = std::filesystem::path(::testing::TempDir()) / "profile_missing";
-  std::filesystem::remove_all(folder);
+  const testing::Folder folder;
   Made rank(1, 3);
   rank.step(7, 0, 10).step(7, 10, 20).span(SpanKind::operation, 0, 20);
   const auto path = write(rank.profile, folder);

@@ -10,6 +10,8 @@
 #include <lockstep/profile/rank_profile.h>
 #include <nlohmann/json.hpp>
 
+#include "support/folder.h"
+
 namespace lockstep {
 namespace {
 
@@ -17,7 +19,8 @@ using ::testing::Contains;
 using ::testing::HasSubstr;
 
 std::filesystem::path folder(const char* name) {
-  const auto path = std::filesystem::path(::testing::TempDir()) / "lockstep_profiler" / name;
+  static const testing::Folder all;
+  const auto path = all / name;
   std::filesystem::remove_all(path);
   return path;
 }
@@ -165,15 +168,15 @@ TEST(Profiler, products_under_autocast_are_counted_once) {
 }
 
 TEST(Profiler, one_at_a_time_and_another_when_it_is_over) {
+  const auto two = folder("two");
   run_threads(1, [&](World& world) {
     Profiler profiler(world, {.first = 1, .last = 1, .directory = folder("one").string()});
-    EXPECT_THROW(Profiler(world, {.directory = folder("two").string()}), ConfigError);
+    EXPECT_THROW(Profiler(world, {.directory = two.string()}), ConfigError);
     profiler.step();
-    Profiler second(world, {.first = 1, .last = 1, .directory = folder("two").string()});
+    Profiler second(world, {.first = 1, .last = 1, .directory = two.string()});
     at::mm(torch::ones({2, 2}), torch::ones({2, 2}));
     second.step();
-    EXPECT_TRUE(std::filesystem::exists(std::filesystem::path(::testing::TempDir()) /
-                                        "lockstep_profiler/two/rank-0.json"));
+    EXPECT_TRUE(std::filesystem::exists(two / "rank-0.json"));
   });
 }
 

@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,6 @@ folders = tempfile.TemporaryDirectory(prefix="lockstep-profile-")  # of all runs
 
 def new_folder():
     return tempfile.mkdtemp(dir=folders.name)
-
 
 
 def check(what, condition, told=""):
@@ -32,17 +33,57 @@ def profile(ranks, command, window="4:13", more=()):
         return json.load(file), run.stdout, directory
 
 
-def close(value, wanted, share=0.05):
-    return abs(value - wanted) <= share * wanted
+WINDOW = range(4, 14)
 
 
-def planted(what, words, holds):
-    """Within 5 percent. Where others use the machine a sleep takes longer and a thread waits for its turn, so it may be tried again."""
+class Control:
+    """What both ranks of the probe measured themselves, in the steps of the window. Times are in ms a step."""
+
+    def __init__(self, text):
+        self.steps = {}
+        for rank, step, *numbers in re.findall(r"planted (\d+) (\d+)" + 5 * r" ([\d.]+)", text):
+            if int(step) in WINDOW:
+                names = ("slept", "code", "data", "collective", "lateness")
+                self.steps[int(rank), int(step)] = dict(zip(names, map(float, numbers)))
+
+    def mean(self, rank, what):
+        return statistics.mean(self.steps[rank, step][what] for step in WINDOW)
+
+    def behind(self, rank):
+        """How much later than the other rank it began the collective, in each step."""
+        return [self.steps[rank, step]["collective"] - self.steps[1 - rank, step]["collective"] for step in WINDOW]
+
+    def late(self, rank):
+        return statistics.mean(max(0, ms) for ms in self.behind(rank))
+
+    def slack(self, *ranks):
+        """A millisecond, and what they waited for a processor: that may count for any of a step's parts."""
+        return 1 + sum(self.mean(rank, "lateness") for rank in ranks or (0, 1))
+
+
+def near(value, wanted, slack=0.0, share=0.05):
+    return abs(value - wanted) <= share * wanted + slack
+
+
+PLANTED_MS = 60  # far more than the rest of a step
+
+
+def planted(what, words, numbers, words_told):
+    """The numbers hold on any machine. What is told is about the largest part, which on a very busy one is another. A few
+    attempts: some machines do not tell for how long a thread waited for its turn."""
+    problem = None
     for _ in range(6):
-        summary, _, _ = profile(2, [probe, "14", *words])
-        if all(holds(summary)):
+        summary, text, _ = profile(2, [probe, "14", *words])
+        control = Control(text)
+        right, told = numbers(summary, control), words_told(summary)
+        if all(right) and all(told):
             return
-    check(what, False, (holds(summary), summary["ranks"], summary["hints"]))
+        if not all(right) or control.slack() < PLANTED_MS / 3:
+            problem = (right, told, control.steps, summary["ranks"], summary["hints"])
+    if problem:
+        check(what, False, problem)
+    else:
+        print(f"{what}: the numbers are right; what is told cannot be judged on so busy a machine")
 
 
 def arrival(summary, rank):
@@ -98,7 +139,7 @@ def check_trace(directory, ranks):
 def check_page(directory, words):
     """In a real browser; without one it says so."""
     page = subprocess.run([sys.executable, "-B", os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_test.py"),
-                           os.path.join(directory, "report.html"), *words], capture_output=True, text=True, timeout=300)
+                           os.path.join(directory, "report.html"), *words], capture_output=True, text=True, timeout=500)
     if page.returncode == 77:
         print(page.stdout.strip())
         return
@@ -122,6 +163,7 @@ def of_64_ranks(directory):
 def main():
     # A collective of known bytes, an optimizer, operators; two ranks.
     summary, text, directory = profile(2, [probe, "14", "bytes", str(8 << 20)])
+    control = Control(text)
     known = [c for c in summary["collectives"] if c["tag"] == "known"]
     check("the collective is there", len(known) == 1 and known[0]["operation"] == "all_reduce", known)
     check("its bytes", known[0]["bytes"] == 8 << 20, known)
@@ -130,30 +172,39 @@ def main():
     parts = summary["overall"]["parts_ms"]
     for part in ("compute", "communication", "optimizer"):
         check(f"{part} was measured", parts[part] > 0.05, parts)
-    check("other is at most 2 percent", parts["other"] <= 0.02 * summary["overall"]["step_ms"]["mean"], parts)
+    check("other is at most 2 percent", parts["other"] <= 0.02 * summary["overall"]["step_ms"]["mean"] + control.slack() - 1,
+          (parts, control.steps))
     for step in summary["steps"]:
         for rank in step["ranks"]:
             check("the parts make the step", abs(sum(rank["parts_ms"].values()) - rank["ms"]) < 0.02 * rank["ms"] + 0.01, rank)
     check("the terminal has it", "all_reduce" in text and "known" in text and "report.html" in text, text)
     # 8 products of 256 x 256 x 256.
-    check("FLOPs", close(summary["overall"]["flops_per_step"], 2 * 8 * 2 * 256**3, 0.001), summary["overall"])
+    check("FLOPs", near(summary["overall"]["flops_per_step"], 2 * 8 * 2 * 256**3, share=0.001), summary["overall"])
     events, arrows = check_trace(directory, 2)
     check("operators are there", any(e["name"] == "aten::matmul" for e in events))
     check("an arrow for each collective", len(arrows) == 10, len(arrows))
     check("memory is there", any(e["ph"] == "C" for e in events))
     check_arrivals(events)
 
-    planted("a sleep in one rank is idle there, and waiting for a late rank on the other", ["sleep", "1", "20"], lambda s: [
-        close(s["ranks"][1]["parts_ms"]["idle"], 20), s["ranks"][0]["parts_ms"]["idle"] < 1,
-        close(s["ranks"][0]["communication"]["waiting_ms"], 20), s["ranks"][1]["communication"]["waiting_ms"] < 1,
+    def of(summary, number):
+        return summary["ranks"][number]
+
+    ms = str(PLANTED_MS)
+    planted("a sleep in one rank is idle there, and waiting for a late rank on the other", ["sleep", "1", ms], lambda s, c: [
+        near(of(s, 1)["parts_ms"]["idle"], c.mean(1, "slept"), c.slack(1)), of(s, 0)["parts_ms"]["idle"] < c.slack(0),
+        near(of(s, 0)["communication"]["waiting_ms"], c.late(1), c.slack()),
+        near(of(s, 1)["communication"]["waiting_ms"], c.late(0), c.slack())], lambda s: [
         s["overall"].get("slowest", {}).get("rank") == 1, any("rank 1" in hint and "sleeping" in hint for hint in s["hints"])])
-    planted("code of the program's own is code there", ["late", "0", "30"], lambda s: [
-        close(s["ranks"][0]["parts_ms"]["code"], 30), close(s["ranks"][1]["communication"]["waiting_ms"], 30),
-        any("rank 0" in hint and "own code" in hint for hint in s["hints"]),
+    planted("code of the program's own is code there", ["late", "0", ms], lambda s, c: [
+        near(of(s, 0)["parts_ms"]["code"], c.mean(0, "code"), c.slack(0)),
+        near(of(s, 1)["communication"]["waiting_ms"], c.late(0), c.slack()),
         # The collective's own figures say the same: rank 1 comes first, rank 0 last, each time.
-        close(arrival(s, 0)["mean_ms"], 30), arrival(s, 1)["mean_ms"] < 1, arrival(s, 0)["last_times"] == 10])
-    planted("a loader that waits is data", ["data", "50"], lambda s: [
-        *(close(rank["parts_ms"]["data"], 50) for rank in s["ranks"]), any("wait for data" in hint for hint in s["hints"])])
+        near(arrival(s, 0)["mean_ms"], c.late(0), c.slack()), near(arrival(s, 1)["mean_ms"], c.late(1), c.slack()),
+        abs(arrival(s, 0)["last_times"] - sum(each > 0 for each in c.behind(0))) <= sum(abs(each) < 10 * c.slack() for each in c.behind(0))],
+        lambda s: [any("rank 0" in hint and "own code" in hint for hint in s["hints"])])
+    planted("a loader that waits is data", ["data", ms], lambda s, c: [
+        near(of(s, each)["parts_ms"]["data"], c.mean(each, "data"), c.slack(each)) for each in (0, 1)],
+        lambda s: [any("wait for data" in hint for hint in s["hints"])])
 
     # A pipeline on 2 and a mesh on 4 ranks: messages have arrows.
     for ranks, layout in ((2, ["--pp", "2"]), (4, ["--pp", "2", "--dp", "2"])):

@@ -8,7 +8,7 @@
 namespace lockstep::testing {
 namespace {
 
-std::string text_of(const std::string& file) {
+std::string page(const std::string& file) {
   std::ifstream in(std::string(LOCKSTEP_SOURCE) + "/" + file);
   std::ostringstream text;
   text << in.rdbuf();
@@ -19,17 +19,17 @@ TEST(Docs, hello_prints_what_its_page_shows) {
   const auto outcome = run(
       {{LOCKSTEP_PROGRAM, "run", "--quiet", "-n", "4", LOCKSTEP_HELLO}, {{"LOCKSTEP_BACKEND", "cpu:auto"}}});
   EXPECT_EQ(outcome.status, 0) << outcome.output;
-  EXPECT_THAT(text_of("examples/00_hello/README.md"),
+  EXPECT_THAT(page("examples/00_hello/README.md"),
               HasSubstr("$ build/bin/lockstep run --quiet -n 4 build/bin/00_hello\n" + outcome.output));
 }
 
 TEST(Docs, the_readme_has_both_commands_and_ci_calls_one_of_them) {
-  EXPECT_THAT(text_of("README.md"), AllOf(HasSubstr("./dev demo"), HasSubstr("./dev test")));
-  EXPECT_THAT(text_of(".ci/run"), HasSubstr("./dev test"));
+  EXPECT_THAT(page("README.md"), AllOf(HasSubstr("./dev demo"), HasSubstr("./dev test")));
+  EXPECT_THAT(page(".ci/run"), HasSubstr("./dev test"));
 }
 
 TEST(Docs, every_variable_that_is_read_is_in_the_docs) {
-  const auto docs = text_of("docs/concepts.md");
+  const auto docs = page("docs/concepts.md");
   for (const char* name : {"LOCKSTEP_BACKEND", "LOCKSTEP_TIMEOUT", "LOCKSTEP_JOIN_TIMEOUT", "LOCKSTEP_CHECK",
                            "LOCKSTEP_LOG", "LOCKSTEP_MPI", "LOCKSTEP_KEY_FILE", "LOCKSTEP_STOP_GRACE",
                            "LOCKSTEP_AGENT", "GLOO_SOCKET_IFNAME", "MASTER_ADDR", "LOCAL_RANK"})

@@ -18,5 +18,5 @@ with tempfile.TemporaryDirectory() as folder:
         program = pathlib.Path(folder) / f"block_{number}.py"
         program.write_text(block, encoding="utf-8")
         subprocess.run([sys.executable, "-B", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program],
-                       check=True, timeout=100)
+                       check=True, timeout=300)
         print(f"block {number} of {page.name} ran")

@@ -24,7 +24,7 @@ import unittest
 
 # Python's own refusal: a test that ends with it can pass on no backend of another name.
 TIED_TO_GLOO = "ValueError: monitored_barrier is only implemented for GLOO backend."
-# A part that takes a minute: every collective, messages, groups, DistributedDataParallel in most of its forms.
+# A part that takes half a minute: every collective, messages, groups, DistributedDataParallel in most of its forms.
 QUICK = """
     test_DistributedDataParallelCPU test_DistributedDataParallelCPU_grad_is_view test_accumulate_gradients_no_sync
     test_accumulate_gradients_no_sync_allreduce_with_then_hook test_all_gather test_all_gather_coalesced_with_empty
@@ -54,8 +54,8 @@ def tests():
     class TorchSuite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         def setUp(self):
             super().setUp()
-            # A server that has imported torch once makes the processes: that takes 20 ms and not 5 s.
-            context = multiprocessing.get_context("forkserver")
+            # This process has imported torch: its children are there in 20 ms, and not in 5 s.
+            context = multiprocessing.get_context("fork")
 
             def process(target, name, args, kwargs):
                 return context.Process(target=enter, name=name, args=(dict(os.environ), args, kwargs))
@@ -111,24 +111,36 @@ class Outcomes(unittest.TestResult):
         self.report(test._testMethodName, *self.outcome)
 
 
-def run_here(backend, ranks, names, report):
-    """Runs those tests in this process and its children."""
+def run_here(backend, ranks, names, report, workers):
+    """Runs those tests in children of this process, as many at a time. True if all ran to their ends, whatever that was."""
     # The suite asks for two GPUs as soon as it sees one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(BACKEND="gloo", TORCH_SUITE_BACKEND=backend, WORLD_SIZE=str(ranks), INIT_METHOD="file://")
     os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    multiprocessing.set_forkserver_preload(["torch.testing._internal.distributed.distributed_test"])
     loader, case = unittest.TestLoader(), tests()
-    for name in loader.getTestCaseNames(case) if names is None else names:
-        case(name).run(Outcomes(report))
+    names = loader.getTestCaseNames(case) if names is None else names
+
+    def run_share(number):
+        for name in names[number::workers]:
+            case(name).run(Outcomes(report))
+
+    # Tests mostly wait, in steps of 0.1 s.
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=run_share, args=(number,)) for number in range(workers)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return all(process.exitcode == 0 for process in processes)
 
 
-def run(backend, ranks, names=None, show=True):
+def run(backend, ranks, names=None, show=True, workers=1):
     """{test: (outcome, detail)}, from a process of its own: the suite reads how it is to run when it is imported."""
     results = {}
     with tempfile.NamedTemporaryFile("w+") as file:
-        command = [sys.executable, __file__, "--backend", backend, "--ranks", str(ranks), "--report", file.name]
+        command = [sys.executable, __file__, "--backend", backend, "--ranks", str(ranks), "--report", file.name,
+                   "--workers", str(workers)]
         if names is not None:
             command += ["--names", *names]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -206,6 +218,7 @@ def main():
     for hidden in ("--backend", "--report"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--names", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     prepare()
@@ -215,10 +228,10 @@ def main():
             def report(*row):
                 print(json.dumps(row), file=file, flush=True)
 
-            run_here(options.backend, options.ranks, options.names, report)
-        return 0
+            return 0 if run_here(options.backend, options.ranks, options.names, report, options.workers) else 1
     if options.quick:
-        results = run("lockstep", 2, QUICK)
+        os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "240")  # of a test; they all end by themselves
+        results = run("lockstep", 2, QUICK, workers=2)
         for name, (outcome, detail) in results.items():
             if outcome != "passed":
                 print(f"{name}: {outcome}: {detail}")

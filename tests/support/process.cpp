@@ -5,10 +5,14 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstddef>
 #include <cstdlib>
+#include <random>
+#include <string>
 
 namespace lockstep::testing {
 namespace {
@@ -78,17 +82,42 @@ std::vector<Outcome> run_together(const std::vector<Program>& programs, std::chr
 
 Outcome run(const Program& program, std::chrono::seconds limit) { return run_together({program}, limit)[0]; }
 
-int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+namespace {
+
+// True if this process has the port from now on. The sign is an abstract unix socket, which goes with the
+// process.
+bool reserve(int port) {
+  const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string name = "lockstep-test-port-" + std::to_string(port);
+  name.copy(address.sun_path + 1, sizeof address.sun_path - 1);
+  const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  if (::bind(fd, reinterpret_cast<const sockaddr*>(&address), length) == 0) return true;
+  ::close(fd);
+  return false;
+}
+
+bool is_free(int port) {
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  if (::bind(fd, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0)
-    std::abort();
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  const bool bound = ::bind(fd, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
   ::close(fd);
-  return ntohs(address.sin_port);
+  return bound;
+}
+
+}  // namespace
+
+int free_port() {
+  std::random_device random;
+  for (int tries = 0; tries < 10000; ++tries) {
+    const int port = static_cast<int>(10000 + random() % 10000);  // SLURM jobs of the tests meet above
+    if (reserve(port) && is_free(port)) return port;
+  }
+  std::abort();
 }
 
 }  // namespace lockstep::testing

@@ -19,12 +19,14 @@ struct Outcome {
   double seconds = 0;
 };
 
-// All at once; killed, with everything they started, when the limit is over.
+// All at once; killed, with everything they started, when the limit is over, which only ends a test that
+// hangs.
 std::vector<Outcome> run_together(const std::vector<Program>& programs,
-                                  std::chrono::seconds limit = std::chrono::seconds(60));
-Outcome run(const Program& program, std::chrono::seconds limit = std::chrono::seconds(60));
+                                  std::chrono::seconds limit = std::chrono::seconds(180));
+Outcome run(const Program& program, std::chrono::seconds limit = std::chrono::seconds(180));
 
-// A port of 127.0.0.1 that was free a moment ago.
+// A port of 127.0.0.1 that nobody uses. It is outside of the range from which the system takes ports, and no
+// other test that asks gets it as long as this process lives.
 int free_port();
 
 }  // namespace lockstep::testing

@@ -86,7 +86,7 @@ World fresh_world(WorldOptions options) {
 }
 
 void on_every_rank(const std::function<void(World&)>& body) {
-  const WorldOptions options{.timeout = std::chrono::seconds(60), .join_timeout = std::chrono::seconds(60)};
+  const WorldOptions options{.timeout = std::chrono::minutes(3), .join_timeout = std::chrono::minutes(3)};
   if (ranks_are_threads()) return run_threads(chosen_ranks, body, options);
   if (!process_world) process_world = std::make_unique<World>(fresh_world(options));
   body(*process_world);

@@ -11,7 +11,7 @@
 
 namespace lockstep::testing {
 
-inline at::Tensor input_of(int rank, int step) { return numbers(9000 + 100 * step + rank, {4, 20}); }
+inline at::Tensor features_of(int rank, int step) { return numbers(9000 + 100 * step + rank, {4, 20}); }
 
 // The same training with the plain optimizer and with the distributed one.
 template <typename Inner, typename Model, typename Options, typename Step>

@@ -24,7 +24,7 @@ TORCH_MODULE(Halves);
 TEST(DistributedOptimizerMasters, have_the_bits_of_the_plain_ones) {
   on_every_rank([](World& world) {
     const auto step = [&](auto& ddp, auto& optimizer, int i) {
-      kStep(ddp, optimizer, input_of(world.rank(), i));
+      kStep(ddp, optimizer, features_of(world.rank(), i));
     };
     const bool share = world.size() > 1 && world.group().backend(at::kCPU) == "shm";
     for (const auto way : {Implementation::single, Implementation::fused})
@@ -54,8 +54,8 @@ TEST(DistributedOptimizerMasters, are_of_this_ranks_part_and_follow_the_paramete
     AdamW plain(plain_model->parameters(), options);
     DistributedOptimizer<AdamW> optimizer(ddp, options);
     const auto both = [&](int i) {
-      kStep(plain_ddp, plain, input_of(world.rank(), i));
-      kStep(ddp, optimizer, input_of(world.rank(), i));
+      kStep(plain_ddp, plain, features_of(world.rank(), i));
+      kStep(ddp, optimizer, features_of(world.rank(), i));
     };
     for (int i = 0; i < 3; ++i) both(i);
     std::int64_t mastered = 0, all = 0;
@@ -94,7 +94,7 @@ TEST(DistributedOptimizerMasters, follow_another_rank_that_writes_to_shared_weig
     DistributedDataParallel ddp(model, world.group());
     DistributedOptimizer<AdamW> optimizer(ddp, {.lr = 1e-4, .weight_decay = 0, .master_weights = true},
                                           {.share_weights = true});
-    for (int i = 0; i < 2; ++i) kStep(ddp, optimizer, input_of(world.rank(), i));
+    for (int i = 0; i < 2; ++i) kStep(ddp, optimizer, features_of(world.rank(), i));
     world.group().barrier().wait();
     if (world.is_main()) {
       torch::NoGradGuard no_grad;
@@ -102,7 +102,7 @@ TEST(DistributedOptimizerMasters, follow_another_rank_that_writes_to_shared_weig
     }
     world.group().barrier().wait();
     optimizer.param_groups()[0].options().set_lr(0);
-    kStep(ddp, optimizer, input_of(world.rank(), 2));
+    kStep(ddp, optimizer, features_of(world.rank(), 2));
     for (const auto& parameter : model->parameters()) EXPECT_TRUE((parameter == 3).all().item<bool>());
     for (const auto& slice : optimizer.param_groups()[0].params())
       if (const auto master = optimizer.master(slice); master.defined()) {
@@ -124,7 +124,8 @@ TEST(DistributedOptimizerMasters, are_saved_whole_and_go_on_with_any_number_of_r
                          AdamW::group(without, {.lr = 1e-2})};
     };
     const auto train = [](auto& ddp, auto& optimizer, int from, int to) {
-      for (int i = from; i < to; ++i) kStep(ddp, optimizer, input_of(0, i));  // the same data on every rank
+      for (int i = from; i < to; ++i)
+        kStep(ddp, optimizer, features_of(0, i));  // the same data on every rank
     };
     Halves model;
     DistributedDataParallel ddp(model, world.group());

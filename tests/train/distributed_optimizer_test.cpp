@@ -30,7 +30,7 @@ at::Tensor image_of(int rank, int step) { return numbers(9500 + 100 * step + ran
 TEST(DistributedOptimizer, has_the_bits_of_the_plain_one) {
   on_every_rank([](World& world) {
     const auto step = [&](auto& ddp, auto& optimizer, int i) {
-      kStep(ddp, optimizer, input_of(world.rank(), i));
+      kStep(ddp, optimizer, features_of(world.rank(), i));
     };
     for (const bool zero_copy : {true, false}) {
       const DdpOptions ddp{.zero_copy = zero_copy};
@@ -65,7 +65,7 @@ TEST(DistributedOptimizer, state_is_this_ranks_part_and_gradients_are_gone_after
     world.group().all_reduce(sum).wait();
     EXPECT_EQ(sum.item<std::int64_t>(), all);
 
-    ddp(input_of(world.rank(), 0)).square().mean().backward();
+    ddp(features_of(world.rank(), 0)).square().mean().backward();
     for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
     optimizer.step();
     std::int64_t held = 0;
@@ -87,9 +87,9 @@ TEST(DistributedOptimizer, adds_up_passes_with_and_without_communication) {
                                       optimizer.zero_grad();
                                       {
                                         auto quiet = ddp.no_sync();
-                                        ddp(input_of(world.rank(), 50 + i)).square().mean().backward();
+                                        ddp(features_of(world.rank(), 50 + i)).square().mean().backward();
                                       }
-                                      ddp(input_of(world.rank(), i)).square().mean().backward();
+                                      ddp(features_of(world.rank(), i)).square().mean().backward();
                                       optimizer.step();
                                     });
     // Averages are added here; the plain one averages the average again, with other roundings.
@@ -100,7 +100,7 @@ TEST(DistributedOptimizer, adds_up_passes_with_and_without_communication) {
     const auto step = [&](auto& each_ddp, auto& each, int i) {
       each.zero_grad();
       for (int pass = 0; pass < 3; ++pass)
-        each_ddp(input_of(world.rank(), 10 * pass + i)).square().mean().backward();
+        each_ddp(features_of(world.rank(), 10 * pass + i)).square().mean().backward();
       each.step();
     };
     for (int i = 0; i < 3; ++i) {
@@ -110,7 +110,7 @@ TEST(DistributedOptimizer, adds_up_passes_with_and_without_communication) {
     }
     check_replicas(*model, world.group());
     // What is dropped does not come back.
-    ddp(input_of(world.rank(), 90)).square().mean().backward();
+    ddp(features_of(world.rank(), 90)).square().mean().backward();
     step(plain_ddp, plain, 4);
     step(ddp, optimizer, 4);
     EXPECT_TRUE(all_close(values_of(*plain_model), values_of(*model)));
@@ -130,14 +130,14 @@ TEST(DistributedOptimizer, works_with_unused_parameters_micro_batches_and_uneven
                                           optimizer.step();
                                         },
                                         {.find_unused_parameters = true});
-    expect_the_same_bits<AdamW, Wide>(world, AdamWOptions{.lr = 1e-2},
-                                      [&](auto& ddp, auto& optimizer, int i) {
-                                        optimizer.zero_grad();
-                                        for (int m = 0; m < 3; ++m)
-                                          ddp(input_of(3 * world.rank() + m, i)).square().mean().backward();
-                                        optimizer.step();
-                                      },
-                                      {.micro_batches = 3});
+    expect_the_same_bits<AdamW, Wide>(
+        world, AdamWOptions{.lr = 1e-2},
+        [&](auto& ddp, auto& optimizer, int i) {
+          optimizer.zero_grad();
+          for (int m = 0; m < 3; ++m) ddp(features_of(3 * world.rank() + m, i)).square().mean().backward();
+          optimizer.step();
+        },
+        {.micro_batches = 3});
     if (world.size() == 1) return;
     Wide plain_model, model;
     DistributedDataParallel plain_ddp(plain_model, world.group()), ddp(model, world.group());
@@ -146,7 +146,8 @@ TEST(DistributedOptimizer, works_with_unused_parameters_micro_batches_and_uneven
     const auto train = [&](auto& each_ddp, auto& each) {
       each_ddp.join(
           [&] {
-            for (int i = 0; i < 2 + world.rank() % 3; ++i) kStep(each_ddp, each, input_of(world.rank(), i));
+            for (int i = 0; i < 2 + world.rank() % 3; ++i)
+              kStep(each_ddp, each, features_of(world.rank(), i));
           },
           {.step = [&] { each.step(); }});
     };
@@ -172,8 +173,8 @@ TEST(DistributedOptimizer, takes_groups_and_schedules) {
     DistributedOptimizer<AdamW> optimizer(ddp, groups_of(model));
     ExponentialLR plain_schedule(plain, {.gamma = 0.5}), schedule(optimizer, {.gamma = 0.5});
     for (int i = 0; i < 4; ++i) {
-      kStep(plain_ddp, plain, input_of(world.rank(), i));
-      kStep(ddp, optimizer, input_of(world.rank(), i));
+      kStep(plain_ddp, plain, features_of(world.rank(), i));
+      kStep(ddp, optimizer, features_of(world.rank(), i));
       plain_schedule.step();
       schedule.step();
     }
@@ -191,10 +192,10 @@ TEST(DistributedOptimizer, clips_by_a_norm_that_does_not_depend_on_the_number_of
           single_ddp(single_model, alone);
       DistributedOptimizer<SGD> optimizer(ddp, {.lr = 1});
       DistributedOptimizer<SGD> single(single_ddp, {.lr = 1});
-      ddp(input_of(world.rank(), 0)).square().mean().backward();
-      plain_ddp(input_of(world.rank(), 0)).square().mean().backward();
+      ddp(features_of(world.rank(), 0)).square().mean().backward();
+      plain_ddp(features_of(world.rank(), 0)).square().mean().backward();
       // One rank, whose gradient is that of all.
-      at::Tensor loss = single_ddp(input_of(0, 0)).sum() * 0;
+      at::Tensor loss = single_ddp(features_of(0, 0)).sum() * 0;
       for (std::size_t i = 0; i < single_model->parameters().size(); ++i)
         loss = loss + (single_model->parameters()[i] * plain_model->parameters()[i].grad()).sum();
       loss.backward();
@@ -272,7 +273,7 @@ TEST(DistributedOptimizer, is_saved_whole_and_goes_on_with_any_number_of_ranks) 
     const AdamWOptions options{.lr = 1e-2, .weight_decay = 0.1, .amsgrad = true};
     // Every rank has the same data here, so that one rank alone does the same.
     const auto train = [](auto& ddp, auto& optimizer, int from, int to) {
-      for (int i = from; i < to; ++i) kStep(ddp, optimizer, input_of(0, i));
+      for (int i = from; i < to; ++i) kStep(ddp, optimizer, features_of(0, i));
     };
     Wide model;
     DistributedDataParallel ddp(model, world.group());
@@ -396,11 +397,11 @@ TEST(DistributedOptimizer, what_is_dropped_is_not_in_a_later_step) {
     DistributedOptimizer<SGD> optimizer(ddp, {.lr = 0.1});
     {
       auto quiet = ddp.no_sync();
-      ddp(input_of(world.rank(), 70)).square().mean().backward();
+      ddp(features_of(world.rank(), 70)).square().mean().backward();
     }
     EXPECT_THAT(error_of<ConfigError>([&] { optimizer.step(); }), HasSubstr("was not averaged"));
-    kStep(ddp, optimizer, input_of(world.rank(), 0));
-    kStep(plain_ddp, plain, input_of(world.rank(), 0));
+    kStep(ddp, optimizer, features_of(world.rank(), 0));
+    kStep(plain_ddp, plain, features_of(world.rank(), 0));
     EXPECT_TRUE(same_bits(values_of(*plain_model), values_of(*model)));
     if (world.size() == 1) return;
     // The last step of a rank with data is left out; it then follows the others.
@@ -409,7 +410,7 @@ TEST(DistributedOptimizer, what_is_dropped_is_not_in_a_later_step) {
           [&] {
             for (int i = 0; i < 2 + world.rank() % 2; ++i) {
               each.zero_grad();
-              each_ddp(input_of(world.rank(), i)).square().mean().backward();
+              each_ddp(features_of(world.rank(), i)).square().mean().backward();
               if (i != 1) each.step();
             }
           },
@@ -435,8 +436,8 @@ TEST(DistributedOptimizer, leaves_everything_as_it_was_when_it_is_gone_or_was_ne
     ddp.register_comm_hook(allreduce_hook());  // as with one that never had an optimizer
     AdamW again(model->parameters(), {.lr = 1e-2});
     for (int i = 0; i < 3; ++i) {
-      kStep(plain_ddp, plain, input_of(world.rank(), i));
-      kStep(ddp, again, input_of(world.rank(), i));
+      kStep(plain_ddp, plain, features_of(world.rank(), i));
+      kStep(ddp, again, features_of(world.rank(), i));
       world.group().barrier().wait();
       EXPECT_TRUE(same_bits(values_of(*plain_model), values_of(*model)));
     }
@@ -512,7 +513,7 @@ TORCH_MODULE(Writes);
 TEST(DistributedOptimizer, shared_weights_are_one_copy_with_the_same_bits) {
   on_every_rank([](World& world) {
     const auto step = [&](auto& ddp, auto& optimizer, int i) {
-      kStep(ddp, optimizer, input_of(world.rank(), i));
+      kStep(ddp, optimizer, features_of(world.rank(), i));
     };
     if (world.size() > 1 && world.group().backend(at::kCPU) != "shm") {
       Mlp model;

@@ -1,12 +1,11 @@
 // bfloat16 and float16 parameters with masters in float32: what training the masters by hand gives, to the
 // bit.
-#include <sstream>
-
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
 #include "support/errors.h"
 #include "support/folder.h"
+#include "train/saved.h"
 
 namespace lockstep::testing {
 namespace {
@@ -24,7 +23,7 @@ std::vector<Tensor> parameters_of(at::ScalarType dtype) {
   return all;
 }
 
-bool same(const Tensor& a, const Tensor& b) {
+bool identical(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == b.scalar_type() && torch::equal(a.detach(), b.detach());
 }
 
@@ -54,9 +53,10 @@ void expect_what_masters_by_hand_give(Options options, at::ScalarType dtype) {
     plain.step();
     optimizer.step();
     for (std::size_t i = 0; i < params.size(); ++i) {
-      ASSERT_TRUE(same(params[i], masters[i].to(dtype))) << "step " << step << ", parameter " << i;
+      ASSERT_TRUE(identical(params[i], masters[i].to(dtype))) << "step " << step << ", parameter " << i;
       const auto master = optimizer.master(params[i]);
-      ASSERT_TRUE(!master.defined() || same(master, masters[i])) << "step " << step << ", parameter " << i;
+      ASSERT_TRUE(!master.defined() || identical(master, masters[i]))
+          << "step " << step << ", parameter " << i;
     }
   }
 }
@@ -103,7 +103,7 @@ TEST(MasterWeights, parameters_of_other_dtypes_are_as_without) {
     a.step();
     b.step();
   }
-  EXPECT_TRUE(same(p, q) && same(d, e));
+  EXPECT_TRUE(identical(p, q) && identical(d, e));
 }
 
 void step_with(torch::optim::Optimizer& optimizer, const std::vector<Tensor>& params, int seed) {
@@ -128,12 +128,12 @@ TEST(MasterWeights, follow_parameters_that_somebody_else_has_written_to) {
   optimizer.step();
   const auto after = master_of(optimizer, p);
   EXPECT_EQ(after[3].item<float>(), 5);
-  EXPECT_TRUE(same(after.slice(0, 4), before.slice(0, 4)));
-  EXPECT_FALSE(same(before.slice(0, 4), rounded.slice(0, 4).to(torch::kFloat)));
+  EXPECT_TRUE(identical(after.slice(0, 4), before.slice(0, 4)));
+  EXPECT_FALSE(identical(before.slice(0, 4), rounded.slice(0, 4).to(torch::kFloat)));
 
   p.detach().copy_(torch::full({64}, 2).to(torch::kBFloat16));  // as lockstep::load does
   optimizer.step();
-  EXPECT_TRUE(same(master_of(optimizer, p), torch::full({64}, 2.f)));
+  EXPECT_TRUE(identical(master_of(optimizer, p), torch::full({64}, 2.f)));
 }
 
 TEST(MasterWeights, sync_masters_finds_what_no_version_tells_of) {
@@ -144,13 +144,6 @@ TEST(MasterWeights, sync_masters_finds_what_no_version_tells_of) {
   optimizer.sync_masters();
   EXPECT_EQ(master_of(optimizer, p)[2].item<float>(), 4);
   EXPECT_EQ(master_of(optimizer, p)[1].item<float>(), 1);
-}
-
-template <typename Optimizer>
-std::string saved(const Optimizer& optimizer) {
-  std::ostringstream out;
-  torch::save(optimizer, out);
-  return out.str();
 }
 
 TEST(MasterWeights, torch_save_carries_them_over) {
@@ -169,8 +162,8 @@ TEST(MasterWeights, torch_save_carries_them_over) {
     step_with(to, others, i);
   }
   for (std::size_t i = 0; i < params.size(); ++i) {
-    EXPECT_TRUE(same(params[i], others[i])) << i;
-    EXPECT_TRUE(same(master_of(from, params[i]), master_of(to, others[i]))) << i;
+    EXPECT_TRUE(identical(params[i], others[i])) << i;
+    EXPECT_TRUE(identical(master_of(from, params[i]), master_of(to, others[i]))) << i;
   }
 }
 
@@ -195,8 +188,9 @@ TEST(MasterWeights, a_checkpoint_has_them_and_the_run_goes_on_with_its_bits) {
     step_with(loaded, other->parameters(), i);
   }
   for (std::size_t i = 0; i < model->parameters().size(); ++i) {
-    EXPECT_TRUE(same(model->parameters()[i], other->parameters()[i])) << i;
-    EXPECT_TRUE(same(master_of(optimizer, model->parameters()[i]), master_of(loaded, other->parameters()[i])))
+    EXPECT_TRUE(identical(model->parameters()[i], other->parameters()[i])) << i;
+    EXPECT_TRUE(
+        identical(master_of(optimizer, model->parameters()[i]), master_of(loaded, other->parameters()[i])))
         << i;
   }
 }
@@ -216,8 +210,8 @@ TEST(MasterWeights, checkpoints_without_them_load_into_optimizers_with_them_and_
     step_with(loaded, other->parameters(), 9);
     for (std::size_t i = 0; i < model->parameters().size(); ++i) {
       const auto p = model->parameters()[i], q = other->parameters()[i];
-      EXPECT_TRUE(same(p, q)) << i;
-      EXPECT_TRUE(had || same(master_of(loaded, q), p.detach().to(torch::kFloat))) << i;
+      EXPECT_TRUE(identical(p, q)) << i;
+      EXPECT_TRUE(had || identical(master_of(loaded, q), p.detach().to(torch::kFloat))) << i;
       auto& state = static_cast<torch::optim::AdamWParamState&>(*loaded.state().at(q.unsafeGetTensorImpl()));
       EXPECT_EQ(state.step(), 4);
       EXPECT_EQ(state.exp_avg().scalar_type(), had ? torch::kBFloat16 : torch::kFloat);
@@ -266,7 +260,7 @@ TEST(MasterWeights, capturable_changes_nothing_on_the_cpu) {
   AdamW a({p}, {.capturable = true}), b({q});
   for (int i = 0; i < 3; ++i) step_with(a, {p}, i), step_with(b, {q}, i);
   a.upload_options();
-  EXPECT_TRUE(same(p, q));
+  EXPECT_TRUE(identical(p, q));
   EXPECT_TRUE(a.options().capturable);
 }
 

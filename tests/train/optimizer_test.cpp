@@ -11,6 +11,7 @@
 #include <torch/torch.h>
 
 #include "support/errors.h"
+#include "train/saved.h"
 
 namespace lockstep::testing {
 namespace {
@@ -311,13 +312,6 @@ TEST(Optimizers, code_written_for_libtorchs_optimizers_works) {
   EXPECT_EQ(static_cast<torch::optim::AdamParamState&>(*optimizer.state().at(p.unsafeGetTensorImpl())).step(),
             3);
   EXPECT_EQ(AdamW({p}).options().weight_decay, 1e-2);
-}
-
-template <typename Optimizer>
-std::string saved(const Optimizer& optimizer) {
-  std::ostringstream out;
-  torch::save(optimizer, out);
-  return out.str();
 }
 
 template <typename From, typename To, typename FromOptions, typename ToOptions>

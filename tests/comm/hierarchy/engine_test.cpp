@@ -1,8 +1,11 @@
 // The collectives of groups that span hosts, with ranks as threads.
 #include <lockstep/comm/transports/hierarchy/engine.h>
 
+#include <atomic>
 #include <cmath>
+#include <latch>
 #include <random>
+#include <thread>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -404,11 +407,13 @@ TEST(Hierarchy, a_wait_ends_when_it_is_told_to) {
   for (const Nodes& nodes : {Nodes{0, 0, 1, 1}, {0, 1}}) {
     HostRanks ranks(nodes);
     const int missing = static_cast<int>(nodes.size()) - 1;
+    std::atomic<bool> all_told = false;
     ranks.run([&](int rank, Engine& engine) {
       if (rank == missing) {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         // The one that its neighbours wait for is told last: they would hear from it first.
         for (int r = missing - 1; r >= 0; --r) ranks.engine(r).interrupt("enough");
+        all_told = true;
         return;
       }
       std::vector<float> data(10);
@@ -416,6 +421,7 @@ TEST(Hierarchy, a_wait_ends_when_it_is_told_to) {
       part.call = describe(Operation::all_reduce, rank, nodes.size(), 10);
       part.outputs = {data.data()};
       EXPECT_THAT(error_of<shm::Interrupted>([&] { run(engine, part); }), HasSubstr("enough"));
+      while (!all_told) std::this_thread::yield();  // or the others might hear of this end first
       engine.give_up();
     });
   }
@@ -424,20 +430,24 @@ TEST(Hierarchy, a_wait_ends_when_it_is_told_to) {
 TEST(Hierarchy, at_the_deadline_it_is_said_who_is_absent) {
   HostRanks ranks({0, 0, 1, 1});
   std::vector<std::string> absent(4);
+  std::latch ready(3), recorded(3);
   ranks.run([&](int rank, Engine& engine) {
     if (rank == 3) return;
+    ready.arrive_and_wait();
     std::vector<float> data(10);
     Part part;
     part.call = describe(Operation::all_reduce, rank, 4, 10);
     part.item_size = 4;
     part.outputs = {data.data()};
-    // One after another, so that nobody hears of another's end first.
+    // One after another, and nobody gives up before all have looked.
     const auto deadline = Clock::now() + std::chrono::milliseconds(100 + 300 * (2 - rank));
     try {
       engine.finish(part, deadline);
       ADD_FAILURE() << "no error";
+      recorded.count_down();
     } catch (const std::exception& error) {
       absent[at(rank)] = std::string(error.what()) + ": " + engine.absent();
+      recorded.arrive_and_wait();
       if (rank != 2) engine.give_up();
     }
   });

@@ -91,7 +91,7 @@ class Lanes {
 
 std::string end_of(const std::shared_ptr<Ticket>& ticket) {
   auto future = ticket->ended.get_future();
-  return future.wait_for(seconds(10)) == std::future_status::ready ? future.get() : "it has not ended";
+  return future.wait_for(seconds(60)) == std::future_status::ready ? future.get() : "it has not ended";
 }
 
 // The operation that is under way may be complete all the same; none is after it.
@@ -123,7 +123,7 @@ TEST(Lane, ends_of_operations_may_wait_for_later_ones) {
   Lanes lanes(1);
   for (int i = 0; i < kDeep; ++i)
     tickets.push_back(lanes.post(0, Operation::all_reduce, 10, true, [&] {
-      in_time += future.wait_for(seconds(10)) == std::future_status::ready;
+      in_time += future.wait_for(seconds(60)) == std::future_status::ready;
     }));
   tickets.push_back(lanes.post(0, Operation::all_reduce, 10, true, [&] { last.set_value(); }));
   for (const auto& each : tickets) EXPECT_EQ(each->ended.get_future().get(), "");
@@ -140,7 +140,7 @@ TEST(Lane, whoever_lets_go_of_an_operation_may_close_the_lane) {
     closed.set_value();
   };
   ticket.reset();  // the lane's thread has it now
-  ASSERT_EQ(closed.get_future().wait_for(seconds(10)), std::future_status::ready);
+  ASSERT_EQ(closed.get_future().wait_for(seconds(60)), std::future_status::ready);
 }
 
 // Whoever waits does the work: a process that may have no more threads can go on.
@@ -164,7 +164,7 @@ TEST(Lane, works_without_a_thread_of_its_own) {
     }
     try {
       auto ticket = lanes.post(0, Operation::all_reduce, 10, true);
-      lanes.lane(0)->wait(*ticket, Clock::now() + seconds(10));
+      lanes.lane(0)->wait(*ticket, Clock::now() + seconds(60));
       if (status == 1 && ticket->settled) status = 0;
     } catch (const std::exception& error) {
       std::fprintf(stderr, "%s\n", error.what());

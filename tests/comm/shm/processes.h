@@ -18,6 +18,9 @@
 
 namespace lockstep::shm {
 
+// Exit statuses of a process: it lost a peer, or it saw a wrong result.
+constexpr int kLost = 7, kWrong = 8;
+
 // One rank's end.
 struct Member {
   int rank = 0, ranks = 1;

@@ -3,18 +3,24 @@
 
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <random>
+#include <set>
+#include <sstream>
 #include <thread>
 
 #include <lockstep/base/host.h>
 #include <lockstep/comm/reduce.h>
+#include <lockstep/control/process.h>
 
 #include "support/errors.h"
+#include "support/eventually.h"
 
 namespace lockstep::shm {
 namespace {
@@ -95,8 +101,6 @@ TEST(ShmProcesses, always_give_the_bits_of_the_tree) {
     }
 }
 
-constexpr int kLost = 7, kWrong = 8;
-
 // Sums without end; tells by its status that a peer was lost. Every sum that is returned is right.
 int sum_until_a_peer_is_lost(Member& member) {
   std::minstd_rand sizes(11);
@@ -135,28 +139,77 @@ TEST(ShmProcesses, survivors_of_a_kill_at_any_moment_are_woken_and_return_nothin
   }
   std::sort(times.begin(), times.end());
   const auto p99 = times[times.size() * 99 / 100];
-  RecordProperty("median_ms", std::to_string(times[times.size() / 2]));
+  const auto median = times[times.size() / 2];
+  RecordProperty("median_ms", std::to_string(median));
   RecordProperty("p99_ms", std::to_string(p99));
-  EXPECT_LT(p99, 1000) << "of a machine that does something else as well";
+  // Far more than it takes, for a machine that does something else as well. Operations time out after 60 s.
+  EXPECT_LT(median, 1000);
+  EXPECT_LT(p99, 20000);
 }
 
-// By the kernel, so that no sanitizer keeps a record of each byte.
+// By the kernel, so that no sanitizer keeps a record of each byte. In small pages, which take long to free.
 bool fill_memory(std::size_t bytes) {
-  return ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0) !=
-         MAP_FAILED;
+  void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return false;
+  ::madvise(memory, bytes, MADV_NOHUGEPAGE);
+  return ::madvise(memory, bytes, MADV_POPULATE_WRITE) == 0 ||
+         ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0) !=
+             MAP_FAILED;  // a kernel before 5.14
 }
 
-// The kernel frees a large process slowly; that it is dead is known at once.
+// Waits until the main thread of a process sleeps: in five looks one after another.
+bool sleeps(pid_t pid) {
+  int looks = 0;
+  return testing::eventually([&] {
+    const auto process = control::look_at(pid);
+    looks = process && process->state == 'S' ? looks + 1 : 0;
+    return looks == 5;
+  });
+}
+
+// When two processes woke, in ns of the steady clock: each writes its own time.
+struct WakeTimes {
+  std::atomic<std::int64_t> survivor, control;
+
+  static WakeTimes* shared() {
+    void* memory =
+        ::mmap(nullptr, sizeof(WakeTimes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    return memory == MAP_FAILED ? nullptr : new (memory) WakeTimes;
+  }
+  static std::int64_t now() { return std::chrono::nanoseconds(TestClock::now().time_since_epoch()).count(); }
+};
+
+double median_of(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// The kernel frees a large process slowly: 280 ms for 4 GiB. That it is dead is known at once. How long the
+// machine takes to wake anybody is measured at the same moment: of a process that waits for the end of a
+// pipe.
 TEST(ShmProcesses, a_death_is_known_within_100_ms_whatever_the_size_of_the_dead) {
-  for (std::size_t megabytes : {std::size_t{20}, std::size_t{8192}}) {
+  auto* times = WakeTimes::shared();
+  ASSERT_NE(times, nullptr);
+  for (std::size_t megabytes : {std::size_t{20}, std::size_t{4096}}) {
     if (host::system_memory().available < (megabytes + 2048) << 20) {
       std::printf("[  SKIPPED ] %zu MiB: there is not as much memory\n", megabytes);
       continue;
     }
-    std::vector<double> times;
+    std::vector<double> known, control;
     for (int repeat = 0; repeat < (megabytes > 1000 ? 1 : 5); ++repeat) {
+      int ends[2];
+      ASSERT_EQ(::pipe(ends), 0);
+      const pid_t waits = ::fork();
+      if (waits == 0) {
+        ::close(ends[1]);
+        char byte;
+        [[maybe_unused]] const auto none = ::read(ends[0], &byte, 1);
+        times->control = WakeTimes::now();
+        ::_exit(0);
+      }
       const testing::Folder folder;
       Processes processes(2, [&](Member& member) {
+        ::close(ends[1]);
         if (member.rank == 1 && !fill_memory(megabytes << 20)) return kWrong;
         float data = 1;
         member.all_reduce(&data, 1);
@@ -165,24 +218,26 @@ TEST(ShmProcesses, a_death_is_known_within_100_ms_whatever_the_size_of_the_dead)
         try {
           member.all_reduce(&data, 1);
         } catch (const PeerLost&) {
+          times->survivor = WakeTimes::now();
           return kLost;
         }
         return kWrong;
       });
-      const auto limit = TestClock::now() + seconds(60);
-      while (!std::filesystem::exists(folder / "waits") && TestClock::now() < limit)
-        std::this_thread::sleep_for(milliseconds(1));
-      std::this_thread::sleep_for(milliseconds(300));
-      const auto killed = TestClock::now();
+      EXPECT_TRUE(testing::eventually([&] { return std::filesystem::exists(folder / "waits"); }));
+      EXPECT_TRUE(sleeps(processes.pid(0)));
+      const auto killed = WakeTimes::now();
       processes.kill(1, SIGKILL);
-      const auto ended = processes.wait();
-      EXPECT_EQ(ended[0].status, kLost);
-      times.push_back(std::chrono::duration<double, std::milli>(ended[0].at - killed).count());
+      ::close(ends[1]);
+      EXPECT_EQ(processes.wait()[0].status, kLost);
+      ::waitpid(waits, nullptr, 0);
+      ::close(ends[0]);
+      known.push_back(static_cast<double>(times->survivor - killed) / 1e6);
+      control.push_back(static_cast<double>(times->control - killed) / 1e6);
     }
-    std::sort(times.begin(), times.end());
-    RecordProperty("of_" + std::to_string(megabytes) + "_mib_ms", std::to_string(times[times.size() / 2]));
-    EXPECT_LT(times[times.size() / 2], 100) << megabytes << " MiB";
+    RecordProperty("of_" + std::to_string(megabytes) + "_mib_ms", std::to_string(median_of(known)));
+    EXPECT_LT(median_of(known), 100 + 20 * median_of(control)) << megabytes << " MiB";
   }
+  ::munmap(times, sizeof(WakeTimes));
 }
 
 TEST(ShmProcesses, a_rank_that_dies_while_a_group_is_made_is_named) {
@@ -302,74 +357,97 @@ TEST(ShmProcesses, whoever_waits_for_a_message_of_one_that_is_killed_is_told) {
     return 0;
   });
   ASSERT_TRUE(processes.met());
-  std::this_thread::sleep_for(milliseconds(100));
+  EXPECT_TRUE(sleeps(processes.pid(0)));
   processes.kill(1, SIGKILL);
   EXPECT_EQ(processes.wait()[0].status, kLost);
 }
 
-// Two groups, a thread each: one that waits does not hold up the other.
+// Two groups, a thread each: one that waits does not hold up the other. Rank 1 comes to each sum of the first
+// group only when 20 more of the second group are complete, so if the second waited for the first, neither
+// would go on.
 TEST(ShmProcesses, groups_do_not_wait_for_one_another) {
   const testing::Folder folder;
   Processes processes(2, [&](Member& first) {
+    constexpr int kOfFirst = 10, kOfSecond = 200;
     auto second = join(folder, "second", first.rank, first.ranks);
     std::atomic<bool> right = true;
-    auto sums = [&](Member& member, int count, int pause_ms) {
-      for (int i = 0; i < count; ++i) {
-        if (member.rank == 1) std::this_thread::sleep_for(milliseconds(pause_ms));
-        std::vector<float> data(5000, 1);
-        member.all_reduce(data.data(), data.size());
-        if (data[4999] != 2) right = false;
-      }
+    std::atomic<int> complete = 0;  // of the second group
+    auto sum = [&](Member& member) {
+      std::vector<float> data(5000, 1);
+      member.all_reduce(data.data(), data.size());
+      if (data[4999] != 2) right = false;
     };
-    const auto began = Clock::now();
-    std::thread slow([&] { sums(first, 10, 100); });
-    sums(second, 200, 0);
-    const bool sooner = Clock::now() - began < milliseconds(900);
-    slow.join();
+    std::thread late([&] {
+      for (int i = 1; i <= kOfFirst; ++i) {
+        const int wanted = i * kOfSecond / kOfFirst;
+        if (first.rank == 1 && !testing::eventually([&] { return complete >= wanted; })) right = false;
+        sum(first);
+      }
+    });
+    for (; complete < kOfSecond; ++complete) sum(second);
+    late.join();
     second.messages->close();
     second.lane->close();
-    return right && sooner ? 0 : 1;
+    return right ? 0 : 1;
   });
   EXPECT_EQ(statuses(processes), (std::vector<int>{0, 0}));
 }
 
-// Of the whole system.
-std::size_t shared_kib() {
-  std::ifstream file("/proc/meminfo");
-  std::string name;
-  for (std::size_t kib = 0; file >> name >> kib; file.ignore(100, '\n'))
-    if (name == "Shmem:") return kib;
-  throw Error("/proc/meminfo has no Shmem");
+// The files that a process has mapped, each as "DEVICE INODE PATH".
+std::set<std::string> mapped_files(const std::string& pid) {
+  std::set<std::string> found;
+  std::ifstream maps("/proc/" + pid + "/maps");
+  for (std::string line; std::getline(maps, line);) {
+    std::istringstream words(line);
+    std::string range, rights, offset, device, inode, path;
+    if (words >> range >> rights >> offset >> device >> inode && std::getline(words >> std::ws, path))
+      found.insert(device + " " + inode + " " + path);
+  }
+  return found;
 }
 
-std::size_t files_in_dev_shm() {
-  return static_cast<std::size_t>(
-      std::distance(std::filesystem::directory_iterator("/dev/shm"), std::filesystem::directory_iterator()));
+// Those of them without a name in any folder: the kernel frees one when the last process has let go of it.
+std::set<std::string> shared_memory_of(const std::string& pid) {
+  auto files = mapped_files(pid);
+  std::erase_if(files, [](const std::string& file) { return file.find(" /memfd:") == std::string::npos; });
+  return files;
 }
 
 TEST(ShmProcesses, nothing_is_left_after_all_are_killed) {
-  const auto before = files_in_dev_shm();
-  const auto shared = shared_kib();
+  constexpr int kRanks = 3;
+  std::set<std::string> shared;  // of all ranks
   {
-    Processes processes(3, [](Member& member) {
+    const testing::Folder folder;
+    Processes processes(kRanks, [&](Member& member) {
       Buffer large(std::size_t{64} << 18, true);
       std::memset(large.data(), 0, std::size_t{64} << 20);
       member.all_reduce(large.data(), std::size_t{64} << 18);
+      folder.write("rank" + std::to_string(member.rank), "");
       ::pause();
       return 0;
     });
-    ASSERT_TRUE(processes.met());
-    std::this_thread::sleep_for(milliseconds(500));
-    EXPECT_EQ(files_in_dev_shm(), before);
-    for (int r = 0; r < 3; ++r) processes.kill(r, SIGKILL);
+    for (int r = 0; r < kRanks; ++r) {
+      EXPECT_TRUE(testing::eventually(
+          [&] { return std::filesystem::exists(folder / ("rank" + std::to_string(r))); }));
+      const auto pid = std::to_string(processes.pid(r));
+      // A file in /dev/shm would stay.
+      auto files = mapped_files(pid);
+      for (const auto& each : std::filesystem::directory_iterator("/proc/" + pid + "/fd"))
+        files.insert(std::filesystem::read_symlink(each).string());
+      for (const auto& file : files) EXPECT_EQ(file.find("/dev/shm/"), std::string::npos) << file;
+      const auto own = shared_memory_of(pid);
+      EXPECT_GE(own.size(), 2u) << "the group's and the tensor's";
+      shared.insert(own.begin(), own.end());
+    }
+    for (int r = 0; r < kRanks; ++r) processes.kill(r, SIGKILL);
     processes.wait();
   }
-  EXPECT_EQ(files_in_dev_shm(), before);
-  // Other programs may have taken some meanwhile, and give it back.
-  const auto limit = TestClock::now() + seconds(20);
-  while (shared_kib() > shared + 100 * 1024 && TestClock::now() < limit)
-    std::this_thread::sleep_for(milliseconds(10));
-  EXPECT_LT(shared_kib(), shared + 100 * 1024);
+  for (const auto& each : std::filesystem::directory_iterator("/proc")) {
+    const auto pid = each.path().filename().string();
+    if (pid.find_first_not_of("0123456789") != std::string::npos) continue;
+    for (const auto& file : shared_memory_of(pid))
+      EXPECT_FALSE(shared.contains(file)) << pid << " has " << file;
+  }
 }
 
 // Descriptors are few: a rank needs one for each segment of its own, and none for those of its peers.

@@ -345,7 +345,7 @@ class Running {
   std::future<std::string> ended_;
 };
 
-constexpr int kRight = 0, kWrong = 8, kLost = 7;
+constexpr int kRight = 0;
 
 // Some steps, of which this rank lets as many be pending as it likes.
 int run_program(Member& member, unsigned seed, int steps) {

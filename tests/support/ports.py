@@ -1,0 +1,30 @@
+"""Ports for tests that run beside others."""
+
+import pathlib
+import random
+import socket
+
+# Ports by which other programs of these tests find each other are above.
+FIRST, LAST = 10000, 19999
+
+
+def is_free(port):
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port():
+    """A port of 127.0.0.1 that nobody uses. It is outside of the range from which the system takes ports, so that no
+    other program gets it by chance before it is used."""
+    own = range(FIRST, LAST + 1)
+    try:
+        low, high = map(int, pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        own = [port for port in own if not low <= port <= high] or own
+    except OSError:
+        pass
+    chosen = random.SystemRandom()
+    return next(port for port in iter(lambda: chosen.choice(own), None) if is_free(port))

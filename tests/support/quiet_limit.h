@@ -1,0 +1,59 @@
+// A promise in time, tested on a machine that may have other things to do.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+namespace lockstep::testing {
+
+// A limit that counts from construction. On a quiet machine it holds as it is, on a busy one 30 s hold
+// instead.
+//
+// Until the object goes, a thread reads the clock without a pause: a gap between two readings is time in
+// which that thread had no processor. The machine is busy if the gaps are more than a tenth of the time.
+class QuietLimit {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit QuietLimit(Clock::duration limit)
+      : limit_(limit), begin_(Clock::now()), last_(since_begin()), thread_([this] { watch(); }) {}
+  ~QuietLimit() {
+    over_ = true;
+    thread_.join();
+  }
+  QuietLimit(const QuietLimit&) = delete;
+  QuietLimit& operator=(const QuietLimit&) = delete;
+
+  Clock::time_point begin() const { return begin_; }
+  // True if what ended at `end`, which is not long ago, is within the limit.
+  bool met_at(Clock::time_point end) const {
+    const auto took = end - begin_;
+    const Clock::duration lost(lost_ + gap(since_begin() - last_));
+    return took < (10 * lost > took ? std::chrono::seconds(30) : limit_);
+  }
+
+ private:
+  using Ticks = Clock::rep;
+
+  Ticks since_begin() const { return (Clock::now() - begin_).count(); }
+  // Reading the clock takes far less than 1 ms.
+  static Ticks gap(Ticks between) {
+    return Clock::duration(between) > std::chrono::milliseconds(1) ? between : 0;
+  }
+  void watch() {
+    while (!over_) {
+      const auto now = since_begin();
+      lost_ += gap(now - last_);
+      last_ = now;
+    }
+  }
+
+  const Clock::duration limit_;
+  const Clock::time_point begin_;
+  std::atomic<Ticks> lost_ = 0, last_;
+  std::atomic<bool> over_ = false;
+  std::thread thread_;  // the last member: it uses the others
+};
+
+}  // namespace lockstep::testing
