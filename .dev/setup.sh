@@ -28,7 +28,7 @@ apt_install() {
 # when apt-get installs, if anything is missing at all.
 fetch_package_lists() {
   ! compgen -G '/var/lib/apt/lists/*_Packages*' >/dev/null && command -v apt-get >/dev/null && may_install || return 0
-  ((EUID == 0)) || sudo -v
+  ((EUID == 0)) || sudo -n true 2>/dev/null || sudo -v
   step "Fetching the package lists" as_root apt-get update || true
 }
 
@@ -54,7 +54,7 @@ Install the equivalents and use --offline with a .pack/ made by './dev pack' on 
     die "packages are missing and this user cannot install them. Run, as root:
   apt-get update && apt-get install -y --no-install-recommends ${missing[*]}"
   fi
-  ((EUID == 0)) || sudo -v # asks for the password before the output goes to a log
+  ((EUID == 0)) || sudo -n true 2>/dev/null || sudo -v # asks for the password before the output goes to a log
   step "Installing ${missing[*]}" apt_install "${missing[@]}" || explain "apt-get could not install these packages"
   # CMake remembers what it did not find.
   rm -f build/.configured build/check/*/.configured
@@ -233,12 +233,15 @@ setup_digits() {
 # Sets CLANG_FORMAT; false if there is none and none may be installed.
 setup_clang_format() {
   local binary=clang_format/data/bin/clang-format packages=()
+  for CLANG_FORMAT in clang-format-18 clang-format; do
+    [[ $("$CLANG_FORMAT" --version 2>/dev/null) != *" $CLANG_FORMAT_PIN"* ]] || return 0
+  done
   if ((!OFFLINE)) && ! venv_has "clang-format==$CLANG_FORMAT_PIN"; then
     mapfile -t packages < <(pip_packages)
     ((${#packages[@]} == 0)) || require_packages "${packages[@]}"
     venv_install "Installing clang-format $CLANG_FORMAT_PIN into .venv (download: 2 MB)" -- "clang-format==$CLANG_FORMAT_PIN"
   fi
-  for CLANG_FORMAT in "$PWD"/.venv/lib/python3*/site-packages/$binary clang-format-18 clang-format; do
+  for CLANG_FORMAT in "$PWD"/.venv/lib/python3*/site-packages/$binary; do
     [[ $("$CLANG_FORMAT" --version 2>/dev/null) != *" $CLANG_FORMAT_PIN"* ]] || return 0
   done
   return 1

@@ -60,12 +60,15 @@ watch() {
 
 last_line() { printf '%d s: %s' "$1" "$(tail -n 1 "$LOG" | tr -d '\r' | cut -c 1-100)"; }
 
-# The estimate assumes that the remaining objects take as long as the finished ones.
+# The estimate assumes that the remaining objects take as long as the finished ones. The first ones take longest
+# (precompiled headers, the library), so there is no estimate before a fifth of them is finished.
 objects() {
   local finished total
   read -r finished total < <(grep -oE '^\[[0-9]+/[0-9]+\]' "$LOG" | tail -n 1 | tr -c '0-9\n' ' ') || true
   if ((${finished:-0} == 0)); then
     printf '%d s' "$1"
+  elif ((finished * 5 < total)); then
+    printf '%d of %d objects, %d s' "$finished" "$total" "$1"
   else
     printf '%d of %d objects, %d s, about %d s left' "$finished" "$total" "$1" $(($1 * (total - finished) / finished))
   fi
@@ -86,6 +89,8 @@ explain() {
   elif grep -qE 'Temporary failure (in name resolution|resolving)|Could not resolve|Failed to (fetch|establish)|Connection (timed out|refused|reset|broken)|[Cc]ould not connect to|Network is unreachable|Max retries|[Rr]ead timed out|IncompleteRead|Name or service not known|ConnectionError|incomplete-download|DO NOT MATCH THE HASHES' "$LOG"; then
     die "$1: the network failed or the download was interrupted. Check the network. $again
 Without a network, use --offline with a .pack/ made by './dev pack' on another machine."
+  elif grep -q '^ninja: build stopped: interrupted by user' "$LOG"; then
+    die "$1: something interrupted it. $again"
   fi
   die "$1; the first error above says why."
 }

@@ -58,7 +58,7 @@ write_docs() {
 }
 
 format() {
-  local check=$# files wrong
+  local check=$# files wrong failed=0
   [[ $* == "" || $* == --check ]] || misuse "format: expected nothing or --check, got: $*"
   setup_clang_format || die "--offline installs nothing, and clang-format $CLANG_FORMAT_PIN is missing."
   # Not from git, which an unpacked archive or a container may not have.
@@ -68,8 +68,9 @@ format() {
     printf '%s\0' "${files[@]}" | xargs -0 -n 16 -P "$(nproc)" "$CLANG_FORMAT" -i
     return
   fi
-  wrong=$(printf '%s\0' "${files[@]}" | xargs -0 -n 16 -P "$(nproc)" "$CLANG_FORMAT" --dry-run -Werror 2>&1 |
-    sed -nE 's/^([^: ]+):[0-9]+:[0-9]+: error: .*/  \1/p' | sort -u) || true
+  printf '%s\0' "${files[@]}" | xargs -0 -n 16 -P "$(nproc)" "$CLANG_FORMAT" --dry-run -Werror >"$LOG" 2>&1 || failed=1
+  wrong=$(sed -nE 's/^([^: ]+):[0-9]+:[0-9]+: error: .*/  \1/p' "$LOG" | sort -u)
+  [[ $wrong ]] || ((!failed)) || die "$CLANG_FORMAT failed: $(tail -n 3 "$LOG")"
   [[ ! $wrong ]] || die "$(wc -l <<<"$wrong") of ${#files[@]} files are not formatted; './dev format' would change:
 $wrong"
   echo "${#files[@]} files are formatted."

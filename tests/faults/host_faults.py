@@ -152,8 +152,8 @@ def attack_head(case, kind):
             case.measure(during / before)
             # What others do on this machine changes from round to round. An agent that waited for strangers would be tens
             # of times slower in each.
-            best = min(during / before for before, during in measured)
-            case.check(best <= 3, f"store operations take {best:.1f} times as long, in the best of {rounds} rounds")
+            best, most = min(during / before for before, during in measured), case.allowed(1.5)
+            case.check(best <= min(most, 3), f"store operations take {best:.1f} times as long, in the best of {rounds} rounds")
 
 
 def attack_rows():

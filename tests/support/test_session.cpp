@@ -22,6 +22,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -75,9 +76,11 @@ bool reap(pid_t program, int* status) {
 
 // This process is the subreaper: a descendant becomes its child when the processes between them have died.
 void kill_all(bool report) {
-  for (int status = 0; reap(-1, &status);) {
+  std::set<pid_t> killed;
+  const auto give_up = Clock::now() + kGraceAfterSignal;
+  for (int status = 0; reap(-1, &status) && Clock::now() < give_up;) {
     for (const pid_t pid : children_of(::getpid())) {
-      if (report)
+      if (killed.insert(pid).second && report)
         ::fprintf(stderr, "test_session: killed a process that outlived the test: %d %s\n", pid,
                   command_of(pid).c_str());
       ::kill(pid, SIGKILL);

@@ -6,8 +6,6 @@
 #include <lockstep/memory/align.h>
 
 namespace lockstep::hierarchy {
-namespace {}  // namespace
-
 // Scratch for the windows: partial sums, what comes from other hosts, and what is between two types.
 void Engine::prepare(Sums& sums, std::span<Window> windows) {
   sums.wide = detail::accumulator(sums.dtype);
