@@ -1,7 +1,14 @@
 # ./dev test, format and check.
 
+readonly GIB_PER_TEST=2 # up to 8 ranks
+
 # The tests mostly wait for one another, so that one more than there are processors keeps those busy.
-readonly TEST_JOBS=${LOCKSTEP_TEST_JOBS:-$(($(nproc) + 1))}
+test_jobs() {
+  local wanted fit
+  wanted=$(($(nproc) + 1))
+  fit=$(awk -v each="$GIB_PER_TEST" '/^MemAvailable/ { print int($2 / 1048576 / each) }' /proc/meminfo)
+  echo "${LOCKSTEP_TEST_JOBS:-$((fit < 1 ? 1 : fit < wanted ? fit : wanted))}"
+}
 
 setup_tests() {
   local browser=
@@ -43,7 +50,7 @@ run_ctest() {
   # Of a program that fails, the hundreds of cases that passed are left out: the one that did not stands alone.
   # sed stays until ctest ends: without a reader, an interrupted ctest would die before its tests.
   ctest --test-dir build --output-on-failure --no-tests=error --test-output-size-passed 10000000 \
-    --output-junit "$PWD/$results/ctest.xml" -j "$TEST_JOBS" "$@" |
+    --output-junit "$PWD/$results/ctest.xml" -j "$(test_jobs)" "$@" |
     (trap '' INT TERM && exec sed -uE '/^\[ (RUN     |      OK) \] |^\[-{10}\] [0-9]/d') || status=${PIPESTATUS[0]}
   [[ ! -f $results/ctest.xml ]] || python3 -B .dev/summary.py "$results" build/test-budgets.txt || true
   (($#)) || echo $((SECONDS - begin)) >"$last"
@@ -83,7 +90,7 @@ sanitize() {
   configure "$dir" -DCMAKE_BUILD_TYPE=RelWithDebInfo "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=$4 -DNDEBUG" "-DLOCKSTEP_SANITIZE=$2"
   compile "$dir" --target lockstep_plain_tests
   printf '==> Testing under %s\n' "$2"
-  ctest --test-dir "$dir" --output-on-failure --no-tests=error -j "$TEST_JOBS" -L "$3" ||
+  ctest --test-dir "$dir" --output-on-failure --no-tests=error -j "$(test_jobs)" -L "$3" ||
     die "the tests labelled '$3' failed under $2."
 }
 
