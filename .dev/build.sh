@@ -4,7 +4,8 @@ readonly GIB_PER_COMPILER=3
 
 cmake_arguments() {
   printf '%s\n' -G Ninja "-DLOCKSTEP_TORCH=$TORCH"
-  [[ $COMPILER == g++ || $* == *-DCMAKE_CXX_COMPILER=* ]] || printf '%s\n' "-DCMAKE_CXX_COMPILER=$COMPILER"
+  # CMake reads CXX itself, which may hold a launcher too: CXX="ccache g++".
+  [[ ${CXX:-} || $COMPILER == g++ || $* == *-DCMAKE_CXX_COMPILER=* ]] || printf '%s\n' "-DCMAKE_CXX_COMPILER=$COMPILER"
   ((!OFFLINE)) || printf '%s\n' -DLOCKSTEP_OFFLINE=ON "-DCMAKE_PREFIX_PATH=$PWD/.pack"
   printf '%s\n' "$@"
 }
@@ -13,7 +14,7 @@ cmake_arguments() {
 configured() {
   local arguments
   mapfile -t arguments < <(cmake_arguments "${@:2}")
-  [[ -f $1/build.ninja && $(cat "$1/.configured" 2>/dev/null) == "${arguments[*]}" ]]
+  [[ -f $1/build.ninja && $(cat "$1/.configured" 2>/dev/null) == "${CXX:-} ${arguments[*]}" ]]
 }
 
 # configure DIR CMAKE-ARGUMENT...: Ninja re-runs CMake when a CMake file changes; only other arguments need us.
@@ -25,16 +26,18 @@ configure() {
   # compiles again only what gets another command line.
   rm -rf "$dir"/CMakeCache.txt "$dir"/CMakeFiles/[0-9]* "$dir"/.configured
   step "Configuring $dir" cmake -S . -B "$dir" "${arguments[@]}" || explain "CMake could not configure $dir"
-  printf '%s\n' "${arguments[*]}" >"$dir/.configured"
+  printf '%s\n' "${CXX:-} ${arguments[*]}" >"$dir/.configured"
+}
+
+# jobs_that_fit WANTED GIB: how many of WANTED jobs fit into memory if each takes GIB, but at least one.
+jobs_that_fit() {
+  local fit
+  fit=$(awk -v each="$2" '/^MemAvailable/ { print int($2 / 1048576 / each) }' /proc/meminfo)
+  echo $((fit < 1 ? 1 : fit < $1 ? fit : $1))
 }
 
 # One compiler per processor, and no more than the memory holds.
-compile_jobs() {
-  local processors fit
-  processors=$(nproc)
-  fit=$(awk -v each="$GIB_PER_COMPILER" '/^MemAvailable/ { print int($2 / 1048576 / each) }' /proc/meminfo)
-  echo "${LOCKSTEP_JOBS:-$((fit < 1 ? 1 : fit < processors ? fit : processors))}"
-}
+compile_jobs() { echo "${LOCKSTEP_JOBS:-$(jobs_that_fit "$(nproc)" "$GIB_PER_COMPILER")}"; }
 
 # compile DIR [--target NAME...]
 compile() {

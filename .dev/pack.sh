@@ -13,11 +13,12 @@ packed_files() {
 }
 
 pack() {
-  local new=build/pack.new arch ninja kib
+  local new=build/pack.new arch ninja kib compiler
   ((!OFFLINE)) || die "pack makes what --offline uses, from what apt-get brought: run it without --offline."
   setup_packages "${TEST_LIBRARIES[@]}" "${BENCH_LIBRARIES[@]}"
   setup_digits
-  arch=$("$COMPILER" -print-multiarch)
+  read -ra compiler <<<"$COMPILER"
+  arch=$("${compiler[@]}" -print-multiarch)
   rm -rf "$new"
   mkdir -p "$new/bin"
   # Links are followed: a pack travels by means that drop them.
