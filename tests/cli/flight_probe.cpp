@@ -10,6 +10,9 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
+#include "support/probe.h"
+
+namespace lockstep::testing::flight_probe {
 
 namespace {
 
@@ -42,7 +45,9 @@ int run(const std::string& what, int target, int at, const std::string& backend)
 
 }  // namespace
 
-int main(int argc, char** argv) {
+PROBE(flight_probe) {
   if (argc < 4) return 2;
   return run(argv[1], std::atoi(argv[2]), std::atoi(argv[3]), argc > 4 ? argv[4] : "auto");
 }
+
+}  // namespace lockstep::testing::flight_probe

@@ -13,6 +13,9 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
+#include "support/probe.h"
+
+namespace lockstep::testing::steps_probe {
 
 namespace {
 
@@ -31,7 +34,7 @@ double ns_per_call(int calls, F&& call) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+PROBE(steps_probe) {
   const std::int64_t steps = argc > 1 ? std::atoll(argv[1]) : 10;
   const double busy = argc > 2 ? std::atof(argv[2]) : 10;
   const std::set<std::string> wants(argv + std::min(argc, 3), argv + argc);
@@ -72,4 +75,7 @@ int main(int argc, char** argv) {
     std::printf("%sended\n", wants.contains("bar") ? "\n" : "");
     std::fflush(stdout);
   }
+  return 0;
 }
+
+}  // namespace lockstep::testing::steps_probe

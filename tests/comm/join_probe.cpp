@@ -14,6 +14,9 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
+#include "support/probe.h"
+
+namespace lockstep::testing::join_probe {
 
 namespace {
 
@@ -87,7 +90,7 @@ int have_helpers(lockstep::World& world) {
   }
   const auto before = std::clock();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  if (static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC > 0.25) return 7;  // somebody spins
+  if (static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC > 0.25) return 7;  // a thread spins
   world.group().barrier().wait();
   std::cout << "helped" << std::endl;
   return world.stop_requested() ? 8 : 0;
@@ -116,7 +119,7 @@ void await_agent() {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+PROBE(join_probe) {
   try {
     const char* rank = std::getenv("RANK");
     if (argc > 2 && std::string(argv[2]) == "stays" && rank && rank[0] != '0') await_agent();
@@ -151,4 +154,7 @@ int main(int argc, char** argv) {
     std::cout << "exception: " << error.what() << std::endl;
     return 5;
   }
+  return 0;
 }
+
+}  // namespace lockstep::testing::join_probe

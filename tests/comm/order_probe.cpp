@@ -12,6 +12,9 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/lockstep.h>
+#include "support/probe.h"
+
+namespace lockstep::testing::order_probe {
 
 namespace {
 
@@ -52,7 +55,7 @@ class Results {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+PROBE(order_probe) {
   if (argc != 2) return 2;
   auto world = lockstep::World::from_environment();
   auto group = world.group();
@@ -91,3 +94,5 @@ int main(int argc, char** argv) {
   group.barrier().wait();
   return 0;
 }
+
+}  // namespace lockstep::testing::order_probe

@@ -17,6 +17,9 @@
 #include <fmt/format.h>
 #include <lockstep/lockstep.h>
 #include <CLI/CLI.hpp>
+#include "support/probe.h"
+
+namespace lockstep::testing::victim {
 
 namespace {
 
@@ -221,7 +224,7 @@ int run(const Request& request) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+PROBE(victim) {
   const auto request = parse(argc, argv);
   try {
     const int status = run(request);
@@ -236,3 +239,5 @@ int main(int argc, char** argv) {
     return 5;
   }
 }
+
+}  // namespace lockstep::testing::victim

@@ -9,8 +9,11 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
+#include "support/probe.h"
 
-int main(int argc, char**) {
+namespace lockstep::testing::patient {
+
+PROBE(patient) {
   auto say = [](const std::string& line) { std::cout << line + "\n" << std::flush; };
   try {
     auto world = lockstep::World::from_environment();
@@ -29,3 +32,5 @@ int main(int argc, char**) {
     return 4;
   }
 }
+
+}  // namespace lockstep::testing::patient

@@ -10,6 +10,9 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
+#include "support/probe.h"
+
+namespace lockstep::testing::pipeline_victim {
 
 namespace {
 
@@ -34,7 +37,7 @@ TORCH_MODULE(Stage);
 
 }  // namespace
 
-int main(int, char** argv) {
+PROBE(pipeline_victim) {
   auto world = lockstep::World::from_environment();
   std::vector<Stage> stages(3);
   if (world.rank() == 1) stages[1]->dies = argv[3];
@@ -49,4 +52,7 @@ int main(int, char** argv) {
     std::ofstream(argv[1] + std::string("/") + std::to_string(world.rank())) << error.what();
     throw;
   }
+  return 0;
 }
+
+}  // namespace lockstep::testing::pipeline_victim

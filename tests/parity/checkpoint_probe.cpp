@@ -8,6 +8,9 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
+#include "support/probe.h"
+
+namespace lockstep::testing::checkpoint_probe {
 
 namespace {
 
@@ -31,7 +34,7 @@ void write_raw(const torch::nn::Sequential& model, const std::string& path) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+PROBE(checkpoint_probe) {
   if (argc != 4) return 2;
   const std::string what = argv[1], file = argv[2], raw = argv[3];
   auto model = make_model();
@@ -57,4 +60,7 @@ int main(int argc, char** argv) {
                         .rng = true,
                         .values = {{"epoch", 3}, {"note", "from C++"}}});
   write_raw(model, raw);
+  return 0;
 }
+
+}  // namespace lockstep::testing::checkpoint_probe

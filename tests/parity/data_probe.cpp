@@ -7,8 +7,11 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
+#include "support/probe.h"
 
-namespace lockstep {
+namespace lockstep::testing::data_probe {
+using namespace lockstep;
+
 namespace {
 
 using Numbers = std::vector<std::int64_t>;
@@ -185,17 +188,19 @@ Numbers answer(const Case& c) {
 }
 
 }  // namespace
-}  // namespace lockstep
 
-int main() {
+PROBE(data_probe) {
   for (std::string line; std::getline(std::cin, line);) {
     std::string text;
     try {
-      for (const auto each : lockstep::answer(lockstep::Case(line))) text += std::to_string(each) + ' ';
+      for (const auto each : answer(Case(line))) text += std::to_string(each) + ' ';
     } catch (const std::exception& error) {
       text = std::string("error: ") + error.what();
       std::replace(text.begin(), text.end(), '\n', ' ');
     }
     std::cout << text << '\n';
   }
+  return 0;
 }
+
+}  // namespace lockstep::testing::data_probe

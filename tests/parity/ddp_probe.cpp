@@ -6,8 +6,11 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
+#include "support/probe.h"
 
-int main(int argc, char** argv) {
+namespace lockstep::testing::ddp_probe {
+
+PROBE(ddp_probe) {
   if (argc != 5) return 2;
   const std::string kind = argv[1];
   const int seed = std::stoi(argv[2]), steps = std::stoi(argv[3]);
@@ -43,4 +46,7 @@ int main(int argc, char** argv) {
     file.write(static_cast<const char*>(values.const_data_ptr()),
                static_cast<std::streamsize>(values.nbytes()));
   }
+  return 0;
 }
+
+}  // namespace lockstep::testing::ddp_probe

@@ -9,6 +9,9 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
+#include "support/probe.h"
+
+namespace lockstep::testing::model_parallel_probe {
 
 namespace {
 
@@ -98,10 +101,12 @@ int tensor(World& world, const std::string& name) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+PROBE(model_parallel_probe) {
   if (argc != 3) return 2;
   at::set_num_threads(1);
   auto world = World::from_environment();
   const std::string kind = argv[1], name = argv[2];
   return kind == "pipeline" ? pipeline(world, name) : kind == "tensor" ? tensor(world, name) : 2;
 }
+
+}  // namespace lockstep::testing::model_parallel_probe

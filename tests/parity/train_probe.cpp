@@ -7,6 +7,9 @@
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 #include <nlohmann/json.hpp>
+#include "support/probe.h"
+
+namespace lockstep::testing::train_probe {
 
 namespace {
 
@@ -205,7 +208,7 @@ void run_schedule(const json& each) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+PROBE(train_probe) {
   if (argc != 2) {
     std::cerr << "usage: train_probe DIR\n";
     return 2;
@@ -224,4 +227,7 @@ int main(int argc, char** argv) {
     if (what == "autocast") run_autocast(each);
     if (what == "schedule") run_schedule(each);
   }
+  return 0;
 }
+
+}  // namespace lockstep::testing::train_probe

@@ -19,6 +19,9 @@
 #include <vector>
 
 #include <lockstep/lockstep.h>
+#include "support/probe.h"
+
+namespace lockstep::testing::profile_probe {
 
 namespace {
 
@@ -94,7 +97,7 @@ Planted read(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+PROBE(profile_probe) {
   auto world = lockstep::World::from_environment();
   at::set_num_threads(1);
   const auto planted = read(argc, argv);
@@ -130,4 +133,7 @@ int main(int argc, char** argv) {
     std::printf("planted %d %d %.3f %.3f %.3f %.3f %.3f\n", world.rank(), number, step.slept, step.code,
                 step.data, step.collective, step.lateness);
   }
+  return 0;
 }
+
+}  // namespace lockstep::testing::profile_probe
