@@ -15,6 +15,9 @@ as_root() {
 # True if this user is root or can become root.
 may_install() { ((EUID == 0)) || { command -v sudo >/dev/null && { sudo -n true 2>/dev/null || [[ -t 0 ]]; }; }; }
 
+# Asks now, because the output of what runs as root goes to a log.
+ask_for_password() { ((EUID == 0)) || sudo -n true 2>/dev/null || sudo -v; }
+
 apt_install() {
   # Waits for a while if something else is installing, such as the upgrades that Ubuntu makes after it starts.
   local wait=(-o DPkg::Lock::Timeout=300)
@@ -28,7 +31,7 @@ apt_install() {
 # when apt-get installs, if anything is missing at all.
 fetch_package_lists() {
   ! compgen -G '/var/lib/apt/lists/*_Packages*' >/dev/null && command -v apt-get >/dev/null && may_install || return 0
-  ((EUID == 0)) || sudo -n true 2>/dev/null || sudo -v
+  ask_for_password
   step "Fetching the package lists" as_root apt-get update || true
 }
 
@@ -54,7 +57,7 @@ Install the equivalents and use --offline with a .pack/ made by './dev pack' on 
     die "packages are missing and this user cannot install them. Run, as root:
   apt-get update && apt-get install -y --no-install-recommends ${missing[*]}"
   fi
-  ((EUID == 0)) || sudo -n true 2>/dev/null || sudo -v # asks for the password before the output goes to a log
+  ask_for_password
   step "Installing ${missing[*]}" apt_install "${missing[@]}" || explain "apt-get could not install these packages"
   # CMake remembers what it did not find.
   rm -f build/.configured build/check/*/.configured

@@ -3,12 +3,7 @@
 readonly GIB_PER_TEST=2 # up to 8 ranks
 
 # The tests mostly wait for one another, so that one more than there are processors keeps those busy.
-test_jobs() {
-  local wanted fit
-  wanted=$(($(nproc) + 1))
-  fit=$(awk -v each="$GIB_PER_TEST" '/^MemAvailable/ { print int($2 / 1048576 / each) }' /proc/meminfo)
-  echo "${LOCKSTEP_TEST_JOBS:-$((fit < 1 ? 1 : fit < wanted ? fit : wanted))}"
-}
+test_jobs() { echo "${LOCKSTEP_TEST_JOBS:-$(jobs_that_fit $(($(nproc) + 1)) "$GIB_PER_TEST")}"; }
 
 setup_tests() {
   local browser=

@@ -132,7 +132,7 @@ TEST(Failure, out_of_memory_is_told_with_usage_and_limit) {
   const auto job = command({"-n", "2"}, "[ $RANK = 1 ] && exec tail /dev/zero; exec sleep 300");
   all.insert(all.end(), job.begin(), job.end());
   const auto outcome = run({all, {{"ASAN_OPTIONS", "detect_leaks=0"}}});
-  EXPECT_TRUE(becomes_true([&] { return ::rmdir(group.c_str()) == 0; }));
+  EXPECT_TRUE(eventually([&] { return ::rmdir(group.c_str()) == 0; }));
   EXPECT_EQ(outcome.status, 137);
   EXPECT_THAT(outcome.output,
               AllOf(HasSubstr("rank 1 (pid "), HasSubstr("was killed by signal 9 (SIGKILL)"),
@@ -191,7 +191,7 @@ TEST(Signals, one_is_enough_also_where_nobody_reads_the_output) {
                    "--grace", "500ms", "yes"});
   // Until the pipe is full: its contents have not grown for a while.
   int before = 0, bytes = 0;
-  EXPECT_TRUE(becomes_true([&] {
+  EXPECT_TRUE(eventually([&] {
     before = bytes;
     ::ioctl(ends[0], FIONREAD, &bytes);
     if (bytes < 4096 || bytes != before) return false;

@@ -28,14 +28,14 @@ std::vector<std::string> command(const std::string& marker, bool ends = false) {
 
 bool begin(Session& session) { return session.wait_for("begun") && session.wait_for("begun"); }
 bool all_gone(const std::string& marker) {
-  return becomes_true([&] { return processes_with(marker).empty(); });
+  return eventually([&] { return processes_with(marker).empty(); });
 }
 
 TEST(Guardian, a_killed_launcher_takes_everything_with_it) {
   const auto marker = unique_marker();
   Session session(command(marker));
   ASSERT_TRUE(begin(session)) << session.output();
-  EXPECT_TRUE(becomes_true([&] { return processes_with(marker).size() > 8; }));
+  EXPECT_TRUE(eventually([&] { return processes_with(marker).size() > 8; }));
   session.send(SIGKILL);
   EXPECT_EQ(session.wait(), 137);
   EXPECT_TRUE(all_gone(marker));

@@ -180,7 +180,7 @@ TEST(Run, ranks_are_not_bound_where_a_quota_shares_out_time) {
   const auto outcome = run({{"sh", "-c", "echo $$ > " + (group / "cgroup.procs").string() + "; exec \"$@\"",
                              "sh", LOCKSTEP_PROGRAM, "run", "-n", "2", "sh", "-c", "echo $LOCKSTEP_THREADS"},
                             {{"OMP_NUM_THREADS", ""}}});
-  EXPECT_TRUE(becomes_true([&] { return ::rmdir(group.c_str()) == 0; }));
+  EXPECT_TRUE(eventually([&] { return ::rmdir(group.c_str()) == 0; }));
   EXPECT_THAT(outcome.output,
               AllOf(HasSubstr("1 thread each, not bound (a quota of 1.5 of "), HasSubstr("[1] 1\n")));
 }

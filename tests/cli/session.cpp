@@ -136,15 +136,6 @@ int Session::wait(std::chrono::seconds limit) {
   return -1;
 }
 
-bool becomes_true(const std::function<bool()>& condition, std::chrono::seconds limit) {
-  const auto deadline = Clock::now() + limit;
-  while (!condition()) {
-    if (Clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  }
-  return true;
-}
-
 std::string unique_marker() {
   unsigned number = 0;
   if (::getrandom(&number, sizeof number, 0) != sizeof number) std::abort();

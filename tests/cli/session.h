@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "support/eventually.h"
 #include "support/folder.h"
 
 namespace lockstep::testing {
@@ -45,10 +46,6 @@ class Session {
   std::string output_;
   std::size_t found_ = 0;
 };
-
-// Polls until it is true; false after the limit.
-bool becomes_true(const std::function<bool()>& condition,
-                  std::chrono::seconds limit = std::chrono::seconds(60));
 
 // A file by which one process tells another to go on.
 class Sign {

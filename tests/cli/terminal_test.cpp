@@ -102,7 +102,7 @@ TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
   terminal->type("\x1a");
   ASSERT_TRUE(terminal->wait_for("Stopped")) << terminal->output();
   // Two ranks and the launcher; the guardian is awake.
-  EXPECT_TRUE(becomes_true([&] {
+  EXPECT_TRUE(eventually([&] {
     int stopped = 0;
     for (pid_t pid : processes_with(marker)) stopped += state_of(pid) == 'T';
     return stopped >= 3;  // a rank's shell may be about to start something
@@ -171,10 +171,9 @@ TEST(Terminal, that_is_closed_ends_the_job) {
                     {.terminal = true});
     ASSERT_TRUE(session.wait_for("begun") && session.wait_for("begun"));
     session.close_input();
-    EXPECT_TRUE(
-        becomes_true([&] { return processes_with(marker).size() <= 1; }));  // a zombie has no arguments
+    EXPECT_TRUE(eventually([&] { return processes_with(marker).size() <= 1; }));  // a zombie has no arguments
   }
-  EXPECT_TRUE(becomes_true([&] { return processes_with(marker).empty(); }));
+  EXPECT_TRUE(eventually([&] { return processes_with(marker).empty(); }));
 }
 
 }  // namespace

@@ -72,7 +72,7 @@ bool wait_and_be_told(World& world, const Action& action, std::optional<pid_t> p
   teller.join();
   if (text.empty() && !may_complete) return false;
   if (told == nullptr) {
-    ADD_FAILURE() << "an error before the failure was told: " << text;
+    ADD_FAILURE() << "the operation failed before the failure was reported: " << text;
     return true;
   }
   EXPECT_TRUE(told->met_at(returned));

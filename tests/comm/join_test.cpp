@@ -63,7 +63,7 @@ TEST(Join, two_processes_of_one_rank_are_refused) {
   for (const auto& outcome : outcomes) {
     EXPECT_EQ(outcome.status, 3) << outcome.output;
     EXPECT_THAT(outcome.output, HasSubstr("two processes have RANK=1"));
-    EXPECT_LT(outcome.seconds, 45) << "nobody waits for the timeout of 60 s";
+    EXPECT_LT(outcome.seconds, 45) << "a rank waited for the timeout of 60 s";
   }
 }
 

@@ -23,7 +23,7 @@ using testing::error_of;
 using testing::eventually;
 using ::testing::HasSubstr;
 
-// A port of 127.0.0.1 where nobody listens, and where nobody else can begin to.
+// A bound port of 127.0.0.1 on which no process listens, nor can begin to.
 class SilentPort {
  public:
   SilentPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -138,8 +138,8 @@ TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
               AllOf(HasSubstr("rank 1 (pid "), HasSubstr("and with it the agent of the host at 127.0.0.1")));
 }
 
-// What is left of it is read before its end is: it has come, and is named. An agent waits 300 ms before it
-// reports such an end, so the rounds run side by side.
+// The agent reads the hello before it notices that the connection has ended, so the error names the rank. It
+// waits 300 ms before it reports such an end, so the rounds run side by side.
 TEST_F(AgentTest, a_rank_that_dies_right_after_its_hello_ends_itself_alone) {
   std::vector<std::thread> rounds;
   for (int i = 0; i < 6; ++i)
@@ -223,15 +223,15 @@ TEST_F(AgentTest, a_grace_of_weeks_is_one) {
 }
 
 TEST_F(AgentTest, a_host_that_waits_for_the_head_can_be_stopped) {
-  const SilentPort nobody;
+  const SilentPort port;
   auto waiting = options();
   waiting.head = false;
   waiting.node = 1;
   waiting.num_nodes = 2;
   waiting.local_ranks = 1;
-  waiting.link = link_at(nobody.number());
+  waiting.link = link_at(port.number());
   Agent agent(waiting);
-  EXPECT_TRUE(comes_to_say("node 1 of 2 waits for node 0 at 127.0.0.1:" + std::to_string(nobody.number())));
+  EXPECT_TRUE(comes_to_say("node 1 of 2 waits for node 0 at 127.0.0.1:" + std::to_string(port.number())));
   agent.stop(SIGTERM);
   pollfd ordered{agent.orders_fd(), POLLIN, 0};
   ASSERT_GT(::poll(&ordered, 1, 30000), 0);

@@ -212,8 +212,8 @@ TEST_F(DoorTest, a_crowd_does_not_keep_a_true_peer_out) {
     std::thread mob([&] {
       for (int i = 0; i < 1500 && !stop; ++i, ++came) crowd.push_back(stranger(i % 3 ? "" : "lockstp1"));
     });
-    // If each of the crowd stayed for its second, 64 at a time, whoever comes after a thousand would wait for
-    // 15 s. Like a host's agent, a caller tries again when it is turned away: on a busy machine its thread
+    // If each stranger held its place for a second, 64 at a time, a caller behind a thousand of them would wait
+    // for 15 s. Like a host's agent, a caller tries again when it is turned away: on a busy machine its thread
     // may get no processor within the 20 ms that the door grants.
     const auto comes_in = [&] {
       for (const auto end = Clock::now() + 10s; Clock::now() < end;) {

@@ -177,8 +177,7 @@ TEST(Socket, tcp_takes_the_first_free_port) {
 }
 
 TEST(Socket, a_port_can_be_taken_again_at_once) {
-  const std::string address =
-      "127.0.0.4";  // of this test alone, so that nobody else takes the port meanwhile
+  const std::string address = "127.0.0.4";  // only this test uses it, so no other can take the port
   int port = 0;
   {
     const auto listener = listen_tcp(address, 0, 0);

@@ -5,10 +5,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <cstdlib>
 #include <string>
-#include <thread>
+#include <utility>
+
+#include "support/eventually.h"
 
 namespace lockstep::testing {
 namespace {
@@ -63,9 +64,7 @@ class Session {
 };
 
 bool ends(pid_t pid) {
-  for (int i = 0; i < 3000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(10)))
-    if (::kill(pid, 0) != 0) return true;
-  return false;
+  return eventually([pid] { return ::kill(pid, 0) != 0; });
 }
 
 TEST(TestSession, passes_on_the_status) {

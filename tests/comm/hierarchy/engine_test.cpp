@@ -439,7 +439,7 @@ TEST(Hierarchy, at_the_deadline_it_is_said_who_is_absent) {
     part.call = describe(Operation::all_reduce, rank, 4, 10);
     part.item_size = 4;
     part.outputs = {data.data()};
-    // One after another, and nobody gives up before all have looked.
+    // The ranks give up one after another, the first one only after all have looked.
     const auto deadline = Clock::now() + std::chrono::milliseconds(100 + 300 * (2 - rank));
     try {
       engine.finish(part, deadline);

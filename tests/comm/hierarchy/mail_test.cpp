@@ -189,7 +189,8 @@ TEST(Mail, that_nobody_sends_ends_at_its_deadline_or_when_it_is_told) {
         EXPECT_THAT(error_of<shm::Interrupted>(receive), HasSubstr("enough"));
       else
         EXPECT_THAT(error_of<shm::TimedOut>(receive), HasSubstr("deadline"));
-      EXPECT_LT(Clock::now() - begin, seconds(60)) << "who is told does not wait for 120 s";
+      EXPECT_LT(Clock::now() - begin, seconds(60))
+          << "a rank that learns of the failure must not wait for the timeout of 120 s";
       if (teller.joinable()) teller.join();
       // Nothing works afterwards, and says why.
       EXPECT_THROW(Message(ranks.mail(0), Operation::recv, 0, peer, data, 1).wait(), std::exception);
