@@ -19,6 +19,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -41,7 +42,8 @@ struct DdpOptions {
   // The same parameters get gradients in every step, equally often: learned in the first.
   bool static_graph = false;
   // Of the step's gradient this rank computes so many parts, one backward pass each, added by the tree that
-  // adds ranks: one rank with 4 gives the bits of 4 ranks with 1. The pass that ends a step leaves gradients.
+  // adds ranks: one rank with 4 gives the bits of 4 ranks with 1. The pass that ends a step leaves gradients;
+  // before it they cannot be read, so that step() in the middle of a sum is an error.
   int micro_batches = 1;
   // Gradients of 256 KiB and more are reduced where they lie, without a copy: on shared memory, where CPU
   // tensors have their memory from Lockstep (cpu_memory.h). Smaller ones, and all of them elsewhere, go to
@@ -67,6 +69,10 @@ struct JoinOptions {
   // sent to them at the end, and the optimizer's state is not.
   std::function<void()> step = {};
   bool throw_on_early_termination = false;  // a ConfigError on every rank when the first one runs out
+  // The dimension of forward's first tensor that counts samples. Unset: 0, with a ConfigError on every rank where
+  // that looks wrong: recurrent and attention layers that take sequences first, inputs of different sizes in dim 0,
+  // first inputs that differ between ranks in another dimension.
+  std::optional<std::int64_t> batch_dim = {};
 };
 
 namespace detail {
@@ -96,8 +102,12 @@ class DdpBase {
   // time. Every rank.
   void reduce();
 
+  // Drops the incomplete sum of micro-batches: the next backward pass is the first of a step. p.grad() holds what it
+  // held before the sum. Every rank calls it; nothing is sent.
+  void discard_micro_batches();
+
   // Runs the body, in which this rank may make fewer steps than others, then takes part in what they still
-  // do. Gradients are weighted by samples: those of dim 0 of the first tensor that went into forward, or
+  // do. Gradients are weighted by samples: those of batch_dim of the first tensor that went into forward, or
   // samples(). Inside, every rank that still has data makes the same kind of steps.
   void join(const std::function<void()>& body, const JoinOptions& options = {});
   void samples(std::int64_t count);  // of the next backward pass; before it
@@ -116,7 +126,7 @@ class DdpBase {
 
  protected:
   explicit DdpBase(std::shared_ptr<DdpReducer> reducer) : reducer_(std::move(reducer)) {}
-  void before_forward(std::int64_t samples);
+  void before_forward(const std::vector<at::Tensor>& inputs);
   void after_forward(const std::vector<at::Tensor>& outputs);
 
  private:
@@ -141,7 +151,9 @@ class DistributedDataParallel : public detail::DdpBase {
   // Forward, with the module's own arguments. With gradients enabled it begins a step.
   template <typename... Args>
   decltype(auto) operator()(Args&&... args) {
-    before_forward(detail::samples_of(args...));
+    std::vector<at::Tensor> inputs;
+    (detail::collect_tensors(args, inputs), ...);
+    before_forward(inputs);
     decltype(auto) output = call(std::forward<Args>(args)...);
     std::vector<at::Tensor> tensors;
     detail::collect_tensors(output, tensors);

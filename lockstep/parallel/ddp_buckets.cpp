@@ -13,6 +13,7 @@
 #include <lockstep/parallel/ddp_reducer.h>
 #include <lockstep/parallel/ddp_shards.h>
 #include <lockstep/parallel/flat_views.h>
+#include <lockstep/parallel/unready_gradient.h>
 
 namespace lockstep::detail {
 namespace {
@@ -29,6 +30,8 @@ void copy_gradient(const at::Tensor& to, const at::Tensor& from) {
     to.copy_(from, /*non_blocking=*/true);
 }
 
+}  // namespace
+
 std::string names_of(const std::vector<std::string>& names) {
   constexpr std::size_t kShown = 5;
   std::string text;
@@ -37,8 +40,6 @@ std::string names_of(const std::vector<std::string>& names) {
   if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
   return text;
 }
-
-}  // namespace
 
 void DdpReducer::set_aside(Param& param) {
   if (micro_batch_ > 0 || param.fired > 0) return;
@@ -365,7 +366,15 @@ void DdpReducer::settle(bool last, bool shadow) {
     if (options_.micro_batches > 1 && param.fired == 0) set_aside(param), fold(param);
     used.push_back(!may_miss || param.used ? kUsed : param.tensor.grad().defined() ? kKept : kNothing);
   }
-  if (!last) return;
+  if (!last) {
+    const auto missing = options_.micro_batches - micro_batch_ - 1;
+    make_gradients_unready(fmt::format(
+        "{0} of {1} micro-batches are missing (DdpOptions::micro_batches = {1}), so the gradients cannot be read. "
+        "Call step(), clip_grad_norm() and GradScaler only after {1} backward passes. zero_grad() or "
+        "ddp.discard_micro_batches() drops the incomplete sum",
+        missing, options_.micro_batches));
+    return;
+  }
   if (!direct()) {
     if (learning) {
       if (may_miss) used = agree_on_most(std::move(used));
@@ -398,7 +407,10 @@ void DdpReducer::settle(bool last, bool shadow) {
       grad = grad.defined() ? grad.add_(before) : before;
     param.used = false;
   }
-  if (shards_) shards_->take_gradients();
+  if (shards_) {
+    shards_->take_gradients();
+    make_gradients_unready(ParameterShards::kGradientsAreSharded);
+  }
   tell_memory();
 }
 
@@ -411,7 +423,8 @@ void DdpReducer::tell_memory() const {
     if (params_[bucket.params[0]].in_place) continue;  // its memory is the gradient's
     bytes += static_cast<std::size_t>(bucket.bytes);
     for (const auto i : bucket.params)
-      if (const auto& grad = params_[i].tensor.grad(); grad.defined() && grad.is_alias_of(params_[i].view))
+      if (const auto& grad = params_[i].tensor.grad();
+          grad.defined() && !unready_text(grad) && grad.is_alias_of(params_[i].view))
         bytes -= grad.nbytes();
   }
   for (std::size_t i = 0; shards_ && i < shards_->size(); ++i)

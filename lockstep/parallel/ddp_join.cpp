@@ -9,12 +9,68 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/rnn.h>
 
 namespace lockstep::detail {
+namespace {
 
-// Whether anybody still has data.
+// Why dim 0 of the inputs may not be the batch.
+enum JoinProblem : std::int64_t { kNoProblem, kSequenceFirstModule, kInputsDisagree };
+
+// The first module whose batch is dim 1 of its input; empty: none.
+std::string sequence_first_module(const torch::nn::Module& module) {
+  const auto first = [](const torch::nn::Module& each) {
+    if (const auto* rnn = dynamic_cast<const torch::nn::RNNImpl*>(&each)) return !rnn->options.batch_first();
+    if (const auto* lstm = dynamic_cast<const torch::nn::LSTMImpl*>(&each))
+      return !lstm->options.batch_first();
+    if (const auto* gru = dynamic_cast<const torch::nn::GRUImpl*>(&each)) return !gru->options.batch_first();
+    return dynamic_cast<const torch::nn::MultiheadAttentionImpl*>(&each) != nullptr;
+  };
+  for (const auto& item : module.named_modules("", /*include_self=*/false))
+    if (first(*item.value())) return fmt::format("'{}' ({})", item.key(), item.value()->name());
+  return first(module) ? module.name() : "";
+}
+
+}  // namespace
+
+// Counts the samples of a forward.
+void DdpReducer::note_samples(const std::vector<at::Tensor>& inputs) {
+  const auto dim = batch_dim_.value_or(0);
+  const at::Tensor* first = nullptr;
+  for (const auto& input : inputs) {
+    if (!input.defined() || input.dim() == 0) continue;
+    if (!first) first = &input;
+    if (joining_ && !batch_dim_ && input.size(0) != first->size(0)) join_problem_ = kInputsDisagree;
+  }
+  if (!first) {
+    ++samples_;
+    return;
+  }
+  if (first->dim() <= dim)
+    throw ConfigError(
+        fmt::format("JoinOptions::batch_dim is {}, and the first input of forward has the shape [{}]", dim,
+                    fmt::join(first->sizes(), ", ")));
+  samples_ += first->size(dim);
+  if (!joining_ || batch_dim_) return;
+  first_input_ = 1;  // FNV-1a over the sizes; never 0
+  for (const auto size : first->sizes().slice(1))
+    first_input_ = (first_input_ ^ static_cast<std::uint64_t>(size)) * 1099511628211u | 1u;
+}
+
+// Whether any rank still has data.
 bool DdpReducer::announce(std::int64_t samples, bool active) {
-  const auto all = group_.all_gather_values(Announcement{samples, active}, {.tag = "ddp join"});
+  Announcement mine{samples, active};
+  const bool guessed = active && !batch_dim_ && !told_samples_;
+  if (guessed) {
+    mine.first_input = first_input_;
+    mine.problem = sequence_first_.empty() ? join_problem_ : kSequenceFirstModule;
+  }
+  join_problem_ = kNoProblem;
+  told_samples_.reset();
+  const auto all = group_.all_gather_values(mine, {.tag = "ddp join"});
+  require_known_batch(all);
   std::int64_t total = 0;
   int first_active = -1, first_idle = -1;
   bool equal = true;
@@ -37,10 +93,37 @@ bool DdpReducer::announce(std::int64_t samples, bool active) {
   return true;
 }
 
+// Every rank throws if the number of samples would be a guess on some rank.
+void DdpReducer::require_known_batch(const std::vector<Announcement>& all) const {
+  constexpr const char* kAdvice =
+      "Set JoinOptions::batch_dim to the dimension of the inputs that counts samples, or call ddp.samples(n) before "
+      "each backward pass";
+  const Announcement* known = nullptr;
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    const auto& each = all[rank];
+    if (each.problem == kSequenceFirstModule)
+      throw ConfigError(fmt::format(
+          "join() weights gradients by samples, and dim 0 of the inputs is not the batch in {}. {}",
+          sequence_first_.empty() ? "a module" : sequence_first_, kAdvice));
+    if (each.problem == kInputsDisagree)
+      throw ConfigError(fmt::format(
+          "join() weights gradients by samples, and the inputs of rank {} have different sizes in dim 0. {}",
+          rank, kAdvice));
+    if (each.first_input == 0) continue;
+    if (known && known->first_input != each.first_input)
+      throw ConfigError(fmt::format(
+          "join() weights gradients by samples, and the first inputs of ranks {} and {} differ in another dimension "
+          "than 0. {}",
+          known - all.data(), rank, kAdvice));
+    known = &each;
+  }
+}
+
 // One round of the others.
 void DdpReducer::follow(const JoinOptions& options) {
   at::NoGradGuard no_grad;
   for (auto& param : params_) param.tensor.mutable_grad().reset();
+  unready_ = false;
   if (shards_) shards_->drop_gradients();
   in_round_ = true;
   settle(true, true);
@@ -53,6 +136,8 @@ void DdpReducer::follow(const JoinOptions& options) {
 void DdpReducer::join(const std::function<void()>& body, const JoinOptions& options) {
   if (joining_) throw ConfigError("join() inside join() is not allowed");
   if (options_.micro_batches > 1) throw ConfigError("join() is not allowed with micro_batches above 1");
+  if (options.batch_dim && *options.batch_dim < 0)
+    throw ConfigError(fmt::format("JoinOptions::batch_dim: expected 0 or more, got {}", *options.batch_dim));
   if (!alone_ && meets_in_forward(*module_))
     throw ConfigError(
         "join() is not allowed with SyncBatchNorm, or another module whose forward waits for every rank: "
@@ -64,9 +149,16 @@ void DdpReducer::join(const std::function<void()>& body, const JoinOptions& opti
         "the parameters to update");
   struct Restore {
     DdpReducer& self;
-    ~Restore() { self.joining_ = self.throw_early_ = false; }
+    ~Restore() {
+      self.joining_ = self.throw_early_ = false;
+      self.batch_dim_.reset();
+    }
   } restore{*this};
+  if (!alone_ && !in_round_) follow_model();
   joining_ = true;
+  batch_dim_ = options.batch_dim;
+  sequence_first_ = batch_dim_ ? "" : sequence_first_module(*module_);
+  join_problem_ = kNoProblem;
   throw_early_ = options.throw_on_early_termination;
   uneven_ = false;
   samples_ = 0;
@@ -93,7 +185,8 @@ void DdpBase::sync_buffers() { reducer_->sync_buffers(0); }
 std::vector<std::int64_t> DdpBase::bucket_sizes() const { return reducer_->bucket_sizes(); }
 DdpCounts DdpBase::counts() const { return reducer_->counts(); }
 std::shared_ptr<ParameterShards> DdpBase::shard(bool share_weights) { return reducer_->shard(share_weights); }
-void DdpBase::before_forward(std::int64_t samples) { reducer_->before_forward(samples); }
+void DdpBase::discard_micro_batches() { reducer_->discard_micro_batches(); }
+void DdpBase::before_forward(const std::vector<at::Tensor>& inputs) { reducer_->before_forward(inputs); }
 void DdpBase::after_forward(const std::vector<at::Tensor>& outputs) { reducer_->after_forward(outputs); }
 DdpBase::NoSync::NoSync(std::shared_ptr<DdpReducer> reducer) : reducer_(std::move(reducer)) {
   reducer_->no_sync(true);

@@ -1,55 +1,21 @@
 #include <lockstep/parallel/ddp_reducer.h>
 
 #include <algorithm>
-#include <set>
+#include <map>
 #include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/cpu_memory.h>
 #include <lockstep/parallel/ddp_shards.h>
 #include <lockstep/parallel/replicas.h>
-#include <lockstep/parallel/unit.h>
+#include <lockstep/parallel/unready_gradient.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 namespace lockstep::detail {
 namespace {
-
-DdpOptions checked(DdpOptions options) {
-  if (options.bucket_bytes <= 0 || options.first_bucket_bytes <= 0)
-    throw ConfigError(fmt::format("bucket sizes of {} and {} bytes are not allowed: above 0 is",
-                                  options.first_bucket_bytes, options.bucket_bytes));
-  if (options.micro_batches < 1)
-    throw ConfigError(fmt::format("micro_batches = {} is not allowed: 1 or more is", options.micro_batches));
-  if (options.micro_batches > 1 && options.static_graph)
-    throw ConfigError(
-        "static_graph is not allowed with micro_batches above 1: how often a gradient comes would be counted "
-        "wrongly");
-  if (!options.reduce_in_backward && (options.static_graph || options.micro_batches > 1))
-    throw ConfigError(
-        "static_graph and micro_batches above 1 are not allowed with reduce_in_backward = false: both are "
-        "about what "
-        "one backward pass brings");
-  if (options.check_replicas_every < 0)
-    throw ConfigError(fmt::format("check_replicas_every = {} is not allowed: 0 (never) or more is",
-                                  options.check_replicas_every));
-  return options;
-}
-
-// Before a gradient is added to what is there.
-struct BeforeGradient : torch::autograd::FunctionPreHook {
-  explicit BeforeGradient(std::function<void()> given) : call(std::move(given)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    call();
-    return gradients;
-  }
-  std::function<void()> call;
-};
 
 // How many have the memory of a gradient, inside its hook, where nobody else has: itself; what autograd was
 // given and took as it is, which it still holds; and, where that is a view, what it is a view of. If others
@@ -69,134 +35,16 @@ std::shared_ptr<DdpReducer> make_reducer(std::shared_ptr<torch::nn::Module> modu
   return reducer;
 }
 
-DdpReducer::DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, DdpOptions options)
-    : module_(std::move(module)),
-      group_(std::move(group)),
-      options_(checked(std::move(options))),
-      alone_(group_.size() == 1) {
-  std::set<const void*> seen;  // a tensor that two modules share counts once, by its first name
-  std::set<std::string> ignored;
-  const auto skip = [&](const std::string& name, const at::Tensor& tensor) {
-    if (auto entry = listed(options_.ignore, name)) {
-      ignored.insert(*entry);
-      return true;
-    }
-    return !tensor.defined() || !seen.insert(tensor.unsafeGetTensorImpl()).second;
-  };
-  for (const auto& item : module_->named_parameters())
-    if (!skip(item.key(), item.value()) && item.value().requires_grad())
-      params_.push_back({.name = item.key(), .tensor = item.value()});
-  for (const auto& item : module_->named_buffers())
-    if (!skip(item.key(), item.value())) buffers_.emplace_back(item.key(), item.value());
-  for (const auto& entry : options_.ignore)
-    if (!ignored.contains(entry))
-      throw ConfigError(
-          fmt::format("ignore lists '{}', which is no parameter, buffer or submodule of the model", entry));
-  if (const auto split = find_split(*module_)) {
-    const auto& ranks = split->group.ranks();
-    const auto common = std::count_if(ranks.begin(), ranks.end(), [&](int rank) {
-      return std::find(group_.ranks().begin(), group_.ranks().end(), rank) != group_.ranks().end();
-    });
-    if (common > 1)
-      throw ConfigError(
-          fmt::format("'{}' is split over ranks {}, which DistributedDataParallel would take for replicas of "
-                      "one another: "
-                      "give it the group of those that have the same slices, such as mesh[\"dp\"]",
-                      split->name, fmt::join(ranks, ", ")));
-  }
-  if (params_.empty())
-    throw ConfigError(
-        "the model has no parameter that requires a gradient: DistributedDataParallel has nothing to do");
-}
-
-// Where every rank can: one may have an allocator of its own.
-void DdpReducer::agree_on_zero_copy() {
-  const bool here = options_.zero_copy && options_.micro_batches == 1 && group_.backend(at::kCPU) == "shm" &&
-                    caching_cpu_allocator_is_used();
-  const auto all = group_.all_gather_values(static_cast<char>(here), {.tag = "ddp zero copy"});
-  zero_copy_ = std::all_of(all.begin(), all.end(), [](char each) { return each != 0; });
-  std::set<std::size_t> sizes;
-  for (const auto& param : params_)
-    if (may_be_in_place(param)) sizes.insert(param.tensor.nbytes());
-  if (!sizes.empty()) shared_sizes_ = shared_sizes(sizes);
-}
-
-void DdpReducer::start() {
-  if (!alone_) {
-    verify();
-    agree_on_zero_copy();
-    if (options_.init_sync) broadcast_tensors(group_, parameters_and_buffers(), 0);
-  }
-  for (std::size_t i = 0; i < params_.size(); ++i) {
-    auto& param = params_[i];
-    param.accumulator = torch::autograd::impl::grad_accumulator(param.tensor);
-    const auto self = weak_from_this();
-    param.hook = param.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [self, i](const torch::autograd::variable_list& outputs,
-                  const torch::autograd::variable_list& inputs) {
-          if (auto reducer = self.lock()) reducer->on_gradient(i, inputs.empty() ? at::Tensor() : inputs[0]);
-          return outputs;
-        }));
-    if (options_.micro_batches == 1) continue;
-    auto before = std::make_unique<BeforeGradient>([self, i] {
-      auto reducer = self.lock();
-      if (!reducer) return;
-      std::lock_guard lock(reducer->mutex_);
-      if (reducer->in_round_ && reducer->round_.expired()) reducer->abandon_round();
-      if (reducer->sync_) reducer->set_aside(reducer->params_[i]);
-    });
-    param.pre_hook = before.get();
-    param.accumulator->add_pre_hook(std::move(before));
-  }
-}
-
-DdpReducer::~DdpReducer() {
-  for (auto& param : params_) {
-    if (!param.accumulator) continue;
-    param.accumulator->del_post_hook(param.hook);
-    std::erase_if(param.accumulator->pre_hooks(),
-                  [&](const auto& each) { return param.pre_hook && each.get() == param.pre_hook; });
-  }
-}
-
-// Frozen parameters too: replicas are to be equal.
-std::vector<at::Tensor> DdpReducer::parameters_and_buffers() const {
-  std::vector<at::Tensor> tensors;
-  for (const auto& item : module_->named_parameters())
-    if (item.value().defined() && !listed(options_.ignore, item.key())) tensors.push_back(item.value());
-  for (const auto& [name, buffer] : buffers_) tensors.push_back(buffer);
-  return tensors;
-}
-
-void DdpReducer::verify() const {
-  std::vector<std::string> lines = {fmt::format(
-      "options: bucket_bytes {}, first_bucket_bytes {}, init_sync {}, broadcast_buffers {}, "
-      "find_unused_parameters {}, "
-      "static_graph {}, micro_batches {}, zero_copy {}, reduce_in_backward {}, check_replicas_every {}, "
-      "ignore [{}]",
-      options_.bucket_bytes, options_.first_bucket_bytes, options_.init_sync, options_.broadcast_buffers,
-      options_.find_unused_parameters, options_.static_graph, options_.micro_batches, options_.zero_copy,
-      options_.reduce_in_backward, options_.check_replicas_every, fmt::join(options_.ignore, ", "))};
-  const auto describe = [&](const char* kind, const std::string& name, const at::Tensor& tensor) {
-    lines.push_back(fmt::format("{} '{}': {} [{}] on {}", kind, name, c10::toString(tensor.scalar_type()),
-                                fmt::join(tensor.sizes(), ", "),
-                                c10::DeviceTypeName(tensor.device().type(), true)));
-  };
-  for (const auto& item : module_->named_parameters())
-    if (item.value().defined() && !listed(options_.ignore, item.key()))
-      describe(item.value().requires_grad() ? "parameter" : "frozen parameter", item.key(), item.value());
-  for (const auto& [name, buffer] : buffers_) describe("buffer", name, buffer);
-  require_same_lines(group_, lines, "DistributedDataParallel: models or options differ between ranks");
-}
-
-void DdpReducer::before_forward(std::int64_t samples) {
+void DdpReducer::before_forward(const std::vector<at::Tensor>& inputs) {
   if (!at::GradMode::is_enabled()) return;
   if (torch::autograd::get_current_graph_task_id() == -1 && in_round_) abandon_round();
   if (no_sync_ > 0 && options_.micro_batches > 1)
     throw ConfigError(
         "no_sync() is not allowed with micro_batches above 1: both put off communication, use one of them");
   sync_ = no_sync_ == 0;
-  samples_ += samples;
+  if (sync_ && !in_round_) follow_model();
+  note_samples(inputs);
+  note_inputs(inputs);
   if (shards_) shards_->note_versions();
   if (options_.reduce_in_backward && sync_) before_step();
 }
@@ -214,6 +62,7 @@ void DdpReducer::before_step() {
 void DdpReducer::after_forward(const std::vector<at::Tensor>& outputs) {
   if (!at::GradMode::is_enabled()) return;
   if (shards_) shards_->check_versions();
+  if (!graph_checked_) check_graph(outputs);
   for (const auto& output : outputs) {
     // A leaf would keep the hook for good; its gradient comes by itself.
     if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;
@@ -272,6 +121,7 @@ std::vector<std::int64_t> DdpReducer::bucket_sizes() const {
 }
 
 void DdpReducer::begin_round() {
+  prepare_gradients();
   in_round_ = true;
   if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
   if (shards_ && micro_batch_ == 0) shards_->keep_gradients();
@@ -281,8 +131,8 @@ void DdpReducer::begin_round() {
     if (auto reducer = self.lock()) reducer->end_round();
   });
   const auto samples = std::exchange(samples_, 0);
-  const auto told = std::exchange(told_samples_, std::nullopt);
-  if (joining_ && !alone_) announce(told.value_or(samples), true);
+  if (joining_ && !alone_) announce(told_samples_.value_or(samples), true);
+  told_samples_.reset();
 }
 
 // The pass before this one was left by an exception.
@@ -308,6 +158,56 @@ void DdpReducer::forget_micro_batches(bool restore) {
     auto before = std::exchange(param.before, {});
     if (std::exchange(param.aside, false)) param.tensor.mutable_grad() = restore ? before : at::Tensor();
   }
+}
+
+void DdpReducer::discard_micro_batches() {
+  std::lock_guard lock(mutex_);
+  if (in_round_) throw ConfigError("discard_micro_batches() inside a backward pass: call it between passes");
+  clear_unready_gradients();
+  forget_micro_batches(/*restore=*/true);
+}
+
+void DdpReducer::make_gradients_unready(const std::string& text) {
+  std::map<std::string, c10::Storage> storages;
+  for (auto& param : params_) {
+    const auto device = param.tensor.device();
+    auto [storage, is_new] = storages.try_emplace(device.str());
+    if (is_new) storage->second = unready_storage(device, text);
+    param.tensor.mutable_grad() = unready_gradient(param.tensor, storage->second);
+  }
+  unready_ = true;
+}
+
+void DdpReducer::clear_unready_gradients() {
+  if (!std::exchange(unready_, false)) return;
+  for (auto& param : params_)
+    if (unready_text(param.tensor.grad())) param.tensor.mutable_grad().reset();
+}
+
+// In the middle of a sum zero_grad() starts it again: it has removed the unready gradients.
+void DdpReducer::prepare_gradients() {
+  if (!unready_) return;
+  std::vector<std::string> gone;
+  for (const auto& param : params_)
+    if (!unready_text(param.tensor.grad())) gone.push_back(param.name);
+  clear_unready_gradients();
+  if (micro_batch_ == 0 || gone.empty()) return;
+  for (auto& param : params_) param.aside = false;  // what p.grad() holds now stays
+  const auto summed = std::exchange(micro_batch_, 0);
+  forget_micro_batches(/*restore=*/false);
+  if (gone.size() < params_.size())
+    throw ConfigError(fmt::format(
+        "the gradients of {} were cleared or replaced when {} of {} micro-batches were summed, and those of other "
+        "parameters were not. The sum was discarded. Call zero_grad() of the model, which clears all of them",
+        names_of(gone), summed, options_.micro_batches));
+}
+
+// Autograd is about to add a gradient to p.grad().
+void DdpReducer::before_gradient(std::size_t index) {
+  std::lock_guard lock(mutex_);
+  if (in_round_ && round_.expired()) abandon_round();
+  prepare_gradients();
+  if (options_.micro_batches > 1 && sync_) set_aside(params_[index]);
 }
 
 void DdpReducer::reset_round() {
@@ -337,11 +237,11 @@ void DdpReducer::on_gradient(std::size_t index, const at::Tensor& given) {
   std::lock_guard lock(mutex_);
   auto& param = params_[index];
   if (at::GradMode::is_enabled())
-    throw ConfigError(
-        fmt::format("backward() with create_graph reached parameter '{}': gradients of averaged gradients "
-                    "are not supported. Call "
-                    "the model itself, without DistributedDataParallel, for those",
-                    param.name));
+    throw ConfigError(fmt::format(
+        "backward() with create_graph reached parameter '{}': gradients of averaged gradients "
+        "are not supported. Compute the inner gradient with torch::autograd::grad(outputs, inputs, {{}}, true, "
+        "/*create_graph=*/true), which leaves p.grad() alone, and call backward() on what is made of it",
+        param.name));
   if (!options_.reduce_in_backward) {
     if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
     param.used = true;
@@ -388,6 +288,11 @@ void DdpReducer::reduce_now() {
   if (joining_) throw ConfigError("reduce() is not allowed inside join()");
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
+  if (!model_change().empty()) {
+    follow_model();
+    for (auto& param : params_) param.used = param.used || param.tensor.grad().defined();
+  }
+  prepare_gradients();
   in_round_ = true;
   if (shards_) shards_->keep_gradients();
   try {

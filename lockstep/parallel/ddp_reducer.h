@@ -25,25 +25,30 @@ namespace lockstep::detail {
 
 class ParameterShards;
 
+// "'a', 'b' and 3 more".
+std::string names_of(const std::vector<std::string>& names);
+
 class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
  public:
   DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, DdpOptions options);
   ~DdpReducer();
 
-  void
-  start();  // verifies and sends parameters, hooks them; apart from the constructor: hooks know us weakly
+  // Verifies that all ranks have the same parameters, broadcasts rank 0's values and installs the gradient hooks.
+  // Not in the constructor, because the hooks hold a weak_ptr to this.
+  void start();
 
-  void before_forward(std::int64_t samples);
+  void before_forward(const std::vector<at::Tensor>& inputs);
   void after_forward(const std::vector<at::Tensor>& outputs);
   void no_sync(bool begin) { no_sync_ += begin ? 1 : -1; }
   void reduce_now();
+  void discard_micro_batches();
   void join(const std::function<void()>& body, const JoinOptions& options);
   void samples(std::int64_t count);
   void set_hook(CommHook hook);
   void sync_buffers(int root);
   std::vector<std::int64_t> bucket_sizes() const;
   DdpCounts counts() const { return counts_; }
-  // From now on every rank gets the average of its own part alone, and p.grad() is none after backward.
+  // From now on every rank gets the average of its own part alone, and p.grad() cannot be read after backward
   std::shared_ptr<ParameterShards> shard(bool share_weights);
   void unshard();
 
@@ -52,9 +57,10 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   struct Param {
     std::string name;
     at::Tensor tensor;
-    Accumulator accumulator = {};  // kept, or the hook would go with it
+    // Owning reference: autograd drops the node, and our hook with it, when no one else holds it.
+    Accumulator accumulator = {};
     std::uintptr_t hook = 0;
-    const torch::autograd::FunctionPreHook* pre_hook = nullptr;  // with micro-batches
+    const torch::autograd::FunctionPreHook* pre_hook = nullptr;  // with micro-batches or shards
     std::optional<std::size_t> bucket = {};
     at::Tensor view = {};   // its place there
     bool in_place = false;  // a bucket of its own, whose memory is the gradient's, from pass to pass another
@@ -81,19 +87,25 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     std::function<void()> complete = {};
     std::vector<std::pair<Param*, at::Tensor>> moving = {};  // gradients that are not in it yet
   };
-  // What ranks tell one another at the start of a round, inside join().
+  // A registered parameter as it was when the hooks were installed; frozen ones too.
+  struct Watched {
+    std::string name;
+    at::Tensor tensor;
+    bool requires_grad;
+    const void* accumulator = nullptr;
+  };
+  // What ranks exchange at the start of a round inside join().
   struct Announcement {
     std::int64_t samples = 0;
     std::int64_t active = 0;
+    std::int64_t problem = 0;       // a JoinProblem
+    std::uint64_t first_input = 0;  // hash of its sizes without dim 0; 0: unknown, or not needed
   };
 
   // What a step did with a parameter on some rank: the most counts.
   static constexpr char kNothing = 0, kKept = 1, kUsed = 2;
 
-  void verify() const;
   void tell_memory() const;
-  void agree_on_zero_copy();
-  std::vector<at::Tensor> parameters_and_buffers() const;
   bool direct() const { return alone_ && !hook_; }  // no buckets: gradients stay where autograd leaves them
   void on_gradient(std::size_t index, const at::Tensor& given);
   void on_output(bool sync);
@@ -103,6 +115,27 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void abandon_round();
   void reset_round();
   void forget_micro_batches(bool restore);
+
+  // ddp_parameters.cpp
+  void find_parameters();
+  void compare_and_synchronize();
+  void verify() const;
+  void agree_on_zero_copy();
+  void install_hooks();
+  void install_pre_hooks();
+  void remove_hooks();
+  std::vector<at::Tensor> parameters_and_buffers() const;
+  std::string model_change() const;
+  void follow_model();
+  void note_inputs(const std::vector<at::Tensor>& inputs);
+  void check_graph(const std::vector<at::Tensor>& outputs);
+
+  // Between passes p.grad() may be unready (unready_gradient.h): in the middle of a sum, and where an optimizer
+  // has the gradients of this rank's part.
+  void make_gradients_unready(const std::string& text);
+  void clear_unready_gradients();
+  void prepare_gradients();  // a pass begins
+  void before_gradient(std::size_t index);
 
   // ddp_buckets.cpp
   void set_aside(Param& param);         // what was there before the first micro-batch
@@ -128,13 +161,16 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void forget_early_buckets();
 
   // ddp_join.cpp
+  void note_samples(const std::vector<at::Tensor>& inputs);
   bool announce(std::int64_t samples, bool active);
+  void require_known_batch(const std::vector<Announcement>& all) const;
   void follow(const JoinOptions& options);
 
   const std::shared_ptr<torch::nn::Module> module_;
   Group group_;
   const DdpOptions options_;
   const bool alone_;  // nobody to reduce with
+  const bool check_every_graph_;
   bool zero_copy_ = false;
   const std::set<std::size_t>* shared_sizes_ = nullptr;  // of the gradients that are to be reduced in place
   DdpCounts counts_;
@@ -144,6 +180,11 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::mutex mutex_;  // a model on several devices: one autograd thread each
   std::vector<Param> params_;
   std::vector<std::pair<std::string, at::Tensor>> buffers_;
+  std::vector<Watched> watched_;
+  std::vector<const torch::nn::Module*> modules_;  // compared by address only
+  bool graph_checked_ = false;
+  std::vector<torch::autograd::Edge> input_edges_;  // of the last forward, until its graph is checked
+  bool unready_ = false;  // p.grad() of params_ is unready, if nothing has replaced it
   std::vector<Bucket> buckets_;
   bool buckets_made_ = false;
 
@@ -164,6 +205,10 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
 
   bool joining_ = false;
   bool throw_early_ = false;
+  std::optional<std::int64_t> batch_dim_;  // JoinOptions
+  std::string sequence_first_;             // a module of which the batch is not dim 0 of the inputs
+  std::int64_t join_problem_ = 0;
+  std::uint64_t first_input_ = 0;
   int last_active_ = 0;       // the first rank that had data at the last announcement where any had
   bool uneven_ = false;       // some rank has run out while others went on
   std::int64_t samples_ = 0;  // of forwards since the last round

@@ -25,6 +25,8 @@ std::shared_ptr<ParameterShards> DdpReducer::shard(bool share_weights) {
   if (options_.static_graph)
     throw ConfigError(
         "static_graph is not allowed with a DistributedOptimizer: buckets are made before the first step");
+  if (micro_batch_ > 0)
+    throw ConfigError("a DistributedOptimizer cannot be made in the middle of a sum of micro-batches");
   for (const auto& param : params_)
     if (param.tensor.grad().defined())
       throw ConfigError(
@@ -40,6 +42,7 @@ std::shared_ptr<ParameterShards> DdpReducer::shard(bool share_weights) {
     throw;
   }
   shards_->reducer = weak_from_this();
+  install_pre_hooks();
   return shards_;
 }
 
@@ -78,6 +81,7 @@ void DdpReducer::forget_early_buckets() {
 // The optimizer is gone: gradients are everybody's again.
 void DdpReducer::unshard() {
   std::lock_guard lock(mutex_);
+  if (micro_batch_ == 0) clear_unready_gradients();
   if (auto shards = std::exchange(shards_, nullptr)) shards->release();
   if (!in_round_) forget_early_buckets();
 }

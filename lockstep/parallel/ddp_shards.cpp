@@ -1,4 +1,5 @@
 #include <lockstep/parallel/ddp_shards.h>
+#include <lockstep/parallel/unready_gradient.h>
 
 #include <algorithm>
 #include <utility>
@@ -105,7 +106,14 @@ void ParameterShards::move_parameters() {
   if (share_weights_) group_.barrier({.tag = "weights are shared"}).wait();
 }
 
+void ParameterShards::require_complete() const {
+  for (const auto& param : params_)
+    if (const auto* text = unready_text(param.grad()); text && *text != kGradientsAreSharded)
+      throw ConfigError(*text);
+}
+
 void ParameterShards::check_parameters() const {
+  require_complete();
   if (reducer.expired())
     throw ConfigError(fmt::format("the DistributedDataParallel of this {} is gone: make both anew", kWho));
   for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -115,7 +123,7 @@ void ParameterShards::check_parameters() const {
                       "model->to() do: make it "
                       "after that; lockstep::load may come later",
                       names_[i], kWho));
-    if (params_[i].grad().defined())
+    if (const auto& gradient = params_[i].grad(); gradient.defined() && !unready_text(gradient))
       throw ConfigError(fmt::format(
           "parameter '{}' has a gradient that was not averaged: the last backward pass before step() "
           "must not be inside no_sync(); {}::zero_grad() drops it",

@@ -23,6 +23,10 @@ class DdpReducer;
 class ParameterShards {
  public:
   static constexpr std::int64_t kBlock = 4096;
+  // The text of unready gradients: what p.grad() holds while this rank's part of it is in slice().grad().
+  static constexpr const char* kGradientsAreSharded =
+      "the gradients are sharded: each rank has a part of them, which the DistributedOptimizer holds. Call "
+      "optimizer.clip_grad_norm(max_norm), not clip_grad_norm of the parameters; optimizer.zero_grad() clears them";
 
   struct Layout {  // of a bucket
     std::vector<std::size_t> params;
@@ -47,13 +51,16 @@ class ParameterShards {
   const std::vector<std::int64_t>& bounds(std::size_t bucket) const { return bounds_[bucket]; }
   std::vector<at::Tensor> pieces(const at::Tensor& flat, std::size_t bucket) const;  // each rank's
 
-  // The reduced gradients, from p.grad() to those of the slices; p.grad() is none then.
+  // The reduced gradients, from p.grad() to those of the slices; p.grad() is undefined then.
   void take_gradients();
   // Those of the slices, before buckets are written to again.
   void keep_gradients();
   void drop_gradients();  // those of the slices
   void
   drop_unreduced_gradients();  // what passes without communication, or a failed one, have left in p.grad()
+
+  // Throws ConfigError in the middle of a sum of micro-batches.
+  void require_complete() const;
 
   // Nobody reads weights any more (all wait for all), every rank changes its own, and all have all.
   // ConfigError where parameters have been moved, or have gradients that were not reduced.

@@ -14,6 +14,7 @@
 #include <lockstep/parallel/pipeline_plan.h>
 #include <lockstep/parallel/pipeline_run.h>
 #include <lockstep/parallel/replicas.h>
+#include <lockstep/parallel/unready_gradient.h>
 
 namespace lockstep {
 
@@ -120,7 +121,7 @@ void Pipeline::State::tie(const std::vector<std::pair<at::Tensor, std::set<int>>
 // What is added up is this step's alone.
 void Pipeline::State::set_ties_aside() {
   for (auto& [sharers, weights] : ties)
-    for (auto& each : weights) each.before = std::exchange(each.weight.mutable_grad(), {});
+    for (auto& each : weights) each.before = detail::take_gradient(each.weight);
 }
 
 void Pipeline::State::add_up_ties() {

@@ -14,6 +14,7 @@
 #include <lockstep/parallel/pipeline_backward.h>
 #include <lockstep/parallel/pipeline_cut.h>
 #include <lockstep/parallel/replicas.h>
+#include <lockstep/parallel/unready_gradient.h>
 #include <torch/nn/modules/container/any.h>
 
 namespace lockstep::detail {
@@ -43,7 +44,7 @@ class Untouched {
         if (buffer.defined() && seen.insert(buffer.unsafeGetTensorImpl()).second)
           buffers_.emplace_back(buffer, buffer.clone());
     }
-    for (auto& weight : weights_) gradients_.push_back(std::exchange(weight.mutable_grad(), {}));
+    for (auto& weight : weights_) gradients_.push_back(take_gradient(weight));
     auto generator = at::detail::getDefaultCPUGenerator();
     std::lock_guard lock(generator.mutex());
     state_ = generator.get_state();

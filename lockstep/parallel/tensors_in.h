@@ -35,27 +35,4 @@ void collect_tensors(const T& value, std::vector<at::Tensor>& found) {
   }
 }
 
-// The size of the first tensor's first dimension; 1 where there is none.
-template <typename... Args>
-std::int64_t samples_of(const Args&... args) {
-  std::int64_t samples = 1;
-  bool found = false;
-  const auto look = [&](const auto& arg) {
-    if (found) return;
-    if constexpr (std::is_convertible_v<decltype(arg), const at::Tensor&>) {
-      const at::Tensor& tensor = arg;
-      found = true;
-      if (tensor.defined() && tensor.dim() > 0) samples = tensor.size(0);
-    } else {
-      std::vector<at::Tensor> tensors;
-      collect_tensors(arg, tensors);
-      if (tensors.empty()) return;
-      found = true;
-      if (tensors[0].defined() && tensors[0].dim() > 0) samples = tensors[0].size(0);
-    }
-  };
-  (look(args), ...);
-  return samples;
-}
-
 }  // namespace lockstep::detail

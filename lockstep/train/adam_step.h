@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 #include <fmt/ostream.h>
 #include <lockstep/kernels/kernels.h>
+#include <lockstep/parallel/unready_gradient.h>
 #include <lockstep/train/adam.h>
 #include <lockstep/train/adam_launch.h>
 #include <lockstep/train/cuda_graph.h>
@@ -68,8 +69,11 @@ class AdamStep {
   void run() {
     for (const auto& group : optimizer_.param_groups())  // before anything changes
       for (const auto& parameter : group.params())
-        if (parameter.grad().defined() && parameter.grad().is_sparse())
-          throw ConfigError(fmt::format("{} does not take sparse gradients: SGD does", Kind::name));
+        if (const auto& gradient = parameter.grad(); gradient.defined()) {
+          require_ready(gradient);
+          if (gradient.is_sparse())
+            throw ConfigError(fmt::format("{} does not take sparse gradients: SGD does", Kind::name));
+        }
     check_capture();
     make_state();
     slices().clear();

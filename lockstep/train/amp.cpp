@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <fmt/ostream.h>
 #include <lockstep/base/error.h>
+#include <lockstep/parallel/unready_gradient.h>
 #include <lockstep/train/autocast.h>
 #include <lockstep/train/distributed_optimizer.h>
 #include <lockstep/train/grad_scaler.h>
@@ -78,11 +79,13 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
 
   at::NoGradGuard no_grad;
   auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(&optimizer);
+  if (sharded != nullptr) sharded->require_complete();
   // By device and dtype, as LibTorch's kernel takes them. All are looked at before any is changed.
   std::map<std::tuple<at::DeviceType, int, at::ScalarType>, std::vector<at::Tensor>> kinds;
   for (auto& group : optimizer.param_groups())
     for (const auto& parameter : group.params()) {
       const auto& gradient = parameter.grad();
+      detail::require_ready(gradient);
       // Of one that ranks share on all of them, though some have nothing of it.
       const bool half = sharded != nullptr ? parameter.scalar_type() == at::kHalf
                                            : gradient.defined() && gradient.scalar_type() == at::kHalf;

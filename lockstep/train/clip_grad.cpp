@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/parallel/unready_gradient.h>
 
 namespace lockstep {
 namespace {
@@ -13,7 +14,10 @@ namespace {
 std::vector<at::Tensor> defined_gradients(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;
   for (const auto& parameter : parameters)
-    if (parameter.defined() && parameter.grad().defined()) gradients.push_back(parameter.grad());
+    if (parameter.defined() && parameter.grad().defined()) {
+      detail::require_ready(parameter.grad());
+      gradients.push_back(parameter.grad());
+    }
   return gradients;
 }
 

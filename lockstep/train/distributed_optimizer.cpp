@@ -187,6 +187,7 @@ void ShardedOptimizer::require_same_options(const Optimizer& self) const {
 }
 
 void ShardedOptimizer::drop_gradients() { shards_->drop_gradients(); }
+void ShardedOptimizer::require_complete() const { shards_->require_complete(); }
 void ShardedOptimizer::drop_unreduced_gradients() { shards_->drop_unreduced_gradients(); }
 
 Group& ShardedOptimizer::group() const { return shards_->group(); }
@@ -244,6 +245,7 @@ void ShardedOptimizer::end_step() {
     sink->note("memory.parameters", std::to_string(parameters));
   }
   shards_->drop_gradients();
+  shards_->drop_unreduced_gradients();
   shards_->after_update();
   for (std::size_t i = 0; i < versions_.size(); ++i)
     versions_[i] = static_cast<std::int64_t>(shards_->param(i)._version());
@@ -254,6 +256,7 @@ at::Tensor ShardedOptimizer::clip_grad_norm(double max_norm, ClipGradNormOptions
     throw ConfigError("clip_grad_norm of a DistributedOptimizer takes no group: it has its own");
   if (!(options.norm_type > 0))
     throw ConfigError(fmt::format("norm_type is {}: a number greater than 0 is allowed", options.norm_type));
+  require_complete();
   at::NoGradGuard no_grad;
   std::int64_t blocks = 0;
   for (std::size_t i = 0; i < shards_->size(); ++i)

@@ -4,7 +4,7 @@
 //
 //   lockstep::DistributedDataParallel ddp(model, world.group());
 //   lockstep::DistributedOptimizer<lockstep::AdamW> optimizer(ddp, {.lr = 3e-4});
-//   loss.backward();                 // each rank has the average of its part; p.grad() is none
+//   loss.backward();                 // each rank has the average of its part; p.grad() cannot be read
 //   optimizer.clip_grad_norm(1.0);   // not lockstep::clip_grad_norm(model->parameters(), ...): see p.grad()
 //   optimizer.step();                // and the gradients are gone
 //
@@ -67,6 +67,8 @@ class ShardedOptimizer {
   // Its options and this rank's part of its state.
   void take(torch::optim::Optimizer& whole);
   void drop_gradients();  // of a step that is left out
+  // Throws ConfigError in the middle of a sum of micro-batches.
+  void require_complete() const;
 
  protected:
   ParamGroups slices_of(

@@ -4,6 +4,7 @@
 #include <map>
 
 #include <ATen/ATen.h>
+#include <lockstep/parallel/unready_gradient.h>
 #include <lockstep/train/cuda_graph.h>
 #include <lockstep/train/group_options.h>
 #include <lockstep/train/step_memory.h>
@@ -159,6 +160,7 @@ class Step {
       const auto& options = own_options<SgdBase>(group, optimizer_.defaults());
       for (const auto& parameter : group.params()) {
         if (!parameter.grad().defined()) continue;
+        require_ready(parameter.grad());
         if (options.master_weights && has_master(parameter) && parameter.grad().layout() != at::kStrided)
           throw ConfigError("SGD with master_weights does not take sparse gradients of bfloat16 and float16");
         if (parameter.is_cuda() && asked != parameter.device() && capturing(*(asked = parameter.device())))

@@ -4,6 +4,7 @@
 #include <string>
 
 #include <lockstep/base/span.h>
+#include <lockstep/parallel/unready_gradient.h>
 #include <torch/optim/optimizer.h>
 
 namespace lockstep::detail {
@@ -17,7 +18,8 @@ void tell_memory(torch::optim::Optimizer& optimizer, StateBytes state_bytes) {
   for (const auto& group : optimizer.param_groups())
     for (const auto& parameter : group.params()) {
       parameters += parameter.nbytes();
-      if (parameter.grad().defined()) gradients += parameter.grad().nbytes();
+      if (parameter.grad().defined() && !unready_text(parameter.grad()))
+        gradients += parameter.grad().nbytes();
     }
   for (const auto& [parameter, each] : optimizer.state()) state += state_bytes(*each);
   sink->note("memory.parameters", std::to_string(parameters));

@@ -377,7 +377,7 @@ TEST(Ddp, bad_options_and_models_are_refused) {
     Mlp model;
     auto group = world.group();
     EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(model, group, {.bucket_bytes = 0}); }),
-                HasSubstr("above 0"));
+                HasSubstr("must be positive, got 0 and 1048576"));
     EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(model, group, {.micro_batches = 0}); }),
                 HasSubstr("micro_batches"));
     EXPECT_THAT(error_of<ConfigError>([&] {

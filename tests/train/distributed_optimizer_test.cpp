@@ -66,8 +66,10 @@ TEST(DistributedOptimizer, state_is_this_ranks_part_and_gradients_are_gone_after
     EXPECT_EQ(sum.item<std::int64_t>(), all);
 
     ddp(features_of(world.rank(), 0)).square().mean().backward();
-    for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+    EXPECT_THAT(error_of<c10::Error>([&] { (void)model->parameters()[0].grad().sum(); }),
+                HasSubstr("sharded"));
     optimizer.step();
+    for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
     std::int64_t held = 0;
     for (const auto& [key, state] : optimizer.state())
       held += static_cast<const torch::optim::AdamWParamState&>(*state).exp_avg().numel();

@@ -1,0 +1,379 @@
+// What programs do to a model or to gradients behind DistributedDataParallel's back: it works, or is an error before
+// an update can be wrong.
+#include <sstream>
+
+#include "parallel/models.h"
+#include "support/ranks.h"
+
+namespace lockstep::testing {
+namespace {
+
+at::Tensor rows_of(int part, int rows = 5) { return numbers(3000 + part, {rows, 6}); }
+
+void pass(DistributedDataParallel<Mlp>& ddp, int part) { ddp(rows_of(part)).square().mean().backward(); }
+
+// The average of the gradients of these parts, each computed by a copy of the model as it is now.
+std::vector<at::Tensor> average_of(const Mlp& model, int first, int count) {
+  std::vector<at::Tensor> sum;
+  for (int part = first; part < first + count; ++part) {
+    Mlp copy;
+    copy->to(model->first->weight.scalar_type());
+    auto parameters = copy->parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      torch::NoGradGuard no_grad;
+      parameters[i].copy_(model->parameters()[i]).requires_grad_(model->parameters()[i].requires_grad());
+    }
+    copy(rows_of(part).to(copy->first->weight.scalar_type())).square().mean().backward();
+    const auto gradients = gradients_of(*copy);
+    for (std::size_t i = 0; i < gradients.size(); ++i)
+      if (sum.empty() || sum.size() <= i)
+        sum.push_back(gradients[i]);
+      else if (gradients[i].defined())
+        sum[i] = sum[i] + gradients[i];
+  }
+  for (auto& each : sum)
+    if (each.defined()) each = each / count;
+  return sum;
+}
+
+// ---- sums of micro-batches ------------------------------------------------------------------------------------
+
+TEST(DdpMisuse, gradients_cannot_be_used_in_the_middle_of_a_sum) {
+  on_every_rank([](World& world) {
+    for (auto& group : {world.group(), world.group({world.rank()})}) {
+      Mlp model;
+      DistributedDataParallel ddp(model, group, {.micro_batches = 4});
+      const auto parameters = model->parameters();
+      torch::optim::SGD sgd(parameters, 0.1);
+      AdamW own(parameters, {.lr = 0.1});
+      SGD own_sgd(parameters, {.lr = 0.1});
+      GradScaler scaler;
+      const int first = 4 * group.rank();
+      for (int step = 0; step < 2; ++step) {  // in the second one gradients are views of buckets
+        pass(ddp, first), pass(ddp, first + 1);
+        const auto before = values_of(*model);
+        const auto missing = HasSubstr("2 of 4 micro-batches are missing");
+        EXPECT_THAT(error_of<c10::Error>([&] { sgd.step(); }), missing);
+        EXPECT_THAT(error_of<c10::Error>([&] { torch::nn::utils::clip_grad_norm_(parameters, 1); }), missing);
+        EXPECT_THAT(error_of<ConfigError>([&] { own.step(); }), missing);
+        EXPECT_THAT(error_of<ConfigError>([&] { own_sgd.step(); }), missing);
+        EXPECT_THAT(error_of<ConfigError>([&] { clip_grad_norm(parameters, 1); }), missing);
+        EXPECT_THAT(error_of<ConfigError>([&] { clip_grad_value(parameters, 1); }), missing);
+        (void)scaler.scale(at::ones({}));
+        EXPECT_THAT(error_of<ConfigError>([&] { scaler.unscale_(own); }), missing);
+        EXPECT_TRUE(same_bits(before, values_of(*model)));
+        // The sum goes on where nothing clears it, also after a pass that reaches no parameter.
+        auto x = rows_of(first).requires_grad_();
+        (void)torch::autograd::grad({ddp(x).sum()}, {x});
+        pass(ddp, first + 2), pass(ddp, first + 3);
+        EXPECT_TRUE(all_close(gradients_of(*model), average_of(model, 0, 4 * group.size())));
+        sgd.step();
+        model->zero_grad();
+      }
+    }
+  });
+}
+
+TEST(DdpMisuse, zero_grad_in_the_middle_of_a_sum_starts_it_again) {
+  on_every_rank([](World& world) {
+    Mlp model, reference;
+    DistributedDataParallel ddp(model, world.group(), {.micro_batches = 4});
+    DistributedDataParallel reference_ddp(reference, world.group(), {.micro_batches = 4});
+    torch::optim::SGD optimizer(model->parameters(), 0.1), reference_optimizer(reference->parameters(), 0.1);
+    for (const int batches : {6, 9})
+      for (int epoch = 0; epoch < 2; ++epoch)
+        for (int i = 0; i < batches; ++i) {
+          if (i % 4 == 0) optimizer.zero_grad(), reference_optimizer.zero_grad();
+          pass(ddp, 10 * world.rank() + i);
+          if (i < batches / 4 * 4) pass(reference_ddp, 10 * world.rank() + i);
+          if (i % 4 == 3) optimizer.step(), reference_optimizer.step();
+        }
+    EXPECT_TRUE(same_bits(values_of(*model), values_of(*reference)));
+  });
+}
+
+TEST(DdpMisuse, a_sum_can_be_discarded) {
+  on_every_rank([](World& world) {
+    Mlp model;
+    DistributedDataParallel ddp(model, world.group(), {.micro_batches = 2});
+    ddp.discard_micro_batches();  // of nothing
+    pass(ddp, 2 * world.rank()), pass(ddp, 2 * world.rank() + 1);
+    const auto before = gradients_of(*model);
+    pass(ddp, 50);
+    ddp.discard_micro_batches();
+    EXPECT_TRUE(same_bits(before, gradients_of(*model)));
+    model->zero_grad();
+    pass(ddp, 2 * world.rank()), pass(ddp, 2 * world.rank() + 1);
+    EXPECT_TRUE(same_bits(before, gradients_of(*model)));
+  });
+}
+
+TEST(DdpMisuse, zero_grad_of_some_parameters_in_the_middle_of_a_sum_is_an_error) {
+  on_every_rank([](World& world) {
+    Mlp model;
+    {
+      DistributedDataParallel ddp(model, world.group(), {.micro_batches = 2});
+      pass(ddp, world.rank());
+      model->second->zero_grad();
+      EXPECT_THAT(error_of<ConfigError>([&] { pass(ddp, world.rank()); }),
+                  AllOf(HasSubstr("'second.weight', 'second.bias'"), HasSubstr("1 of 2 micro-batches")));
+      model->zero_grad();
+      pass(ddp, 2 * world.rank()), pass(ddp, 2 * world.rank() + 1);
+      EXPECT_TRUE(all_close(gradients_of(*model), average_of(model, 0, 2 * world.size())));
+      pass(ddp, 0);
+    }
+    // Without it the model is an ordinary one.
+    for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+    model(rows_of(0)).sum().backward();
+  });
+}
+
+// ---- models that change ---------------------------------------------------------------------------------------
+
+// Steps that must keep replicas equal, and average.
+void expect_averages(DistributedDataParallel<Mlp>& ddp, World& world) {
+  auto& model = ddp.module();
+  for (int step = 0; step < 3; ++step) {
+    model->zero_grad();
+    ddp(rows_of(world.rank()).to(model->first->weight.scalar_type())).square().mean().backward();
+    const auto expected = average_of(model, 0, world.size());
+    EXPECT_TRUE(all_close(gradients_of(*model), expected)) << step;
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters())
+      if (parameter.grad().defined()) parameter.sub_(parameter.grad(), 0.1);
+  }
+  check_replicas(*model, world.group());
+}
+
+TEST(DdpMisuse, a_model_may_be_loaded_cast_and_rebuilt_after_it_was_wrapped) {
+  on_every_rank([](World& world) {
+    for (const bool unused : {false, true}) {
+      Mlp model, other;
+      fill_parameters(*other, 900);
+      std::stringstream file;
+      torch::save(other, file);
+      DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = unused});
+      expect_averages(ddp, world);
+      torch::load(model, file);
+      EXPECT_TRUE(same_bits(values_of(*model), values_of(*other)));
+      expect_averages(ddp, world);
+      model->to(at::kDouble);
+      expect_averages(ddp, world);
+      torch::nn::Linear second(9, 9);
+      fill_parameters(*second, 50 + static_cast<std::uint64_t>(world.rank()));  // rank 0's count, as at first
+      second->to(at::kDouble);
+      model->second = model->replace_module("second", second);
+      expect_averages(ddp, world);
+    }
+  });
+}
+
+TEST(DdpMisuse, parameters_may_be_unfrozen_and_frozen_again) {
+  on_every_rank([](World& world) {
+    Mlp model;
+    const auto freeze = [&](bool frozen) {
+      for (auto& parameter : model->first->parameters()) parameter.requires_grad_(!frozen);
+    };
+    freeze(true);
+    DistributedDataParallel ddp(model, world.group());
+    for (const bool frozen : {true, false, true, false}) {
+      freeze(frozen);
+      model->zero_grad();
+      expect_averages(ddp, world);
+      EXPECT_EQ(model->first->weight.grad().defined(), !frozen);
+    }
+  });
+}
+
+TEST(DdpMisuse, a_model_that_changes_on_one_rank_is_an_error_on_all) {
+  on_every_rank([](World& world) {
+    if (world.size() == 1 || world.group().backend() == "gloo") return;
+    std::vector<int> all(static_cast<std::size_t>(world.size()));
+    std::iota(all.begin(), all.end(), 0);
+    auto group = world.group(all);  // it fails
+    Mlp model;
+    DistributedDataParallel ddp(model, group);
+    pass(ddp, 0);
+    if (world.rank() == 1) model->first->bias.requires_grad_(false);
+    EXPECT_THAT(error_of<CommError>([&] { pass(ddp, 0); }), HasSubstr("rank 1"));
+  });
+}
+
+TEST(DdpMisuse, a_model_may_not_change_in_a_sum_in_join_or_under_a_distributed_optimizer) {
+  on_every_rank([](World& world) {
+    Mlp model;
+    DistributedDataParallel ddp(model, world.group(), {.micro_batches = 2});
+    pass(ddp, 0);
+    model->to(at::kDouble);
+    const auto again = [&] { ddp(rows_of(0).to(at::kDouble)).sum().backward(); };
+    EXPECT_THAT(error_of<ConfigError>(again),
+                AllOf(HasSubstr("'first.weight' was given other data"), HasSubstr("1 of 2 micro-batches")));
+    ddp.discard_micro_batches();
+    again();
+
+    Mlp sharded;
+    DistributedDataParallel sharded_ddp(sharded, world.group());
+    DistributedOptimizer<SGD> optimizer(sharded_ddp, {.lr = 0.1});
+    sharded->first->bias.requires_grad_(false);
+    EXPECT_THAT(error_of<ConfigError>([&] { pass(sharded_ddp, 0); }),
+                AllOf(HasSubstr("'first.bias' was frozen"), HasSubstr("new DistributedOptimizer")));
+  });
+}
+
+// ---- gradients that would be lost -----------------------------------------------------------------------------
+
+struct ForgetfulImpl : torch::nn::Module {
+  ForgetfulImpl() : known(6, 3), forgotten(3, 3) { register_module("known", known); }
+  at::Tensor forward(const at::Tensor& x) { return forgotten(known(x)); }
+  torch::nn::Linear known, forgotten;
+};
+TORCH_MODULE(Forgetful);
+
+TEST(DdpMisuse, a_module_that_was_not_registered_is_an_error) {
+  on_every_rank([](World& world) {
+    Forgetful model;
+    DistributedDataParallel ddp(model, world.group());
+    const auto text = error_of<ConfigError>([&] { ddp(rows_of(0)); });
+    EXPECT_THAT(text, AllOf(HasSubstr("register_module"), ContainsRegex("shape \\[3(, 3)?\\]")));
+    {
+      torch::NoGradGuard no_grad;
+      ddp(rows_of(0));
+    }
+    // Not an argument's graph, and not what another DistributedDataParallel reduces.
+    model->register_module("forgotten", model->forgotten);
+    Mlp first(6, 9, 6);
+    DistributedDataParallel first_ddp(first, world.group());
+    auto leaf = rows_of(0).requires_grad_();
+    ddp(first_ddp(leaf)).sum().backward();
+    Forgetful inner;
+    DistributedDataParallel inner_ddp(inner->forgotten, world.group());
+    DistributedDataParallel outer(inner, world.group());
+    outer(rows_of(0));
+  });
+}
+
+TEST(DdpMisuse, gradients_that_are_sharded_cannot_be_clipped_as_whole_ones) {
+  on_every_rank([](World& world) {
+    Mlp model, reference;
+    DistributedDataParallel ddp(model, world.group()), reference_ddp(reference, world.group());
+    DistributedOptimizer<SGD> optimizer(ddp, {.lr = 0.1});
+    SGD reference_optimizer(reference->parameters(), {.lr = 0.1});
+    for (int step = 0; step < 3; ++step) {
+      optimizer.zero_grad(), reference_optimizer.zero_grad();
+      pass(ddp, world.rank()), pass(reference_ddp, world.rank());
+      const auto advice = HasSubstr("optimizer.clip_grad_norm(max_norm)");
+      EXPECT_THAT(error_of<c10::Error>([&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 0.01); }),
+                  advice);
+      EXPECT_THAT(error_of<ConfigError>([&] { clip_grad_norm(model->parameters(), 0.01); }), advice);
+      EXPECT_THAT(error_of<ConfigError>([&] { clip_grad_value(model->parameters(), 0.01); }), advice);
+      optimizer.step(), reference_optimizer.step();
+      clip_grad_norm(model->parameters(), 0.01);  // there is nothing to clip
+      EXPECT_TRUE(same_bits(values_of(*model), values_of(*reference)));
+    }
+    Mlp summed;
+    DistributedDataParallel summing(summed, world.group(), {.micro_batches = 2});
+    DistributedOptimizer<SGD> both(summing, {.lr = 0.1});
+    pass(summing, 0);
+    EXPECT_THAT(error_of<ConfigError>([&] { both.clip_grad_norm(1); }), HasSubstr("1 of 2 micro-batches"));
+    EXPECT_THAT(error_of<ConfigError>([&] { both.step(); }), HasSubstr("1 of 2 micro-batches"));
+    pass(summing, 0);
+    both.step();
+  });
+}
+
+TEST(DdpMisuse, a_gradient_penalty_works_as_the_error_about_create_graph_says) {
+  on_every_rank([](World& world) {
+    const auto penalized = [](const auto& model, int part) {
+      auto x = rows_of(part).requires_grad_();
+      const auto inner = torch::autograd::grad({model(x).sum()}, {x}, {}, true, true)[0];
+      return (inner.norm() - 1).square();
+    };
+    Mlp model;
+    DistributedDataParallel ddp(model, world.group());
+    // The last bias has no part in it.
+    model->third->bias.requires_grad_(false);
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      penalized([&](const at::Tensor& x) { return ddp(x); }, world.rank()).backward();
+      Mlp one;
+      for (int rank = 0; rank < world.size(); ++rank)
+        penalized([&](const at::Tensor& x) { return one(x); }, rank).div(world.size()).backward();
+      EXPECT_TRUE(at::allclose(model->first->weight.grad(), one->first->weight.grad(), 1e-4, 1e-6)) << step;
+    }
+    EXPECT_THAT(error_of<ConfigError>([&] { ddp(rows_of(0)).sum().backward({}, std::nullopt, true); }),
+                HasSubstr("torch::autograd::grad"));
+  });
+}
+
+// ---- join: what counts as a sample ----------------------------------------------------------------------------
+
+struct RecurrentImpl : torch::nn::Module {
+  explicit RecurrentImpl(bool batch_first) : lstm(torch::nn::LSTMOptions(6, 4).batch_first(batch_first)) {
+    register_module("lstm", lstm);
+    fill_parameters(*this, 400);
+  }
+  at::Tensor forward(const at::Tensor& x) { return std::get<0>(lstm(x)); }
+  torch::nn::LSTM lstm;
+};
+TORCH_MODULE(Recurrent);
+
+TEST(DdpMisuse, join_counts_samples_where_the_batch_is) {
+  on_every_rank([](World& world) {
+    // Rank r has 2 + r sequences of 3 steps.
+    const auto input = [](int rank) { return numbers(70 + rank, {3, 2 + rank, 6}); };
+    const auto loss = [](const at::Tensor& y) { return y.square().mean(); };
+    for (const bool told : {false, true}) {
+      Recurrent model(false);
+      DistributedDataParallel ddp(model, world.group());
+      ddp.join(
+          [&] {
+            auto y = ddp(input(world.rank()));
+            if (told) ddp.samples(2 + world.rank());
+            loss(y).backward();
+          },
+          {.batch_dim = told ? std::nullopt : std::optional<std::int64_t>(1)});
+      Recurrent one(false);
+      double total = 0;
+      for (int rank = 0; rank < world.size(); ++rank) total += 2 + rank;
+      for (int rank = 0; rank < world.size(); ++rank)
+        (loss(one(input(rank))) * ((2 + rank) / total)).backward();
+      EXPECT_TRUE(all_close(gradients_of(*model), gradients_of(*one)));
+    }
+  });
+}
+
+TEST(DdpMisuse, join_refuses_to_guess_what_a_sample_is) {
+  on_every_rank([](World& world) {
+    if (world.size() == 1) return;
+    Recurrent model(false);
+    DistributedDataParallel ddp(model, world.group());
+    EXPECT_THAT(
+        error_of<ConfigError>([&] { ddp.join([&] { ddp(numbers(1, {3, 2, 6})).sum().backward(); }); }),
+        AllOf(HasSubstr("'lstm'"), HasSubstr("JoinOptions::batch_dim")));
+    EXPECT_THAT(error_of<ConfigError>([&] { ddp.join([] {}, {.batch_dim = -1}); }), HasSubstr("batch_dim"));
+    Recurrent batch_first(true);
+    DistributedDataParallel first_ddp(batch_first, world.group());
+    first_ddp.join([&] { first_ddp(numbers(1, {2 + world.rank(), 3, 6})).sum().backward(); });
+    // Sequences of other lengths.
+    EXPECT_THAT(error_of<ConfigError>([&] {
+                  first_ddp.join([&] { first_ddp(numbers(1, {2, 3 + world.rank(), 6})).sum().backward(); });
+                }),
+                HasSubstr("differ in another dimension"));
+
+    struct TwoImpl : torch::nn::Module {
+      TwoImpl() : linear(6, 3) { register_module("linear", linear); }
+      at::Tensor forward(const at::Tensor& x, const at::Tensor& bias) { return linear(x).sum() + bias.sum(); }
+      torch::nn::Linear linear;
+    };
+    auto two = std::make_shared<TwoImpl>();
+    DistributedDataParallel two_ddp(two, world.group());
+    EXPECT_THAT(
+        error_of<ConfigError>([&] {
+          two_ddp.join([&] { two_ddp(rows_of(0), numbers(1, {world.rank() == 1 ? 7 : 5})).backward(); });
+        }),
+        HasSubstr("inputs of rank 1 have different sizes in dim 0"));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::testing
