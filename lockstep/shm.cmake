@@ -31,6 +31,7 @@ list(TRANSFORM LOCKSTEP_SHM_SOURCES PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
 set(LOCKSTEP_SHM_BACKEND_SOURCES
   comm/engine_work.cpp
   comm/part_backend.cpp
+  comm/part_checks.cpp
   comm/tensors.cpp
   comm/transports/shm/backend.cpp)
 list(TRANSFORM LOCKSTEP_SHM_BACKEND_SOURCES PREPEND ${CMAKE_CURRENT_LIST_DIR}/)

@@ -88,6 +88,17 @@ c10::intrusive_ptr<c10d::Store> meeting_store(const c10d::DistributedBackendOpti
   return options.store;
 }
 
+// Without c10::Error's backtrace.
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& c10_error) {
+    return c10_error.what_without_backtrace();
+  } catch (const std::exception& other) {
+    return other.what();
+  }
+}
+
 struct Living {
   std::uint64_t generation;
   std::weak_ptr<shm::Lane> lane;
@@ -184,6 +195,12 @@ std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(
     return std::make_exception_ptr(
         c10::DistBackendError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, what));
   };
+}
+
+void TorchBackend::refuse(Operation operation, milliseconds /*timeout*/, const std::exception_ptr& error) {
+  throw c10::DistBackendError(
+      {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)},
+      fmt::format("lockstep: rank {} refused {}: {}", rank_, name(operation), text_of(error)));
 }
 
 TorchGroup::TorchGroup(const c10d::DistributedBackendOptions& options,

@@ -23,6 +23,8 @@ class TorchBackend final : public detail::ShmBackend {
 
  protected:
   std::function<std::exception_ptr(std::exception_ptr)> explanation(const Call& call) override;
+  [[noreturn]] void refuse(Operation operation, std::chrono::milliseconds timeout,
+                           const std::exception_ptr& error) override;
 
  private:
   const c10::intrusive_ptr<Options> options_;

@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <lockstep/comm/engine_work.h>
-#include <lockstep/comm/reduce.h>
+#include <lockstep/comm/part_checks.h>
 #include <lockstep/comm/tensors.h>
 
 namespace lockstep::detail {
@@ -14,49 +14,7 @@ using Tensors = PartBackend::Tensors;
 
 namespace {
 
-const at::Tensor& only(const Tensors& tensors) {
-  TORCH_CHECK(tensors.size() == 1, "this transport takes one tensor a call, not ", tensors.size());
-  return tensors[0];
-}
-
 Tensors first_of(const std::vector<Tensors>& tensors) { return tensors.empty() ? Tensors{} : tensors[0]; }
-
-// What has become of them, as one.
-WorkPtr join(int rank, OpType type, std::vector<WorkPtr> works, Tensors results) {
-  return c10::make_intrusive<JoinedWork>(rank, type, std::move(works), std::move(results));
-}
-
-// What a rank can see by itself is wrong; what its peers give and expect is compared between the ranks. Group
-// has looked at it already, c10d's callers have not.
-void check_operands(const Call& call, const Tensors& inputs, const Tensors& outputs) {
-  const auto operation = call.operation;
-  const auto all = static_cast<std::size_t>(call.size), rank = static_cast<std::size_t>(call.rank);
-  const bool root = call.root == call.rank;
-  if (point_to_point(operation)) {
-    const bool any = operation == Operation::recv && call.root == kAnySource;
-    TORCH_CHECK(any || (call.root >= 0 && call.root < call.size && call.root != call.rank), name(operation),
-                " of rank ", call.rank, ": there is no rank ", call.root, " to exchange it with");
-  }
-  TORCH_CHECK(!rooted(operation) || (call.root >= 0 && call.root < call.size), name(operation),
-              ": there is no rank ", call.root, " to be the root: there are ", call.size);
-  auto expect = [&](const char* what, const Tensors& tensors, std::size_t expected) {
-    TORCH_CHECK(tensors.size() == expected, name(operation), ": ", expected, " ", what,
-                " are needed, one for ", "each rank, not ", tensors.size());
-  };
-  if (operation == Operation::reduce_scatter || operation == Operation::all_to_all)
-    expect("inputs", inputs, all);
-  if (operation == Operation::scatter) expect("inputs", inputs, root ? all : 0);
-  if (operation == Operation::all_gather || operation == Operation::all_to_all)
-    expect("outputs", outputs, all);
-  if (operation == Operation::gather) expect("outputs", outputs, root ? all : 0);
-  if (operation == Operation::all_gather)
-    TORCH_CHECK(inputs[0].numel() == outputs[rank].numel(), "all_gather: the input has ", inputs[0].numel(),
-                " elements, and the output has room for ", outputs[rank].numel(), " of this rank's");
-  if (operation == Operation::reduce_scatter)
-    TORCH_CHECK(inputs[rank].numel() == outputs[0].numel(),
-                "reduce_scatter: this rank's part of the input has ", inputs[rank].numel(),
-                " elements, and the output ", outputs[0].numel());
-}
 
 }  // namespace
 
@@ -107,8 +65,12 @@ class PartBackend::Operands {
 
  private:
   void check(const at::Tensor& tensor) const {
-    TORCH_CHECK(tensor.defined() && tensor.device() == device_ && tensor.layout() == at::kStrided,
-                "this transport takes dense tensors of ", device_.is_cpu() ? "the CPU" : device_.str());
+    const auto place = device_.is_cpu() ? std::string("the CPU") : device_.str();
+    TORCH_CHECK(tensor.defined(), "expected a tensor, got an undefined one");
+    TORCH_CHECK(tensor.device() == device_, "expected a tensor on ", place, ", got one on ", tensor.device(),
+                ": move it with tensor.to(), or give the group a backend for that device too");
+    TORCH_CHECK(tensor.layout() == at::kStrided, "expected a dense tensor, got one of layout ",
+                tensor.layout(), ": convert it with tensor.to_dense()");
   }
   at::Tensor source(const at::Tensor& tensor) const {
     check(tensor);
@@ -137,26 +99,32 @@ class PartBackend::Operands {
 };
 
 WorkPtr PartBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  if (only(tensors).layout() == at::kSparse) return allreduce_sparse(tensors, options);
-  return start(Operation::all_reduce, OpType::ALLREDUCE, Operands(device()).write(only(tensors), true),
-               options, from_c10d(options.reduceOp));
+  if (tensors.size() == 1 && tensors[0].layout() == at::kSparse) return allreduce_sparse(tensors, options);
+  return start(
+      Operation::all_reduce, OpType::ALLREDUCE, options,
+      [&](Operands& operands) { operands.write(only(tensors), true); }, options.reduceOp);
 }
 
 WorkPtr PartBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  std::vector<WorkPtr> works;
-  for (const auto& tensor : tensors) {
-    Tensors one{tensor};
-    works.push_back(allreduce(one, options));
-  }
-  return join(rank_, OpType::ALLREDUCE_COALESCED, std::move(works), tensors);
+  return start_several(OpType::ALLREDUCE_COALESCED, tensors.size(), tensors, [&](std::size_t i) {
+    Tensors one{tensors[i]};
+    return allreduce(one, options);
+  });
 }
 
 WorkPtr PartBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  const auto& tensor = only(tensors);
-  TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kSparse, "a sparse CPU tensor is needed");
-  TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "sparse tensors can be summed, and nothing else");
+  constexpr std::size_t kHead = 3, kDims = 16;
   at::AutoDispatchBelowAutograd guard;
-  const auto own = tensor.coalesce();
+  at::Tensor tensor, own;
+  attempt(Operation::all_reduce, options.timeout, [&] {
+    tensor = only(tensors);
+    TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kSparse, "expected a sparse CPU tensor");
+    TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM,
+                "sparse tensors can only be summed: for others use tensor.to_dense()");
+    own = tensor.coalesce();
+    TORCH_CHECK(static_cast<std::size_t>(own.dim()) <= kDims, "sparse tensors may have ", kDims,
+                " dimensions, got ", own.dim());
+  });
   c10d::AllgatherOptions gather;
   gather.timeout = options.timeout;
   gather.asyncOp = false;
@@ -169,8 +137,6 @@ WorkPtr PartBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOpt
   };
 
   // How many values each rank has, and of what.
-  constexpr std::size_t kHead = 3, kDims = 16;
-  TORCH_CHECK(static_cast<std::size_t>(own.dim()) <= kDims, "sparse tensors may have ", kDims, " dimensions");
   std::vector<std::int64_t> head{own._nnz(), own.sparse_dim(), own.dense_dim()};
   head.insert(head.end(), own.sizes().begin(), own.sizes().end());
   head.resize(kHead + kDims, 0);
@@ -179,8 +145,9 @@ WorkPtr PartBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOpt
   std::vector<std::int64_t> counts;
   for (int r = 0; r < size_; ++r) {
     const auto* other = heads[static_cast<std::size_t>(r)].const_data_ptr<std::int64_t>();
-    TORCH_CHECK(std::equal(head.begin() + 1, head.end(), other + 1), "the sparse tensors of rank ", rank_,
-                " and rank ", r, " differ in shape or in their sparse dimensions");
+    TORCH_CHECK(std::equal(head.begin() + 1, head.end(), other + 1), getBackendName(),
+                ": the sparse tensors of rank ", rank_, " and rank ", r,
+                " differ in shape or in their sparse dimensions");
     counts.push_back(other[0]);
   }
 
@@ -209,112 +176,114 @@ WorkPtr PartBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOpt
 }
 
 WorkPtr PartBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return start(Operation::reduce, OpType::REDUCE, Operands(device()).write(only(tensors), true), options,
-               from_c10d(options.reduceOp), options.rootRank);
+  return start(
+      Operation::reduce, OpType::REDUCE, options,
+      [&](Operands& operands) { operands.write(only(tensors), true); }, options.reduceOp, options.rootRank);
 }
 
 WorkPtr PartBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return start(Operation::broadcast, OpType::BROADCAST,
-               Operands(device()).write(only(tensors), options.rootRank == rank_), options, ReduceOp::SUM,
-               options.rootRank);
+  return start(
+      Operation::broadcast, OpType::BROADCAST, options,
+      [&](Operands& operands) { operands.write(only(tensors), options.rootRank == rank_); },
+      c10d::ReduceOp::SUM, options.rootRank);
 }
 
 WorkPtr PartBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::AllgatherOptions& options) {
-  return start(Operation::all_gather, OpType::ALLGATHER,
-               Operands(device()).read(only(inputs)).write(first_of(outputs)), options);
+  return start(Operation::all_gather, OpType::ALLGATHER, options,
+               [&](Operands& operands) { operands.read(only(inputs)).write(first_of(outputs)); });
 }
 
 WorkPtr PartBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                      const c10d::AllgatherOptions& options) {
-  return start(Operation::all_gather, OpType::_ALLGATHER_BASE,
-               Operands(device()).read(input).write_pieces(output, size_), options);
+  return start(Operation::all_gather, OpType::_ALLGATHER_BASE, options,
+               [&](Operands& operands) { operands.read(input).write_pieces(output, size_); });
 }
 
 WorkPtr PartBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                          const c10d::AllgatherOptions& options) {
-  TORCH_CHECK(outputs.size() == static_cast<std::size_t>(size_),
-              "a list of outputs is needed for each rank: ", size_, ", not ", outputs.size());
-  std::vector<WorkPtr> works;
   Tensors results;
-  for (const auto& of_rank : outputs) {
-    TORCH_CHECK(of_rank.size() == inputs.size(), "an output is needed for each input: ", inputs.size(),
-                ", not ", of_rank.size());
-    results.insert(results.end(), of_rank.begin(), of_rank.end());
-  }
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
+  for (const auto& of_rank : outputs) results.insert(results.end(), of_rank.begin(), of_rank.end());
+  return start_several(OpType::ALLGATHER_COALESCED, inputs.size(), std::move(results), [&](std::size_t i) {
     std::vector<Tensors> from_each(1);
-    for (const auto& of_rank : outputs) from_each[0].push_back(of_rank[i]);
+    attempt(Operation::all_gather, options.timeout, [&] {
+      TORCH_CHECK(outputs.size() == static_cast<std::size_t>(size_),
+                  "a list of outputs is needed for each rank: ", size_, ", not ", outputs.size());
+      for (const auto& of_rank : outputs) {
+        TORCH_CHECK(of_rank.size() == inputs.size(), "an output is needed for each input: ", inputs.size(),
+                    ", not ", of_rank.size());
+        from_each[0].push_back(of_rank[i]);
+      }
+    });
     Tensors input{inputs[i]};
-    works.push_back(allgather(from_each, input, options));
-  }
-  return join(rank_, OpType::ALLGATHER_COALESCED, std::move(works), std::move(results));
+    return allgather(from_each, input, options);
+  });
 }
 
 WorkPtr PartBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                      const c10d::AllgatherOptions& options) {
-  TORCH_CHECK(outputs.size() == inputs.size(), "as many outputs as inputs are needed");
-  std::vector<WorkPtr> works;
-  for (std::size_t i = 0; i < inputs.size(); ++i)
-    works.push_back(_allgather_base(outputs[i], inputs[i], options));
-  return join(rank_, OpType::ALLGATHER_COALESCED, std::move(works), outputs);
+  const auto count = std::max(outputs.size(), inputs.size());
+  return start_several(OpType::ALLGATHER_COALESCED, count, outputs, [&](std::size_t i) {
+    attempt(Operation::all_gather, options.timeout, [&] { check_pairs(outputs, inputs); });
+    return _allgather_base(outputs[i], inputs[i], options);
+  });
 }
 
 WorkPtr PartBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                             const c10d::GatherOptions& options) {
-  return start(Operation::gather, OpType::GATHER,
-               Operands(device()).read(only(inputs)).write(first_of(outputs)), options, ReduceOp::SUM,
-               options.rootRank);
+  return start(
+      Operation::gather, OpType::GATHER, options,
+      [&](Operands& operands) { operands.read(only(inputs)).write(first_of(outputs)); }, c10d::ReduceOp::SUM,
+      options.rootRank);
 }
 
 WorkPtr PartBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                              const c10d::ScatterOptions& options) {
-  return start(Operation::scatter, OpType::SCATTER,
-               Operands(device()).read(first_of(inputs)).write(only(outputs)), options, ReduceOp::SUM,
-               options.rootRank);
+  return start(
+      Operation::scatter, OpType::SCATTER, options,
+      [&](Operands& operands) { operands.read(first_of(inputs)).write(only(outputs)); }, c10d::ReduceOp::SUM,
+      options.rootRank);
 }
 
 WorkPtr PartBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                     const c10d::ReduceScatterOptions& options) {
-  return start(Operation::reduce_scatter, OpType::REDUCE_SCATTER,
-               Operands(device()).read(first_of(inputs)).write(only(outputs)), options,
-               from_c10d(options.reduceOp));
+  return start(
+      Operation::reduce_scatter, OpType::REDUCE_SCATTER, options,
+      [&](Operands& operands) { operands.read(first_of(inputs)).write(only(outputs)); }, options.reduceOp);
 }
 
 WorkPtr PartBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::ReduceScatterOptions& options) {
-  return start(Operation::reduce_scatter, OpType::_REDUCE_SCATTER_BASE,
-               Operands(device()).read_pieces(input, size_).write(output), options,
-               from_c10d(options.reduceOp));
+  return start(
+      Operation::reduce_scatter, OpType::_REDUCE_SCATTER_BASE, options,
+      [&](Operands& operands) { operands.read_pieces(input, size_).write(output); }, options.reduceOp);
 }
 
 WorkPtr PartBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                      const c10d::ReduceScatterOptions& options) {
-  TORCH_CHECK(outputs.size() == inputs.size(), "as many outputs as inputs are needed");
-  std::vector<WorkPtr> works;
-  for (std::size_t i = 0; i < inputs.size(); ++i)
-    works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
-  return join(rank_, OpType::REDUCE_SCATTER, std::move(works), outputs);
+  const auto count = std::max(outputs.size(), inputs.size());
+  return start_several(OpType::REDUCE_SCATTER, count, outputs, [&](std::size_t i) {
+    attempt(Operation::reduce_scatter, options.timeout, [&] { check_pairs(outputs, inputs); });
+    return _reduce_scatter_base(outputs[i], inputs[i], options);
+  });
 }
 
 WorkPtr PartBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                    std::vector<std::int64_t>& output_splits,
                                    std::vector<std::int64_t>& input_splits,
                                    const c10d::AllToAllOptions& options) {
-  return start(
-      Operation::all_to_all, OpType::ALLTOALL_BASE,
-      Operands(device()).read_pieces(input, size_, input_splits).write_pieces(output, size_, output_splits),
-      options);
+  return start(Operation::all_to_all, OpType::ALLTOALL_BASE, options, [&](Operands& operands) {
+    operands.read_pieces(input, size_, input_splits).write_pieces(output, size_, output_splits);
+  });
 }
 
 WorkPtr PartBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return start(Operation::all_to_all, OpType::ALLTOALL, Operands(device()).read(inputs).write(outputs),
-               options);
+  return start(Operation::all_to_all, OpType::ALLTOALL, options,
+               [&](Operands& operands) { operands.read(inputs).write(outputs); });
 }
 
 WorkPtr PartBackend::barrier(const c10d::BarrierOptions& options) {
-  Operands nothing(device());
-  return start(Operation::barrier, OpType::BARRIER, nothing, options);
+  return start(Operation::barrier, OpType::BARRIER, options, [](Operands&) {});
 }
 
 WorkPtr PartBackend::send(Tensors& tensors, int peer, int tag) {
@@ -368,20 +337,16 @@ PartBackend::Request PartBackend::request(Operation operation, OpType type, Oper
       if (first == nullptr) first = &tensor;
       TORCH_CHECK(tensor.scalar_type() == first->scalar_type(),
                   "the tensors of a call must have one dtype, not ", first->scalar_type(), " and ",
-                  tensor.scalar_type());
+                  tensor.scalar_type(), ": convert them with tensor.to()");
       part.item_size = tensor.element_size();
     }
   part.call = describe(operation, operands.inputs, operands.outputs, reduction, static_cast<int>(root));
   check_operands(part.call, operands.inputs, operands.outputs);
-  if (reduces(operation))
-    TORCH_CHECK(reducible(part.call.dtype, part.call.reduction), "no ", name(part.call.reduction), " of ",
-                name(part.call.dtype));
-  if (current_call() == nullptr) part.call.sequence = (point_to_point(operation) ? messages_ : sequence_)++;
+  if (reduces(operation)) check_reduction(part.call, device().is_cpu());
   for (const auto& tensor : operands.inputs) part.inputs.push_back(tensor.const_data_ptr());
   for (const auto& tensor : operands.outputs) part.outputs.push_back(tensor.mutable_data_ptr());
   request.keep = copy_what_is_written_over(part, device());
   request.finish = operands.copy_back();
-  request.explain = explanation(part.call);
   for (auto* tensors : {&operands.inputs, &operands.outputs})
     request.keep.insert(request.keep.end(), std::make_move_iterator(tensors->begin()),
                         std::make_move_iterator(tensors->end()));
@@ -389,26 +354,70 @@ PartBackend::Request PartBackend::request(Operation operation, OpType type, Oper
   return request;
 }
 
-template <typename CallOptions>
-WorkPtr PartBackend::start(Operation operation, OpType type, Operands& operands, const CallOptions& options,
-                           ReduceOp reduction, std::int64_t root) {
-  auto wanted = request(operation, type, operands, reduction, root);
+void PartBackend::refuse(Operation /*operation*/, std::chrono::milliseconds /*timeout*/,
+                         const std::exception_ptr& error) {
+  std::rethrow_exception(error);
+}
+
+template <typename Body>
+void PartBackend::attempt(Operation operation, std::chrono::milliseconds timeout, Body body) {
+  try {
+    body();
+  } catch (const std::exception&) {
+    refuse(operation, timeout, std::current_exception());
+  }
+}
+
+PartBackend::WorkPtr PartBackend::post_numbered(Request wanted) {
+  Call& call = wanted.part.call;
+  if (current_call() == nullptr) call.sequence = (point_to_point(call.operation) ? messages_ : sequence_)++;
+  wanted.explain = explanation(call);
+  return post(std::move(wanted));
+}
+
+template <typename CallOptions, typename Give>
+WorkPtr PartBackend::start(Operation operation, OpType type, const CallOptions& options, Give give,
+                           const c10d::ReduceOp& reduction, std::int64_t root) {
+  Operands operands(device());
+  Request wanted;
+  attempt(operation, options.timeout, [&] {
+    give(operands);
+    wanted = request(operation, type, operands, from_c10d(reduction), root);
+  });
   if (options.timeout > std::chrono::milliseconds(0)) wanted.timeout = options.timeout;
   wanted.asynchronous = options.asyncOp && current_call() == nullptr;  // Group's calls are mostly waited for
-  return post(std::move(wanted));
+  return post_numbered(std::move(wanted));
+}
+
+template <typename StartOne>
+WorkPtr PartBackend::start_several(OpType type, std::size_t count, Tensors results, StartOne start_one) {
+  std::vector<WorkPtr> works;
+  std::exception_ptr refused;
+  for (std::size_t i = 0; i < count; ++i) {
+    try {
+      works.push_back(start_one(i));
+    } catch (const std::exception&) {
+      if (!refused) refused = std::current_exception();
+    }
+  }
+  if (refused) std::rethrow_exception(refused);
+  return c10::make_intrusive<JoinedWork>(rank_, type, std::move(works), std::move(results));
 }
 
 WorkPtr PartBackend::start_message(Operation operation, OpType type, const Tensors& tensors, int peer,
                                    int tag) {
   Operands operands(device());
-  if (operation == Operation::send)
-    operands.read(only(tensors));
-  else
-    operands.write(only(tensors));
-  auto wanted = request(operation, type, operands, ReduceOp::SUM, peer);
+  Request wanted;
+  attempt(operation, {}, [&] {
+    if (operation == Operation::send)
+      operands.read(only(tensors));
+    else
+      operands.write(only(tensors));
+    wanted = request(operation, type, operands, ReduceOp::SUM, peer);
+  });
   wanted.tag = tag;
   wanted.timeout = wanted.part.call.timeout;
-  return post(std::move(wanted));
+  return post_numbered(std::move(wanted));
 }
 
 }  // namespace lockstep::detail

@@ -53,8 +53,8 @@ class PartBackend : public c10d::Backend {
 
  protected:
   struct Request {
-    Part part;  // without `done`
-    c10d::OpType type;
+    Part part{};  // without `done`
+    c10d::OpType type = c10d::OpType::UNKNOWN;
     Tensors keep{};                  // what the part points into
     Tensors results{};               // as the caller has them
     std::function<void()> finish{};  // after success, before anybody hears of it; or null
@@ -66,16 +66,27 @@ class PartBackend : public c10d::Backend {
   virtual WorkPtr post(Request request) = 0;
   // Whose memory the engine takes.
   virtual at::Device device() const { return at::kCPU; }
+  // Fails a call in which this rank finds something wrong before anything has happened: throws what the caller
+  // gets. By default the error itself, and the peers are not told.
+  [[noreturn]] virtual void refuse(Operation operation, std::chrono::milliseconds timeout,
+                                   const std::exception_ptr& error);
   // Request::explain for this call.
   virtual std::function<std::exception_ptr(std::exception_ptr)> explanation(const Call&) { return nullptr; }
 
  private:
   class Operands;
+  template <typename Body>
+  void attempt(Operation operation, std::chrono::milliseconds timeout, Body body);
   Call describe(Operation operation, const Tensors& inputs, const Tensors& outputs, ReduceOp reduction,
                 int root);
-  template <typename CallOptions>
-  WorkPtr start(Operation operation, c10d::OpType type, Operands& operands, const CallOptions& options,
-                ReduceOp reduction = ReduceOp::SUM, std::int64_t root = -1);
+  // give: puts the call's tensors into Operands.
+  template <typename CallOptions, typename Give>
+  WorkPtr start(Operation operation, c10d::OpType type, const CallOptions& options, Give give,
+                const c10d::ReduceOp& reduction = c10d::ReduceOp::SUM, std::int64_t root = -1);
+  // Several calls as one: start_one(i) for each. A rank that refuses one of them takes part in the others.
+  template <typename StartOne>
+  WorkPtr start_several(c10d::OpType type, std::size_t count, Tensors results, StartOne start_one);
+  WorkPtr post_numbered(Request request);
   WorkPtr start_message(Operation operation, c10d::OpType type, const Tensors& tensors, int peer, int tag);
   Request request(Operation operation, c10d::OpType type, Operands& operands, ReduceOp reduction,
                   std::int64_t root);

@@ -1,5 +1,6 @@
 #include <lockstep/comm/reduce.h>
 
+#include <cstring>
 #include <optional>
 
 #include <lockstep/base/error.h>
@@ -82,6 +83,17 @@ bool reducible(Dtype dtype, ReduceOp op) {
   }
 }
 
+bool averages_truncated(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::int8:
+    case Dtype::int16:
+    case Dtype::int32:
+    case Dtype::int64:
+    case Dtype::uint8: return true;
+    default: return false;
+  }
+}
+
 std::size_t item_size(Dtype dtype) {
   switch (dtype) {
     case Dtype::int8:
@@ -127,6 +139,39 @@ bool fold_here(Number number, Fold fold, const FoldJob& job) {
   return fold_at(simd_level(), number, fold, job);
 }
 
+// memcpy, because a part of a tensor's memory need not be aligned.
+template <typename T>
+void divide_integers(void* data, std::size_t count, std::int64_t divisor) {
+  auto* bytes = static_cast<char*>(data);
+  for (std::size_t i = 0; i < count; ++i, bytes += sizeof(T)) {
+    T value;
+    std::memcpy(&value, bytes, sizeof value);
+    value = static_cast<T>(value / divisor);
+    std::memcpy(bytes, &value, sizeof value);
+  }
+}
+
+void divide_truncated(Dtype dtype, void* data, std::size_t count, std::size_t divisor) {
+  const auto by = static_cast<std::int64_t>(divisor);
+  switch (dtype) {
+    case Dtype::int8: return divide_integers<std::int8_t>(data, count, by);
+    case Dtype::int16: return divide_integers<std::int16_t>(data, count, by);
+    case Dtype::int32: return divide_integers<std::int32_t>(data, count, by);
+    case Dtype::int64: return divide_integers<std::int64_t>(data, count, by);
+    case Dtype::uint8: return divide_integers<std::uint8_t>(data, count, by);
+    default: LOCKSTEP_ASSERT(false, "an average that its dtype does not have");
+  }
+}
+
+// In memory that this processor reaches.
+void reduce_here(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
+                 std::span<void* const> outputs, std::size_t count, std::size_t ranks) {
+  const bool truncates = op == ReduceOp::AVG && averages_truncated(dtype);
+  reduce(fold_here, dtype, truncates ? ReduceOp::SUM : op, inputs, outputs, count, ranks);
+  if (truncates)
+    for (void* output : outputs) divide_truncated(dtype, output, count, ranks);
+}
+
 void convert(Dtype dtype, const ConvertJob& job) {
   const auto number = number_of(dtype);
   const bool done = number && convert_at(simd_level(), *number, job);
@@ -137,12 +182,12 @@ void convert(Dtype dtype, const ConvertJob& job) {
 
 void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, void* output,
                  std::size_t count, std::size_t ranks) {
-  reduce(fold_here, dtype, op, inputs, {&output, 1}, count, ranks == 0 ? inputs.size() : ranks);
+  reduce_here(dtype, op, inputs, {&output, 1}, count, ranks == 0 ? inputs.size() : ranks);
 }
 
 void reduce_tree_to_all(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
                         std::span<void* const> outputs, std::size_t count) {
-  reduce(fold_here, dtype, op, inputs, outputs, count, inputs.size());
+  reduce_here(dtype, op, inputs, outputs, count, inputs.size());
 }
 
 void reduce_tree_to_all(const Folds& folds, Dtype dtype, ReduceOp op, std::span<const void* const> inputs,

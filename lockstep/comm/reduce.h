@@ -17,6 +17,9 @@ namespace lockstep::detail {
 // Whether reduce_tree has this pair: any arithmetic on numbers, bitwise on integers, avg on floating
 // point; booleans are bytes of 0 and 1 (sum is or, product is and).
 bool reducible(Dtype dtype, ReduceOp op);
+// True for the integers, whose averages the two functions below have although reducible() says no: Group offers
+// none, and Python programs expect NCCL's. It is the sum, which wraps around, divided and truncated toward zero.
+bool averages_truncated(Dtype dtype);
 
 std::size_t item_size(Dtype dtype);
 

@@ -161,7 +161,10 @@ static_assert(static_cast<int>(ReduceOp::SUM) == c10d::ReduceOp::SUM &&
 c10d::ReduceOp to_c10d(ReduceOp op) { return static_cast<c10d::ReduceOp::RedOpType>(op); }
 
 ReduceOp from_c10d(const c10d::ReduceOp& op) {
-  TORCH_CHECK(op.op_ <= c10d::ReduceOp::BXOR, "this reduction of c10d's is not supported");
+  TORCH_CHECK(
+      op.op_ <= c10d::ReduceOp::BXOR,
+      "expected sum, avg, product, min, max, band, bor or bxor, got another reduction: for PREMUL_SUM "
+      "multiply the tensor first and use SUM");
   return static_cast<ReduceOp>(op.op_);
 }
 

@@ -104,6 +104,32 @@ TEST(Reduce, every_reduction_of_integers) {
   for (auto [op, value] : expected) EXPECT_EQ(reduced(Dtype::int32, op, inputs)[0], value) << name(op);
 }
 
+TEST(Reduce, averages_of_integers_are_truncated_toward_zero) {
+  using I = std::int32_t;
+  const auto average = [](const std::vector<std::vector<I>>& inputs) {
+    return reduced<I>(Dtype::int32, ReduceOp::AVG, inputs);
+  };
+  EXPECT_EQ(average({{7, -7, 1, INT32_MAX}, {0, 0, -2, 1}}), (std::vector<I>{3, -3, 0, INT32_MIN / 2}));
+  EXPECT_EQ(average({{-5}, {-5}, {-1}}), (std::vector<I>{-3}));
+  EXPECT_EQ(average({{-5}}), (std::vector<I>{-5}));
+  // Sums wrap around in their own type, as NCCL's do.
+  EXPECT_EQ(reduced<std::uint8_t>(Dtype::uint8, ReduceOp::AVG, {{200, 9}, {100, 4}}),
+            (std::vector<std::uint8_t>{22, 6}));
+  EXPECT_EQ(reduced<std::int8_t>(Dtype::int8, ReduceOp::AVG, {{-128}, {-1}})[0], 63);
+  EXPECT_EQ(reduced<std::int64_t>(Dtype::int64, ReduceOp::AVG, {{1LL << 62}, {5}})[0], (1LL << 61) + 2);
+
+  // Into every input at once, and over subtrees that are sums already.
+  std::vector<std::int16_t> a(1000, 10), b(1000, -21);
+  const void* inputs[] = {a.data(), b.data()};
+  void* outputs[] = {a.data(), b.data()};
+  detail::reduce_tree_to_all(Dtype::int16, ReduceOp::AVG, inputs, outputs, a.size());
+  EXPECT_EQ(a, std::vector<std::int16_t>(1000, -5));
+  EXPECT_EQ(b, a);
+  const void* sums[] = {a.data(), a.data()};
+  reduce_tree(Dtype::int16, ReduceOp::AVG, sums, b.data(), b.size(), 5);
+  EXPECT_EQ(b, std::vector<std::int16_t>(1000, -2));
+}
+
 TEST(Reduce, booleans_stay_booleans) {
   const std::vector<std::vector<std::uint8_t>> inputs = {{0, 0, 1}, {0, 1, 1}};
   EXPECT_EQ(reduced(Dtype::boolean, ReduceOp::SUM, inputs), (std::vector<std::uint8_t>{0, 1, 1}));
@@ -139,6 +165,7 @@ TEST(Reduce, arithmetic_of_somebody_elses_gets_the_same_job) {
 
 TEST(Reduce, what_does_not_exist_is_refused) {
   EXPECT_FALSE(detail::reducible(Dtype::int32, ReduceOp::AVG));
+  EXPECT_FALSE(detail::averages_truncated(Dtype::boolean));
   EXPECT_FALSE(detail::reducible(Dtype::float32, ReduceOp::BAND));
   EXPECT_FALSE(detail::reducible(Dtype::complex64, ReduceOp::MAX));
   EXPECT_FALSE(detail::reducible(Dtype::other, ReduceOp::SUM));
