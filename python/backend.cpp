@@ -185,6 +185,8 @@ std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(
     } catch (const shm::TimedOut&) {
       what = where + kTimedOut;
       if (const auto absent = lane->absent(); !absent.empty()) what += ": " + absent;
+    } catch (const detail::Refused& refused) {
+      what = refused.what();
     } catch (const shm::Mismatch& mismatch) {
       what = std::string("lockstep: ") + mismatch.what();
     } catch (const shm::PeerLost& lost) {
@@ -197,10 +199,12 @@ std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(
   };
 }
 
-void TorchBackend::refuse(Operation operation, milliseconds /*timeout*/, const std::exception_ptr& error) {
-  throw c10::DistBackendError(
-      {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)},
-      fmt::format("lockstep: rank {} refused {}: {}", rank_, name(operation), text_of(error)));
+// The peers are in the call, or will be: they get the refusal as soon as they come, and the group can be used
+// further. Messages have no such meeting: the peer waits until this rank sends or receives what is right.
+void TorchBackend::refuse(Operation operation, milliseconds timeout, const std::exception_ptr& error) {
+  const auto text = fmt::format("lockstep: rank {} refused {}: {}", rank_, name(operation), text_of(error));
+  if (is_own() && !detail::point_to_point(operation)) post_refusal(operation, timeout, text);
+  throw c10::DistBackendError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, text);
 }
 
 TorchGroup::TorchGroup(const c10d::DistributedBackendOptions& options,

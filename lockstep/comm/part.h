@@ -11,11 +11,19 @@
 #include <vector>
 
 #include <lockstep/base/awake_clock.h>
+#include <lockstep/base/error.h>
 #include <lockstep/comm/call.h>
 
 namespace lockstep::detail {
 
 constexpr int kAnySource = -1;
+
+// A rank found its own call wrong and came to the others with nothing but that: the same text on every rank.
+// Nothing has been written, and the engine goes on with the next operation.
+class Refused : public Error {
+ public:
+  using Error::Error;
+};
 
 // One rank's share of an operation. Buffers are dense and live until `done` has been called.
 //   all_reduce, reduce, broadcast: outputs[0], in place
@@ -29,6 +37,8 @@ struct Part {
   std::size_t item_size = 0;  // bytes an element
   // Of a device's memory: when it may be used and when that has ended, as its engine has it.
   std::shared_ptr<void> order = {};
+  // Instead of everything but the call: why this rank refuses it. Of collectives in shared memory only.
+  std::string refusal = {};
   // Called exactly once, by any thread, without a lock of the engine's; source is set for a receive.
   std::function<void(std::exception_ptr error, int source)> done;
 };

@@ -368,6 +368,14 @@ void PartBackend::attempt(Operation operation, std::chrono::milliseconds timeout
   }
 }
 
+void PartBackend::post_refusal(Operation operation, std::chrono::milliseconds timeout, std::string text) {
+  Request refused;
+  refused.part.call = describe(operation, {}, {}, ReduceOp::SUM, -1);
+  refused.part.refusal = std::move(text);
+  refused.timeout = std::max(timeout, std::chrono::milliseconds(0));
+  post_numbered(std::move(refused));
+}
+
 PartBackend::WorkPtr PartBackend::post_numbered(Request wanted) {
   Call& call = wanted.part.call;
   if (current_call() == nullptr) call.sequence = (point_to_point(call.operation) ? messages_ : sequence_)++;

@@ -67,9 +67,11 @@ class PartBackend : public c10d::Backend {
   // Whose memory the engine takes.
   virtual at::Device device() const { return at::kCPU; }
   // Fails a call in which this rank finds something wrong before anything has happened: throws what the caller
-  // gets. By default the error itself, and the peers are not told.
+  // gets. By default the error itself, and the peers are not told: they wait for this rank.
   [[noreturn]] virtual void refuse(Operation operation, std::chrono::milliseconds timeout,
                                    const std::exception_ptr& error);
+  // Takes part in a collective with nothing but the text of a refusal, which the peers get. Of shared memory only.
+  void post_refusal(Operation operation, std::chrono::milliseconds timeout, std::string text);
   // Request::explain for this call.
   virtual std::function<std::exception_ptr(std::exception_ptr)> explanation(const Call&) { return nullptr; }
 

@@ -39,14 +39,14 @@ void check_operands(const Call& call, const Tensors& inputs, const Tensors& outp
   const bool root = call.root == call.rank;
   if (point_to_point(operation)) {
     const bool any = operation == Operation::recv && call.root == kAnySource;
-    TORCH_CHECK(any || (call.root >= 0 && call.root < call.size && call.root != call.rank), name(operation),
-                " of rank ", call.rank, ": there is no rank ", call.root, " to exchange it with");
+    TORCH_CHECK(any || (call.root >= 0 && call.root < call.size && call.root != call.rank),
+                "there is no rank ", call.root, " to exchange it with");
   }
-  TORCH_CHECK(!rooted(operation) || (call.root >= 0 && call.root < call.size), name(operation),
-              ": there is no rank ", call.root, " to be the root: there are ", call.size);
+  TORCH_CHECK(!rooted(operation) || (call.root >= 0 && call.root < call.size), "there is no rank ", call.root,
+              " to be the root: there are ", call.size);
   auto expect = [&](const char* what, const Tensors& tensors, std::size_t expected) {
-    TORCH_CHECK(tensors.size() == expected, name(operation), ": ", expected, " ", what,
-                " are needed, one for each rank, not ", tensors.size());
+    TORCH_CHECK(tensors.size() == expected, expected, " ", what, " are needed, one for each rank, not ",
+                tensors.size());
   };
   if (operation == Operation::reduce_scatter || operation == Operation::all_to_all)
     expect("inputs", inputs, all);
@@ -55,12 +55,11 @@ void check_operands(const Call& call, const Tensors& inputs, const Tensors& outp
     expect("outputs", outputs, all);
   if (operation == Operation::gather) expect("outputs", outputs, root ? all : 0);
   if (operation == Operation::all_gather)
-    TORCH_CHECK(inputs[0].numel() == outputs[rank].numel(), "all_gather: the input has ", inputs[0].numel(),
+    TORCH_CHECK(inputs[0].numel() == outputs[rank].numel(), "the input has ", inputs[0].numel(),
                 " elements, and the output has room for ", outputs[rank].numel(), " of this rank's");
   if (operation == Operation::reduce_scatter)
-    TORCH_CHECK(inputs[rank].numel() == outputs[0].numel(),
-                "reduce_scatter: this rank's part of the input has ", inputs[rank].numel(),
-                " elements, and the output ", outputs[0].numel());
+    TORCH_CHECK(inputs[rank].numel() == outputs[0].numel(), "this rank's part of the input has ",
+                inputs[rank].numel(), " elements, and the output ", outputs[0].numel());
 }
 
 void check_reduction(const Call& call, bool truncates) {

@@ -43,9 +43,61 @@ def advice(rank, size):
         expect_error(f"^lockstep: rank {rank} refused [a-z_]+: .*{pattern}", call)
 
 
+@body
+def by_one_rank(rank, size):
+    """The others get the refusal, and the group lives."""
+    bad = rank == 1
+    expanded, ones = torch.ones(1).expand(4), torch.ones(4)
+    mine = expanded if bad else ones  # a result cannot be written there
+    sparse = ones.to_sparse()
+    for pattern, call in (
+            (r"all_reduce: .*clone\(\)", lambda: dist.all_reduce(mine)),
+            (r"all_reduce: .*clone\(\)", lambda: dist.all_reduce(mine, async_op=True).wait()),
+            (r"all_reduce: .*clone\(\)", lambda: dist.all_reduce(mine, async_op=True).get_future().wait()),
+            (r"broadcast: .*clone\(\)", lambda: dist.broadcast(mine, src=0)),
+            (r"reduce: .*clone\(\)", lambda: dist.reduce(mine, dst=0)),
+            ("all_gather: .*room for 5", lambda: dist.all_gather([torch.ones(5 if bad else 4) for _ in range(2)], ones)),
+            ("reduce_scatter: .*output 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10 if bad else 4))),
+            ("all_to_all: 2 inputs", lambda: dist.all_to_all_single(ones, ones.clone(), None, [4] if bad else [2, 2])),
+            ("all_reduce: .*only be summed", lambda: dist.all_reduce(sparse, op=dist.ReduceOp.MAX if bad else dist.ReduceOp.SUM)),
+            # Others of the same call: the rank that refuses one takes part in the rest.
+            (r"all_reduce: .*clone\(\)", lambda: dist.all_reduce_coalesced([ones.clone(), mine, ones.clone()])),
+            # It refuses what the others do not even call.
+            (r"all_reduce: .*clone\(\)", lambda: dist.all_reduce(mine) if bad else dist.barrier())):
+        ones.fill_(1)
+        expect_error(f"^lockstep: rank 1 refused {pattern}", call)
+        assert bool((ones == 1).all()), ones
+        dist.all_reduce(x := torch.full((300_000,), rank + 1.0))
+        assert x[0] == 3 and x[-1] == 3
+    works = [dist.all_reduce(x, async_op=True) for x in (torch.ones(10), torch.ones(10))]
+    if bad:
+        expect_error("refused", lambda: dist.all_reduce(expanded))
+    else:
+        works.append(dist.all_reduce(ones, async_op=True))
+        expect_error("refused", works.pop().wait)
+    for work in works:  # begun before it
+        work.wait()
+    dist.barrier()
+
+
+@body
+def and_ends(rank, size):
+    """A rank that refuses, destroys the group and ends keeps nobody waiting."""
+    if rank == 1:
+        expect_error("refused", lambda: dist.all_reduce(torch.ones(1).expand(4)))
+    else:
+        expect_error("rank 1 (refused all_reduce|has ended|has left the group)", lambda: dist.all_reduce(torch.ones(4)))
+
+
 class Refusal(ranks.TestCase):
     def test_averages_of_integers_are_those_of_nccl(self):
         self.check(run("averages"))
+
+    def test_one_ranks_refusal_reaches_the_others_and_the_group_lives(self):
+        self.check(run("by_one_rank"))
+
+    def test_a_rank_may_end_after_its_refusal(self):
+        self.check(run("and_ends"))
 
     def test_refusals_say_what_to_do(self):
         self.check(run("advice"))

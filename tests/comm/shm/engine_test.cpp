@@ -112,6 +112,56 @@ TEST_F(EngineTest, all_reduce_gives_the_trees_bits_on_every_rank) {
   }
 }
 
+TEST_F(EngineTest, a_refusal_reaches_every_rank_and_the_next_operation_works) {
+  constexpr std::size_t kLarge = 70001;
+  for (const Shape& shape :
+       {Shape{1, 7, {false}}, {2, 7, {true}}, {2, kLarge, {false}}, {5, kLarge, {true, false}}}) {
+    SCOPED_TRACE(text(shape));
+    const auto count = static_cast<std::int64_t>(shape.count);
+    Ranks ranks(shape.ranks);
+    ranks.run([&](int rank, Engine& engine) {
+      const auto me = static_cast<std::size_t>(rank);
+      Tensors tensors(ranks.memory(), shape.shared[me % shape.shared.size()]);
+      const auto all_reduce = [&](const std::string& refusal) {
+        float* data = tensors.make(shape.count, rank);
+        std::fill_n(data, shape.count, 1.f);
+        Part part;
+        part.call = call(Operation::all_reduce, rank, shape.ranks, count);
+        part.refusal = refusal;
+        if (refusal.empty()) part.outputs = {data};
+        run(engine, part);
+        EXPECT_EQ(data[shape.count - 1], static_cast<float>(shape.ranks));
+      };
+      const auto refused = [&](const std::string& refusal) {
+        return testing::error_of<detail::Refused>([&] { all_reduce(refusal); });
+      };
+      const int last = shape.ranks - 1;
+      // The others have made new staging for it, which nobody has met when the next operation comes.
+      EXPECT_EQ(refused(rank == last ? "not this" : ""), "not this");
+      all_reduce("");
+      EXPECT_EQ(refused("all refuse, rank " + std::to_string(rank)),
+                "all refuse, rank " + std::to_string(rank));
+      all_reduce("");
+      const std::string longest(2 * kRefusal, 'x');
+      EXPECT_EQ(refused(rank == last ? longest : ""), longest.substr(0, kRefusal - 1));
+
+      // Another operation than the one that is refused, with a size for each pair of ranks.
+      Part part;
+      part.call = call(Operation::all_to_all, rank, shape.ranks, count * shape.ranks);
+      part.call.to.assign(static_cast<std::size_t>(shape.ranks), count);
+      part.call.from = part.call.to;
+      float* data = tensors.make(shape.count * part.call.to.size(), rank);
+      for (std::size_t r = 0; r < part.call.to.size(); ++r) {
+        part.inputs.push_back(data + r * shape.count);
+        part.outputs.push_back(data + r * shape.count);
+      }
+      if (rank == 0) part.refusal = "rank 0 refuses";
+      EXPECT_EQ(testing::error_of<detail::Refused>([&] { run(engine, part); }), "rank 0 refuses");
+      all_reduce("");
+    });
+  }
+}
+
 TEST_F(EngineTest, data_goes_where_it_belongs) {
   for (const Shape& shape : shapes()) {
     SCOPED_TRACE(text(shape));

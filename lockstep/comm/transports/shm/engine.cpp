@@ -69,6 +69,7 @@ void Engine::meet(Clock::time_point deadline) {
 }
 
 void Engine::begin(Part& part) {
+  if (!part.refusal.empty()) return begin_refused(part);
   const Call& call = part.call;
   const int rank = meeting_.rank(), ranks = meeting_.ranks();
   Round& op = *round_;
@@ -147,6 +148,16 @@ void Engine::begin(Part& part) {
   come();
 }
 
+// The others see that this rank's digest is not theirs.
+void Engine::begin_refused(Part& part) {
+  round_->start(part, meeting_.step() + 1, at(meeting_.ranks()));
+  Header& header = meeting_.region().header(meeting_.rank(), round_->first_step);
+  header = {};
+  header.digest = detail::Digest().add(operations_++).add(std::string("refused")).value();
+  under_way_ = true;
+  come();
+}
+
 void Engine::tell_stage(Header& header) const {
   header.stage_segment = stage_place_.segment;
   header.stage_offset = stage_place_.offset;
@@ -193,17 +204,17 @@ void Engine::check(const Round& op, Clock::time_point deadline) {
   bool same = true;
   for (int r = 1; r < ranks; ++r)
     same = same && region.header(r, op.first_step).digest == region.header(0, op.first_step).digest;
-  if (same && pairwise(op.call().operation))
+  const bool refuses = !op.part->refusal.empty();
+  if (same && !refuses && pairwise(op.call().operation))
     for (int giver = 0; giver < ranks; ++giver)
       for (int taker = 0; taker < ranks; ++taker)
         same = same && region.sizes(giver, op.first_step)[at(taker)] ==
                            region.sizes(taker, op.first_step)[at(ranks + giver)];
-  if (same) return;
+  // Where all refuse, no digest differs.
+  if (same && !refuses) return;
 
   // All have seen it: now they tell one another everything.
-  const auto packed = detail::pack(op.call());
-  auto place = region.packed(meeting_.rank(), meeting_.step() + 1);
-  std::copy(packed.begin(), packed.end(), place.begin());
+  tell_call(*op.part);
   come();
   meet(deadline);
   std::vector<Call> calls;
@@ -211,8 +222,32 @@ void Engine::check(const Round& op, Clock::time_point deadline) {
   for (int r = 0; r < ranks; ++r) calls.push_back(detail::unpack(region.packed(r, meeting_.step()), ranks));
   for (const Call& call : calls) pointers.push_back(&call);
   under_way_ = false;  // nobody goes on with it
+  if (const auto text = refusals(); !text.empty()) throw detail::Refused(text);
   throw Mismatch(detail::find_mismatch(pointers).value_or(
       "the ranks' calls differ in what cannot be shown: their number, or the transport's settings"));
+}
+
+// For the step that this rank comes to next.
+void Engine::tell_call(const Part& part) {
+  const auto step = meeting_.step() + 1;
+  const auto packed = detail::pack(part.call);
+  std::copy(packed.begin(), packed.end(), meeting_.region().packed(meeting_.rank(), step).begin());
+  const auto text = meeting_.region().refusal(meeting_.rank(), step);
+  const auto length = std::min(part.refusal.size(), text.size() - 1);
+  std::copy_n(part.refusal.begin(), length, text.begin());
+  text[length] = '\0';
+}
+
+// This rank's own, or else that of the first rank that refuses.
+std::string Engine::refusals() const {
+  const auto& region = meeting_.region();
+  auto of = [&](int rank) {
+    const auto text = region.refusal(rank, meeting_.step());
+    return std::string(text.data(), ::strnlen(text.data(), text.size()));
+  };
+  auto text = of(meeting_.rank());
+  for (int r = 0; text.empty() && r < meeting_.ranks(); ++r) text = of(r);
+  return text;
 }
 
 // After all have come, and before this rank comes again.

@@ -67,9 +67,12 @@ class Engine final : public detail::CollectiveEngine {
 
  private:
   struct Round;
+  void begin_refused(Part& part);
   void come();
   void meet(Clock::time_point deadline);
   void check(const Round& op, Clock::time_point deadline);
+  void tell_call(const Part& part);
+  std::string refusals() const;
   void find_sources(Round& op, Clock::time_point deadline);
   void exchange(Round& op, Clock::time_point deadline);
   void take(Round& op, std::size_t from, std::size_t to);

@@ -63,17 +63,21 @@ void Lane::drive(Lock& lock, Clock::time_point deadline) {
   busy_ = true;
   if (!item->begun && !broken_) begin(*item);
   auto error = broken_;
+  bool refused = false;
   lock.unlock();
   if (!error) {
     try {
       engine_->finish(item->part, std::min(deadline, item->deadline));
+    } catch (const detail::Refused&) {
+      error = std::current_exception();
+      refused = true;
     } catch (...) {
       error = std::current_exception();
     }
   }
   lock.lock();
-  if (!broken_ && (error || stopped_)) {
-    broken_ = error ? error : stopped_;
+  if (!broken_ && ((error && !refused) || stopped_)) {
+    broken_ = error && !refused ? error : stopped_;
     engine_->give_up();
   }
   busy_ = false;

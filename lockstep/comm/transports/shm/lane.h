@@ -53,7 +53,7 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   std::mutex mutex_;
   std::condition_variable settled_, posted_, away_long_;
   std::deque<std::shared_ptr<Item>> queue_;
-  std::exception_ptr broken_;   // no operation can succeed after one has failed
+  std::exception_ptr broken_;   // no operation can succeed after one has failed, unless it was refused
   std::exception_ptr stopped_;  // none after the one that is under way
   int waiting_ = 0;
   bool busy_ = false, asleep_ = false, soon_ = false, closed_ = false, has_thread_ = false;

@@ -15,6 +15,17 @@ namespace lockstep::detail {
 // those that are in shared memory.
 void abandon(std::vector<at::Tensor> tensors, bool shared_only);
 
+// Nobody has read or written anything then.
+inline bool was_refused(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Refused&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 template <typename Engine>
 class LaneWork : public EngineWork {
  public:
@@ -27,7 +38,7 @@ class LaneWork : public EngineWork {
 
   void set_item(ItemPtr item) { item_ = std::move(item); }
   virtual void settle_or_abandon(const std::exception_ptr& error, int source) {
-    if (error) abandon(tensors(), abandons_shared_only_);
+    if (error && !was_refused(error)) abandon(tensors(), abandons_shared_only_);
     settle(error, source);
   }
 

@@ -17,7 +17,7 @@ constexpr std::size_t kSlotAlignment = 128;
 }  // namespace
 
 std::size_t Region::data_size(int ranks) {
-  return round_up(std::max(kInline, detail::packed_size(ranks)), kSlotAlignment);
+  return round_up(std::max(kInline, detail::packed_size(ranks) + kRefusal), kSlotAlignment);
 }
 
 std::size_t Region::slot_size(int ranks) {

@@ -17,6 +17,8 @@ namespace lockstep::shm {
 
 // A message up to this size travels in the slot itself.
 constexpr std::size_t kInline = 8192;
+// Room for the text of a refusal, with its zero.
+constexpr std::size_t kRefusal = 1024;
 
 // What a rank says when it comes to a collective.
 struct Header {
@@ -93,9 +95,13 @@ class Region {
     return {reinterpret_cast<std::int64_t*>(slot(rank, step) + sizeof(Header)),
             2 * static_cast<std::size_t>(ranks_)};
   }
-  // The whole call, once ranks have seen that theirs differ.
+  // The whole call, once ranks have seen that theirs differ, and why the rank refuses it: text that ends with a
+  // zero and is empty if it does not.
   std::span<std::uint8_t> packed(int rank, std::uint64_t step) const {
     return {reinterpret_cast<std::uint8_t*>(data(rank, step)), detail::packed_size(ranks_)};
+  }
+  std::span<char> refusal(int rank, std::uint64_t step) const {
+    return {data(rank, step) + detail::packed_size(ranks_), kRefusal};
   }
   Channel& channel(int from, int to) const {
     return *reinterpret_cast<Channel*>(memory_ + channels_at(ranks_) +
