@@ -39,6 +39,7 @@ struct Part {
   std::shared_ptr<void> order = {};
   // Instead of everything but the call: why this rank refuses it. Of collectives in shared memory only.
   std::string refusal = {};
+  bool takes_less = false;  // of a receive in shared memory: a shorter message fills the first part
   // Called exactly once, by any thread, without a lock of the engine's; source is set for a receive.
   std::function<void(std::exception_ptr error, int source)> done;
 };

@@ -420,9 +420,10 @@ WorkPtr PartBackend::start_message(Operation operation, OpType type, const Tenso
     if (operation == Operation::send)
       operands.read(only(tensors));
     else
-      operands.write(only(tensors));
+      operands.write(only(tensors), takes_less());
     wanted = request(operation, type, operands, ReduceOp::SUM, peer);
   });
+  wanted.part.takes_less = takes_less() && operation == Operation::recv;
   wanted.tag = tag;
   wanted.timeout = wanted.part.call.timeout;
   return post_numbered(std::move(wanted));

@@ -64,6 +64,8 @@ class PartBackend : public c10d::Backend {
     bool asynchronous = true;                                         // nobody waits for it at once
   };
   virtual WorkPtr post(Request request) = 0;
+  // Whether a receive takes a message that is shorter than its tensor.
+  virtual bool takes_less() const { return false; }
   // Whose memory the engine takes.
   virtual at::Device device() const { return at::kCPU; }
   // Fails a call in which this rank finds something wrong before anything has happened: throws what the caller

@@ -3,6 +3,8 @@
 usage: PYTHONPATH=build/python python tests/python/refusal_test.py [unittest arguments]
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -89,6 +91,46 @@ def and_ends(rank, size):
         expect_error("rank 1 (refused all_reduce|has ended|has left the group)", lambda: dist.all_reduce(torch.ones(4)))
 
 
+@body
+def shorter_messages(rank, size):
+    """A message may be shorter than the tensor that receives it: it fills the first part, as with gloo."""
+    lockstep = os.environ["TEST_BACKEND"] == "lockstep"
+    other = 1 - rank
+    for count in (0, 3, 100_000):
+        room = torch.full((count + 5,), -1.0)
+        gaps = torch.full((count + 5, 2), -1.0)[:, 0]  # gloo wants memory without gaps
+        grid = torch.full((2, count + 1), -1.0)  # of another shape
+        for receive in (room, gaps, grid) if lockstep else (room, grid):
+            for early in (False, True):
+                receive.fill_(-1)
+                if rank == 0:
+                    if not early:
+                        dist.barrier()  # the receive comes first, or the message
+                    work = dist.isend(batch(count, count), dst=1)
+                    if early:
+                        dist.barrier()
+                    work.wait()
+                else:
+                    if early:
+                        dist.barrier()
+                        assert dist.recv(receive) == 0  # from any rank
+                    else:
+                        work = dist.irecv(receive, src=0)
+                        dist.barrier()
+                        work.wait()
+                    flat = receive.reshape(-1)
+                    assert torch.equal(flat[:count], batch(count, count)) and (flat[count:] == -1).all(), (count, flat)
+    if not lockstep:
+        return
+    # Longer ones, and those of another dtype, are errors on both sides, and the group lives.
+    for pattern, sent, received in ((r"differ in size: .*\[5\].*\[4\]", torch.ones(5), torch.zeros(4)),
+                                    ("differ in dtype", torch.ones(3, dtype=torch.int64), torch.zeros(4))):
+        expect_error(pattern, lambda: dist.send(sent, dst=other) if rank else dist.recv(received, src=other))
+        assert (received == 0).all()
+    dist.all_reduce(x := torch.ones(3))
+    assert x[0] == 2
+
+
 class Refusal(ranks.TestCase):
     def test_averages_of_integers_are_those_of_nccl(self):
         self.check(run("averages"))
@@ -98,6 +140,11 @@ class Refusal(ranks.TestCase):
 
     def test_a_rank_may_end_after_its_refusal(self):
         self.check(run("and_ends"))
+
+    def test_a_message_may_be_shorter_than_its_tensor(self):
+        for backend in ("gloo", "lockstep"):
+            with self.subTest(backend):
+                self.check(run("shorter_messages", backend))
 
     def test_refusals_say_what_to_do(self):
         self.check(run("advice"))

@@ -187,10 +187,11 @@ void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
   reply.kind = Note::kRefused;
   std::exception_ptr error;
   try {
-    if (auto mismatch =
-            detail::find_mismatch(far_call(note, call, lockstep::Operation::send, meeting_.name(from)), call))
-      throw Mismatch(*mismatch);
-    const auto bytes = static_cast<std::size_t>(call.bytes);
+    const Call sent = far_call(note, call, lockstep::Operation::send, meeting_.name(from));
+    const bool fits = item->part.takes_less && sent.dtype == call.dtype && sent.count <= call.count &&
+                      sent.bytes == sent.count * static_cast<std::int64_t>(item->part.item_size);
+    if (auto mismatch = fits ? std::nullopt : detail::find_mismatch(sent, call)) throw Mismatch(*mismatch);
+    const auto bytes = static_cast<std::size_t>(sent.bytes);
     if (bytes > 0)
       std::memcpy(item->part.outputs.at(0),
                   memory_.map(from, {note.segment, note.offset}, bytes, {meeting_, item->deadline}), bytes);
