@@ -331,6 +331,8 @@ void end_all() {
 int guard(const LaunchPlan& plan, Inherited inherited) {
   ::prctl(PR_SET_NAME, "lockstep-agent");
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
+  // The end of the channel tells that the launcher has ended, unless this process is stopped by then.
+  ::prctl(PR_SET_PDEATHSIG, SIGCONT);
   ::setpgid(0, 0);
   try {
     // Never destroyed when it is left early: its threads may be held by a terminal that does not read.

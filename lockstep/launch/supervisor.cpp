@@ -14,9 +14,11 @@
 #include <optional>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include <fmt/format.h>
 #include <lockstep/control/failure.h>
+#include <lockstep/control/process.h>
 #include <lockstep/launch/descendants.h>
 #include <lockstep/launch/guardian.h>
 #include <lockstep/launch/screen.h>
@@ -25,8 +27,12 @@
 namespace lockstep::detail {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
 using control::Fd;
 using std::chrono::milliseconds;
+
+constexpr std::chrono::duration<int, std::milli> kLookAtStopped(100);
 
 // A terminal belongs to the foreground, and the ranks are in groups of their own: what is typed is read here
 // and passed on. Reading stops while the rank does not take it.
@@ -75,7 +81,7 @@ class TerminalRelay {
 
 class Launcher {
  public:
-  explicit Launcher(const LaunchPlan& plan) {
+  explicit Launcher(const LaunchPlan& plan) : stop_grace_(plan.stop_grace) {
     ::signal(SIGCHLD, SIG_DFL);  // a parent may ignore it, and then nobody can be waited for
     // Closed standard descriptors would be given to the first pipe that is made.
     while (true) {
@@ -127,7 +133,7 @@ class Launcher {
     while (true) {
       std::array<pollfd, 3> waits = {
           {{signals_.get(), POLLIN, 0}, relay_.wait(), {channel_.get(), POLLIN, 0}}};
-      ::poll(waits.data(), waits.size(), relay_.patience());
+      ::poll(waits.data(), waits.size(), stopped_since_ ? kLookAtStopped.count() : relay_.patience());
       if (waits[1].revents != 0) relay_.move();
       if (waits[2].revents != 0) listen();
       signalfd_siginfo info{};
@@ -139,12 +145,62 @@ class Launcher {
           stop_with_ranks();
         } else {
           send({Message::Kind::signal, signal});
+          if (signal != SIGUSR1 && signal != SIGUSR2) make_sure_it_ends();
         }
       }
+      look_at_guardian();
     }
   }
 
  private:
+  bool guardian_is_stopped() const {
+    const auto process = control::look_at(guardian_);
+    return process && process->state == 'T';
+  }
+
+  // Somebody wants the job to end. The guardian must run for that; it is killed if it is stopped after all.
+  void make_sure_it_ends() {
+    if (!guardian_is_stopped()) {
+      ++num_stop_signals_;
+    } else if (num_stop_signals_++ == 0) {
+      ::kill(guardian_, SIGCONT);
+    } else {
+      ::kill(guardian_, SIGKILL);
+    }
+  }
+
+  // Nobody else can end the job while the guardian is stopped (SIGSTOP). It has the time that a rank has.
+  // SIGCHLD tells when that begins.
+  void look_at_guardian() {
+    const auto now = Clock::now(), before = std::exchange(looked_at_, now);
+    if (!guardian_is_stopped()) {
+      if (stopped_since_)
+        tell(fmt::format("lockstep: the agent (pid {}) runs again after {:.1f} s\n", guardian_,
+                         Seconds(now - *stopped_since_).count()));
+      stopped_since_.reset();
+      return;
+    }
+    if (!stopped_since_) {
+      stopped_since_ = now;
+      tell(fmt::format(
+          "lockstep: the agent (pid {}) is stopped (SIGSTOP): the job is ended in {:.1f} s unless it "
+          "runs again\n",
+          guardian_, Seconds(stop_grace_).count()));
+    } else if (now - before > 5 * kLookAtStopped) {
+      *stopped_since_ += now - before;  // this process was stopped too
+    }
+    if (now - *stopped_since_ < stop_grace_) return;
+    why_killed_ = fmt::format("was stopped (SIGSTOP) for {:.1f} s, longer than --stop-grace allows",
+                              Seconds(now - *stopped_since_).count());
+    ::kill(guardian_, SIGKILL);
+  }
+
+  // Unless the reader takes nothing: waiting for it would hold up the end of the job.
+  static void tell(const std::string& line) {
+    pollfd out{STDERR_FILENO, POLLOUT, 0};
+    if (::poll(&out, 1, 0) > 0) write_all(STDERR_FILENO, line);
+  }
+
   // What the guardian has to say; nothing where it has ended, which SIGCHLD tells too.
   std::optional<Message::Kind> listen() {
     Message message;
@@ -157,7 +213,10 @@ class Launcher {
     return message.kind;
   }
 
-  void send(Message message) { ::send(channel_.get(), &message, sizeof message, MSG_NOSIGNAL); }
+  void send(Message message) {
+    // A guardian that is stopped takes nothing.
+    ::send(channel_.get(), &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
 
   // Ctrl-Z: first the ranks, then this process, as its parent expects; whatever continues it continues them.
   void stop_with_ranks() {
@@ -192,15 +251,20 @@ class Launcher {
           }
         },
         before_us_);
-    write_all(STDERR_FILENO,
-              fmt::format("lockstep: the agent (pid {}) {}; the ranks were ended\n", guardian_, how.text()));
+    write_all(STDERR_FILENO, fmt::format("lockstep: the agent (pid {}) {}; the ranks were ended\n", guardian_,
+                                         why_killed_.empty() ? how.text() : why_killed_));
     return 128 + end->si_status;
   }
 
+  const milliseconds stop_grace_;
   std::vector<pid_t> before_us_;
   Fd signals_, channel_;
   TerminalRelay relay_;
   pid_t guardian_ = -1;
+  int num_stop_signals_ = 0;
+  std::optional<Clock::time_point> stopped_since_;  // the guardian
+  Clock::time_point looked_at_ = Clock::now();
+  std::string why_killed_;  // by this process; empty: it was not
 };
 
 }  // namespace

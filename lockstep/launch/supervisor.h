@@ -4,7 +4,8 @@
 //     lockstep-agent (the guardian: the host's agent, output, waiting)
 //       ranks, each in a session of its own, and what they start
 //
-// Either of the first two may be killed: the other ends every process below.
+// Either of the first two may be killed, or the second one stopped (SIGSTOP) for longer than --stop-grace: the
+// other ends every process below.
 #pragma once
 
 #include <lockstep/launch/plan.h>

@@ -58,6 +58,80 @@ TEST(Guardian, that_is_killed_takes_everything_with_it_also_where_nothing_can_be
   }
 }
 
+// A job whose agent is stopped; `options` go to `lockstep run`.
+struct StoppedAgent {
+  explicit StoppedAgent(const std::vector<std::string>& options)
+      : session([&] {
+          auto words = command(marker);
+          words.insert(words.begin() + 2, options.begin(), options.end());
+          return words;
+        }()) {
+    if (!begin(session)) return;
+    guardian = child_named(session.pid(), "lockstep-agent");
+    if (guardian > 0) ::kill(guardian, SIGSTOP);
+    stopped = session.wait_for("the agent (pid " + std::to_string(guardian) + ") is stopped (SIGSTOP)");
+  }
+  const std::string marker = unique_marker();
+  Session session;
+  pid_t guardian = -1;
+  bool stopped = false;
+};
+
+TEST(Guardian, that_is_stopped_is_ended_after_the_grace) {
+  StoppedAgent job({"--stop-grace", "300ms"});
+  ASSERT_TRUE(job.stopped) << job.session.output();
+  EXPECT_EQ(job.session.wait(), 137);
+  EXPECT_THAT(processes_with(job.marker), IsEmpty());
+  EXPECT_THAT(job.session.output(), ContainsRegex("was stopped \\(SIGSTOP\\) for [0-9.]+ s, longer than "
+                                                  "--stop-grace allows; the ranks were ended"));
+}
+
+TEST(Guardian, that_is_stopped_for_a_moment_goes_on) {
+  StoppedAgent job({"--stop-grace", "1h"});
+  ASSERT_TRUE(job.stopped) << job.session.output();
+  ::kill(job.guardian, SIGCONT);
+  EXPECT_TRUE(job.session.wait_for("runs again after")) << job.session.output();
+  EXPECT_EQ(job.session.wait(std::chrono::seconds(0)), -1);
+  job.session.send(SIGTERM);
+  EXPECT_EQ(job.session.wait(), 143);
+  EXPECT_THAT(processes_with(job.marker), IsEmpty());
+}
+
+TEST(Guardian, that_is_stopped_is_continued_by_a_signal_that_ends_the_job) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    StoppedAgent job({"--stop-grace", "1h"});
+    ASSERT_TRUE(job.stopped) << job.session.output();
+    job.session.send(signal);
+    EXPECT_EQ(job.session.wait(), 128 + signal) << job.session.output();
+    EXPECT_THAT(processes_with(job.marker), IsEmpty());
+  }
+}
+
+TEST(Guardian, that_is_stopped_again_is_killed_by_the_second_signal) {
+  // The ranks ignore the first signal, so that the agent waits for them.
+  const auto marker = unique_marker();
+  Session session({kProgram, "run", "-q", "-n", "2", "--stop-grace", "1h", "--grace", "1h", "bash", "-c",
+                   "trap 'echo got it' TERM; echo begun; while :; do sleep 0.1; done", marker});
+  ASSERT_TRUE(begin(session)) << session.output();
+  const pid_t guardian = child_named(session.pid(), "lockstep-agent");
+  ASSERT_GT(guardian, 0);
+  session.send(SIGTERM);
+  ASSERT_TRUE(session.wait_for("got it")) << session.output();
+  ::kill(guardian, SIGSTOP);
+  ASSERT_TRUE(session.wait_for("is stopped (SIGSTOP)")) << session.output();
+  session.send(SIGTERM);
+  EXPECT_EQ(session.wait(), 137) << session.output();
+  EXPECT_THAT(processes_with(marker), IsEmpty());
+}
+
+TEST(Guardian, that_is_stopped_ends_all_when_the_launcher_is_killed) {
+  StoppedAgent job({"--stop-grace", "1h"});
+  ASSERT_TRUE(job.stopped) << job.session.output();
+  job.session.send(SIGKILL);
+  EXPECT_EQ(job.session.wait(), 137);
+  EXPECT_TRUE(all_gone(job.marker));
+}
+
 TEST(Guardian, nothing_is_left_at_the_normal_end) {
   const auto marker = unique_marker();
   Session session(command(marker, true));
