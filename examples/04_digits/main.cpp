@@ -124,14 +124,17 @@ int main(int argc, char** argv) {
   ls::DataLoader loader(train, sampler, {.batch_size = options.batch_size / world.size()});
   ls::CosineAnnealingLR schedule(optimizer, {.T_max = options.epochs});
 
+  std::int64_t step = 0;  // of the whole training, whatever the number of restarts
   if (!options.save.empty() && fs::exists(options.save))
-    ls::load(
-        options.save,
-        {.model = model, .optimizer = optimizer, .scheduler = schedule, .sampler = sampler, .group = group});
+    step = ls::load(options.save, {.model = model,
+                                   .optimizer = optimizer,
+                                   .scheduler = schedule,
+                                   .sampler = sampler,
+                                   .group = group})
+               .integer("step");
 
   Progress progress(options.epochs * train.size(), sampler.epoch() * train.size() + sampler.position(),
                     !world.is_main());
-  std::uint64_t step = 0;
   double last = 0;
   for (auto epoch = sampler.epoch(); epoch < options.epochs; ++epoch) {
     sampler.set_epoch(epoch);
@@ -142,7 +145,7 @@ int main(int argc, char** argv) {
                                             targets);
       loss.backward();
       optimizer.step();
-      world.step(static_cast<std::int64_t>(++step));
+      world.step(++step);
       last = loss.item<double>();
       progress.add(inputs.size(0) * world.size(), last);
       const bool stop = world.stop_requested();
@@ -151,6 +154,7 @@ int main(int argc, char** argv) {
                                 .optimizer = optimizer,
                                 .scheduler = schedule,
                                 .sampler = sampler,
+                                .values = {{"step", step}},
                                 .group = group});
       if (stop) return 0;
     }

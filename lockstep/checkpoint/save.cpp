@@ -7,6 +7,7 @@
 #include <lockstep/checkpoint/file.h>
 #include <lockstep/checkpoint/manifest.h>
 #include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/comm/stop.h>
 #include <lockstep/control/frame.h>
 #include <lockstep/train/distributed_optimizer.h>
 
@@ -125,6 +126,7 @@ void save(const std::string& path, const SaveOptions& options) {
       write_checkpoint(path, whole, shares);
     });
   agree(options.group, written);
+  detail::tell_of_checkpoint();
 }
 
 }  // namespace lockstep

@@ -99,4 +99,9 @@ void tell_of_exceptions(const std::shared_ptr<control::Client>& client) {
   std::call_once(once, [] { terminate_before = std::set_terminate(on_terminate); });
 }
 
+void tell_of_checkpoint() {
+  auto* client = told.load();
+  if (const auto pen = client ? client->pen() : nullptr) pen->committed();
+}
+
 }  // namespace lockstep::detail

@@ -1,5 +1,5 @@
-// What reaches a process from outside the program: signals that ask it to stop, exceptions that nobody
-// catches.
+// What concerns the process as a whole: signals that ask it to stop, exceptions that nobody catches,
+// checkpoints that it has saved.
 #pragma once
 
 #include <memory>
@@ -15,5 +15,8 @@ bool stop_signal_came();
 
 // The text of an exception that ends this process goes to the control plane first.
 void tell_of_exceptions(const std::shared_ptr<control::Client>& client);
+
+// A checkpoint has been saved: a job that is started again begins after the steps that it holds.
+void tell_of_checkpoint();
 
 }  // namespace lockstep::detail

@@ -110,7 +110,7 @@ using namespace board;
 
 struct Board::Page {
   pthread_mutex_t alive;
-  std::atomic<std::int64_t> step;
+  std::atomic<std::int64_t> step, committed;
   Progress progress;
   VersionedLine lines[kLines];
 };
@@ -162,6 +162,7 @@ void Board::prepare(int rank) {
   Page& page = this->page(rank);
   std::memset(static_cast<void*>(&page), 0, sizeof page);
   page.step.store(-1, std::memory_order_relaxed);
+  page.committed.store(-1, std::memory_order_relaxed);
   ring(rank).clear();
   pthread_mutexattr_t shared;
   ::pthread_mutexattr_init(&shared);
@@ -196,6 +197,7 @@ Rows Board::rows(int rank) const {
   const Page& page = this->page(rank);
   Rows rows;
   rows.step = number_or_none(page.step.load(std::memory_order_relaxed));
+  rows.committed = number_or_none(page.committed.load(std::memory_order_relaxed));
   const auto now = now_ms();
   for (const auto& versioned : page.lines) {
     const auto found = versioned.read();
@@ -242,6 +244,8 @@ void Pen::metric(std::string_view name, double value, std::int64_t step) {
   std::lock_guard lock(mutex_);
   page_.progress.metric(name, value, step);
 }
+
+void Pen::committed() { page_.committed.store(step() + 1, std::memory_order_relaxed); }
 
 std::int64_t Pen::step() const { return page_.step.load(std::memory_order_relaxed); }
 

@@ -66,6 +66,7 @@ class Pen {
 
   void step(std::int64_t step);
   std::int64_t step() const;
+  void committed();  // a checkpoint is on disk that holds all steps so far
   void metric(std::string_view name, double value, std::int64_t step);
   // A line for each group (collectives and messages apart); -1 when there is no more room.
   int add_line(std::int64_t key, std::string_view group, bool messages);

@@ -93,6 +93,7 @@ class Head {
   void finish(Finish finish);
   void start();
   bool has_begun() const;
+  bool has_committed() const;
   void fail(Failure failure);
   void look_at_suspicion(Clock::time_point now);
   Failure failure_of(int rank, std::string cause) const;

@@ -135,6 +135,15 @@ void Head::node_done(int node) {
     all_done();
 }
 
+// Whether this attempt saved a checkpoint after a step. The next one then begins further on, even where the
+// program counts its steps from 0 again: the same number is not the same place.
+bool Head::has_committed() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [](const auto& each) {
+    const Rows& rows = each.second.rows;
+    return rows.committed > (rows.step < 0 ? -1 : 0);
+  });
+}
+
 void Head::all_done() {
   if (finished_ || !options_.launches || static_cast<int>(nodes_.size()) < options_.num_nodes) return;
   const bool whole =
@@ -148,7 +157,7 @@ void Head::all_done() {
     finish.status = 128 + *stop_signal_;
   } else if (failure_) {
     finish.status = failure_->status;
-    if (last_failure_ && last_failure_->same_as(*failure_) && !start_at_) {
+    if (last_failure_ && last_failure_->same_as(*failure_) && !has_committed() && !start_at_) {
       finish.why = fmt::format(
           "attempts {} and {} came to the same end, so there is no other: {}; what stands before that point "
           "is to be looked at",

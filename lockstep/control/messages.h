@@ -90,6 +90,9 @@ struct Row {
 
 struct Rows {
   std::int64_t step = -1;
+  // Number of steps that the last checkpoint holds which this process saved: 1 + step, 0 before the first one.
+  // -1: it has saved none.
+  std::int64_t committed = -1;
   std::vector<Row> rows = {};
   std::vector<StepTime> times = {};  // that were not told before
   std::vector<Metric> metrics = {};

@@ -372,6 +372,44 @@ TEST_F(HeadTest, a_job_starts_again_and_ends_when_it_comes_to_the_same_end) {
   EXPECT_EQ(orders_of<Finish>()[0].status, 139);
 }
 
+TEST_F(HeadTest, a_job_that_commits_steps_is_started_again_though_it_ends_at_the_same_count) {
+  // A program that counts its steps from 0 in each attempt. In the last one it saves before its first step
+  // only: nothing new.
+  Head head = running(2, /*max_restarts=*/9);
+  const std::vector<std::int64_t> committed = {11, 11, 0};
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    if (attempt > 0) all_come(head, 2, attempt);
+    const auto saved = committed[static_cast<std::size_t>(attempt)];
+    head.receive(0, {.kind = Kind::rows,
+                     .rank = 0,
+                     .payload = Rows{.step = 20, .committed = saved, .rows = {}}.encode()});
+    is_at(head, 1, 20, -1, 20);
+    ends(head, 1, {.pid = 101, .status = {}, .signal = SIGKILL});
+    head.receive(0, {.kind = Kind::node_done});
+    head.tick(Clock::now() + seconds(1));
+    EXPECT_THAT(orders_of<Start>(), SizeIs(attempt < 2 ? attempt + 2 : 3));
+  }
+  ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
+  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("attempts 1 and 2 came to the same end"));
+}
+
+TEST_F(HeadTest, without_steps_each_checkpoint_is_progress) {
+  Head head = running(2, /*max_restarts=*/9);
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    if (attempt > 0) all_come(head, 2, attempt);
+    if (attempt < 2)
+      head.receive(
+          0,
+          {.kind = Kind::rows, .rank = 0, .payload = Rows{.step = -1, .committed = 0, .rows = {}}.encode()});
+    is_at(head, 1, 7, -1);
+    ends(head, 1, {.pid = 101, .status = {}, .signal = SIGKILL});
+    head.receive(0, {.kind = Kind::node_done});
+    head.tick(Clock::now() + seconds(1));
+  }
+  EXPECT_THAT(orders_of<Start>(), SizeIs(3));
+  EXPECT_THAT(orders_of<Finish>(), SizeIs(1));
+}
+
 TEST_F(HeadTest, an_older_attempt_is_refused) {
   Head head = running(2, 1);
   ends(head, 1, {.pid = 101, .status = 1});

@@ -5,6 +5,7 @@ usage: digits_test.py LOCKSTEP 04_DIGITS DATA
 """
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -38,6 +39,15 @@ for ranks in (1, 2, 4):
     if accuracy < 98:
         sys.exit(f"failed: {ranks} ranks reach {accuracy} %, not 98")
 
+
+
+def steps_in(path):
+    """The number of steps that the checkpoint holds."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return next(json.loads(value)["values"]["step"] for value in header["__metadata__"].values() if '"values"' in value)
+
+
 undisturbed = re.findall(r"weights (\w+)", run(2, "--epochs", "3"))[0]
 with tempfile.TemporaryDirectory() as folder:
     for attempt in range(2):
@@ -57,3 +67,6 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"killed {'one of ' + str(len(ranks)) if ranks else 'nobody: it had ended'}: {found}")
         if job.returncode != 0 or not found or found[-1] != undisturbed:
             sys.exit(f"failed: {found} after a kill, {undisturbed} undisturbed, status {job.returncode}: {error[-2000:]}")
+        # 24 batches in each of 3 epochs: the count does not begin again after a restart.
+        if (steps := steps_in(path)) != 72:
+            sys.exit(f"failed: the last checkpoint is of step {steps}, not 72")
