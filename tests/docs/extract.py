@@ -14,7 +14,12 @@ PRELUDE = """#include <filesystem>
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 using namespace lockstep;
+// A snippet shows how something begins, so it may leave names unused, and it may declare what the function has already.
+#pragma GCC diagnostic ignored "-Wshadow"
+#pragma GCC diagnostic ignored "-Wunused-variable"
 """
+
+PARAMETERS = "[[maybe_unused]] World& world, [[maybe_unused]] Group group, [[maybe_unused]] torch::Tensor t"
 
 MAIN = """
 int main() {
@@ -49,7 +54,7 @@ def main():
                 write_if_changed(out / f"program_{programs}.cpp", code)
             else:
                 function = f"snippet_{path.stem.replace('-', '_')}_{line}"
-                functions += f"void {function}(World& world, Group group, torch::Tensor t) {{ (void)world; {{\n{code}}} }}\n"
+                functions += f"void {function}({PARAMETERS}) {{ {{\n{code}}} }}\n"
                 calls += f'  run("{path.name}:{line}", &{function});\n'
     write_if_changed(out / "snippets.cpp", PRELUDE + functions + MAIN + calls + "}\n")
 
