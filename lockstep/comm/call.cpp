@@ -59,7 +59,7 @@ std::string_view differing_field(const Call& a, const Call& b) {
   switch (a.operation) {
     case Operation::all_reduce:
     case Operation::reduce:
-    case Operation::broadcast: return a.count != b.count ? "size" : "";
+    case Operation::broadcast: return a.count != b.count ? "size" : a.shape != b.shape ? "shape" : "";
     case Operation::all_gather:
     case Operation::reduce_scatter: return a.to != b.to || a.from != b.from ? "sizes" : "";
     default: return {};
@@ -105,7 +105,7 @@ struct Packed {
   std::int32_t root, rank;
   std::uint64_t sequence;
   std::int64_t count, bytes;
-  std::array<std::int64_t, 8> shape;
+  std::array<std::int64_t, 16> shape;
   std::array<char, 64> tag;
   std::array<char, 96> site;
 };
@@ -176,7 +176,7 @@ Digest& Digest::add(const Call& call) {
   if (call.operation == Operation::all_gather || call.operation == Operation::reduce_scatter)
     add(call.to).add(call.from);
   else if (!pairwise(call.operation))
-    add(static_cast<std::uint64_t>(call.count));
+    add(static_cast<std::uint64_t>(call.count)).add(call.shape);
   return *this;
 }
 

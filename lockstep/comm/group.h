@@ -5,7 +5,7 @@
 //   group.send(t, {.peer = 1}).wait();
 //
 // Collectives: every rank of the group makes the same calls in the same order, with tensors of the same
-// dtype and size unless said otherwise. Tensors may be non-contiguous. Each call returns at once; the
+// dtype and shape unless said otherwise. Tensors may be non-contiguous. Each call returns at once; the
 // tensors belong to the operation until its Work has been waited for. Several threads may use a group,
 // if the order of calls is still the same on every rank; different groups are independent.
 // Throws ConfigError for what the caller can fix, before anything is sent; CommError (here or in wait())

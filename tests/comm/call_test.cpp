@@ -44,14 +44,15 @@ TEST(Call, each_difference_is_named_with_both_calls) {
                                        HasSubstr("rank 1 called"), HasSubstr("call_test.cpp")));
   };
   Two operation(Operation::all_reduce), dtype(Operation::all_reduce), reduction(Operation::all_reduce),
-      root(Operation::broadcast), size(Operation::all_reduce), tag(Operation::barrier),
-      sequence(Operation::barrier);
+      root(Operation::broadcast), size(Operation::all_reduce), shape(Operation::all_reduce),
+      tag(Operation::barrier), sequence(Operation::barrier);
   operation.b.operation = Operation::broadcast;
   dtype.b.dtype = Dtype::int32;
   reduction.b.reduction = ReduceOp::MAX;
   root.b.root = 1;
   size.b.count = 20;
   size.b.bytes = 80;
+  shape.b.shape = {5, 2};
   tag.b.tag = "other";
   sequence.b.sequence = 5;
   expect(operation, "operation");
@@ -59,6 +60,7 @@ TEST(Call, each_difference_is_named_with_both_calls) {
   expect(reduction, "reduction");
   expect(root, "root");
   expect(size, "size");
+  expect(shape, "shape");
   expect(tag, "tag");
   expect(sequence, "sequence number");
 }

@@ -53,6 +53,18 @@ TEST_F(Mismatch, of_sizes) {
   expect_mismatch(summed, summed, {"size", "[10]", "[20]"}, at::ones({10}, on()), at::ones({20}, on()));
 }
 
+// As many elements: what is summed would belong to other places.
+TEST_F(Mismatch, of_shapes) {
+  const auto wide = at::ones({2, 5}, on()), tall = at::ones({5, 2}, on());
+  expect_mismatch(summed, summed, {"shape", "[2, 5]", "[5, 2]"}, wide, tall);
+  expect_mismatch(broadcast, broadcast, {"shape", "[2, 5]", "[5, 2]"}, wide, tall);
+  const auto reduced = [](Group& group, at::Tensor tensor) { return group.reduce(std::move(tensor)); };
+  expect_mismatch(reduced, reduced, {"shape", "[10, 1]", "[10]"}, at::ones({10, 1}, on()),
+                  at::ones({10}, on()));
+  // Beyond what travels in a slot.
+  expect_mismatch(summed, summed, {"shape"}, at::ones({300, 200}, on()), at::ones({200, 300}, on()));
+}
+
 // Equal bytes: PyTorch returns garbage here with exit status 0.
 TEST_F(Mismatch, of_dtypes_of_one_size) {
   expect_mismatch(summed, summed, {"dtype", "float32", "int32"}, at::ones({10}, on()),

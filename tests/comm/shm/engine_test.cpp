@@ -279,6 +279,7 @@ TEST_F(EngineTest, a_mismatch_is_an_error_on_every_rank_and_nothing_is_written) 
   };
   const std::vector<Case> cases = {
       {[](Call& each) { each.count = 3, each.bytes = 12, each.shape = {3}; }, "size"},
+      {[](Call& each) { each.shape = {2, 2}; }, "shape"},
       {[](Call& each) { each.dtype = Dtype::int32; }, "dtype"},
       {[](Call& each) { each.reduction = ReduceOp::MAX; }, "reduction"},
       {[](Call& each) { each.tag = "other"; }, "tag"},
