@@ -32,6 +32,7 @@ namespace lockstep {
 
 namespace detail {
 class GroupState;
+class ModelScope;
 
 // What its bytes say all of. Text goes by its own overload; a pointer means nothing to another process.
 template <typename T>
@@ -160,6 +161,7 @@ class Group {
   Group split(int color, int key = 0, GroupOptions options = {}, Site site = Site::current());
 
  private:
+  friend class detail::ModelScope;
   std::shared_ptr<detail::GroupState> state_;
 };
 

@@ -13,6 +13,7 @@
 #include <lockstep/base/span.h>
 #include <lockstep/comm/first_meeting.h>
 #include <lockstep/comm/host_call.h>
+#include <lockstep/comm/model_scope.h>
 #include <lockstep/comm/pending.h>
 #include <lockstep/comm/world_state.h>
 
@@ -183,6 +184,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
                                   lockstep::name(call.operation), engine->backend().getBackendName()));
   ++(point_to_point(call.operation) ? messages_ : collectives_);
 
+  const bool compared = ModelScope::mark(*this, models_, call) || world_->compares_calls();
   auto pending = std::make_shared<Pending>(shared_from_this(), engine, std::move(call), limit);
   pending->by_messages = point_to_point(pending->call().operation);
   pending->record = note_begin(*pending);
@@ -191,7 +193,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
     at::AutoDispatchBelowAutograd below_autograd;
     c10::NoGradGuard no_grad;
     // Not within an engine's batch, which would wait for the comparison.
-    if (world_->compares_calls() && !engine->traits().compares_calls && !pending->by_messages &&
+    if (compared && !engine->traits().compares_calls && !pending->by_messages &&
         !(batched && engine->backend().supportsCoalescing()))
       compare(*pending);
     // A batch is everybody's, whatever is in it.

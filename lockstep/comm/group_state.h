@@ -104,6 +104,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void watch_device(c10::intrusive_ptr<c10d::Work> work, const Call& call, AwakeClock::time_point begun,
                     AwakeClock::time_point deadline);
 
+  // Returns the number of the model, from 1.
+  int add_model() { return ++models_; }
+
   // Finishes what was dropped, then lets go of the engines; in_order = false, or after a failure: leaves
   // at once, and no engine is waited for.
   void close(bool in_order) noexcept;
@@ -134,6 +137,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // One collective is issued at a time, so all ranks see one order. Messages do not wait behind them.
   std::mutex issue_mutex_, message_mutex_;
   std::atomic<std::uint64_t> collectives_ = 0, messages_ = 0;
+  std::atomic<int> models_ = 0;
   // Of who holds both, to coalesce: what is in the batch, and the engines that have begun one.
   std::vector<std::shared_ptr<Pending>> batch_;
   std::map<std::shared_ptr<Transport>, c10::intrusive_ptr<c10d::Work>> batched_works_;

@@ -256,6 +256,7 @@ void DdpReducer::launch_ready() {
 
 void DdpReducer::launch(Bucket& bucket) {
   const Span span(SpanKind::bucket, bucket.tag, bucket.bytes);
+  const ModelScope scope(model_, /*begins=*/launched_ == 0);
   for (const auto i : bucket.params) {
     auto& param = params_[i];
     if (param.ready()) continue;
@@ -358,6 +359,7 @@ void DdpReducer::require_all_gradients() const {
 // The end of a pass: what has not come, and what is under way. A shadow has run out of data: nothing came.
 void DdpReducer::settle(bool last, bool shadow) {
   const bool learning = !buckets_made_;
+  const ModelScope scope(model_, /*begins=*/launched_ == 0);
   const bool may_miss = options_.find_unused_parameters || (options_.static_graph && learning);
   if (!may_miss && !shadow) require_all_gradients();
   std::vector<char> used;

@@ -61,6 +61,7 @@ void DdpReducer::note_samples(const std::vector<at::Tensor>& inputs) {
 
 // Whether any rank still has data.
 bool DdpReducer::announce(std::int64_t samples, bool active) {
+  const ModelScope scope(model_, /*begins=*/true);
   Announcement mine{samples, active};
   const bool guessed = active && !batch_dim_ && !told_samples_;
   if (guessed) {

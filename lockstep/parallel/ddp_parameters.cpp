@@ -155,6 +155,7 @@ void DdpReducer::find_parameters() {
 void DdpReducer::compare_and_synchronize() {
   if (alone_) return;
   verify();
+  if (!model_) model_.emplace(group_, module_->name());
   agree_on_zero_copy();
   if (options_.init_sync) broadcast_tensors(group_, parameters_and_buffers(), 0);
 }

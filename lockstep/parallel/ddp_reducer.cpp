@@ -51,6 +51,7 @@ void DdpReducer::before_forward(const std::vector<at::Tensor>& inputs) {
 
 void DdpReducer::before_step() {
   if (alone_ || joining_) return;
+  const ModelScope scope(model_, /*begins=*/true);
   if (options_.check_replicas_every > 0 && rounds_ > checked_at_ &&
       rounds_ % options_.check_replicas_every == 0) {
     checked_at_ = rounds_;
@@ -109,6 +110,7 @@ void DdpReducer::set_hook(CommHook hook) {
 
 void DdpReducer::sync_buffers(int root) {
   if (alone_ || buffers_.empty()) return;
+  const ModelScope scope(model_, /*begins=*/true);
   std::vector<at::Tensor> tensors;
   for (const auto& [name, buffer] : buffers_) tensors.push_back(buffer);
   broadcast_tensors(group_, tensors, root);

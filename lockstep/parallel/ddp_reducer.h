@@ -18,6 +18,7 @@
 #include <vector>
 
 #include <lockstep/comm/group.h>
+#include <lockstep/comm/model_scope.h>
 #include <lockstep/parallel/ddp.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -168,6 +169,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
 
   const std::shared_ptr<torch::nn::Module> module_;
   Group group_;
+  std::optional<GroupModel> model_;  // from start() on, unless alone
   const DdpOptions options_;
   const bool alone_;  // nobody to reduce with
   const bool check_every_graph_;
