@@ -1,5 +1,7 @@
 #include <lockstep/base/error.h>
 
+#include <array>
+
 #include <fmt/format.h>
 
 namespace lockstep {
@@ -17,6 +19,11 @@ std::string text_of(const CommError::Details& d) {
 }
 
 }  // namespace
+
+std::string_view name(CommError::Kind kind) {
+  constexpr std::array names = {"deadline", "peer_died", "mismatch", "engine", "device", "stopped"};
+  return names.at(static_cast<std::size_t>(kind));
+}
 
 CommError::CommError(Details details) : Error(text_of(details)), details_(std::move(details)) {}
 

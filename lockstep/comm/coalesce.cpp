@@ -80,6 +80,7 @@ void GroupState::hand_over() {
   for (const auto& pending : batch) {
     const auto found = works.find(pending->transport());
     pending->hand_over(found == works.end() ? nullptr : found->second);
+    keep_track(pending);
   }
   if (!trouble) return;
   try {

@@ -33,28 +33,29 @@ struct DeviceWatch::Entry {
   Clock::time_point begun, deadline;
 };
 
-// Whether it is complete; what is wrong with it, or nothing.
-std::pair<bool, std::string> DeviceWatch::ask(const Entry& entry) {
+DeviceWatch::Answer DeviceWatch::ask(const Entry& entry) {
   try {
     if (entry.work->isCompleted()) {
       if (const auto error = entry.work->exception()) std::rethrow_exception(error);
-      return {true, {}};
+      return {.complete = true, .cause = {}};
     }
   } catch (const std::exception& error) {
-    return {true, fmt::format("{} failed on the device: {}", entry.what, plain_text(error))};
+    return {true, fmt::format("{} failed on the device: {}", entry.what, plain_text(error)),
+            CommError::Kind::device};
   }
-  if (Clock::now() < entry.deadline) return {false, {}};
-  return {false, fmt::format("{} was not complete on the device within {:.3f} s, its deadline", entry.what,
-                             std::chrono::duration<double>(Clock::now() - entry.begun).count())};
+  if (Clock::now() < entry.deadline) return {.complete = false, .cause = {}};
+  return {false,
+          fmt::format("{} was not complete on the device within {:.3f} s, its deadline", entry.what,
+                      std::chrono::duration<double>(Clock::now() - entry.begun).count()),
+          CommError::Kind::deadline};
 }
 
 // The thread has a share: the driver may keep it, as long as somebody else waits in it for the device.
 struct DeviceWatch::State {
-  State(c10::Device its_device, std::function<void(std::string)> its_fail)
-      : device(its_device), fail(std::move(its_fail)) {}
+  State(c10::Device its_device, Fail its_fail) : device(its_device), fail(std::move(its_fail)) {}
 
   const c10::Device device;
-  const std::function<void(std::string)> fail;
+  const Fail fail;
   std::mutex mutex;
   std::condition_variable condition;
   std::deque<Entry> entries;
@@ -75,13 +76,13 @@ struct DeviceWatch::State {
       condition.wait_for(lock, kDeviceLook, [this] { return over; });
       while (auto entry = next()) {
         lock.unlock();
-        auto [complete, cause] = ask(*entry);
+        auto [complete, cause, kind] = ask(*entry);
         lock.lock();
         if (!cause.empty() && !over) {
           over = true;  // nothing more is added or looked at
           entries.clear();
           lock.unlock();
-          return fail(std::move(cause));
+          return fail(std::move(cause), kind);
         }
         if (!complete) break;
         std::erase_if(entries, [&](const Entry& each) { return each.work == entry->work; });
@@ -90,7 +91,7 @@ struct DeviceWatch::State {
   }
 };
 
-DeviceWatch::DeviceWatch(c10::Device device, std::function<void(std::string cause)> fail)
+DeviceWatch::DeviceWatch(c10::Device device, Fail fail)
     : state_(std::make_shared<State>(device, std::move(fail))) {}
 
 // The process may end after this, and with it what the thread would touch.
@@ -111,7 +112,7 @@ bool DeviceWatch::idle() const {
     entries = state_->entries;
   }
   const c10::OptionalDeviceGuard here(state_->device);
-  return std::all_of(entries.begin(), entries.end(), [](const Entry& entry) { return ask(entry).first; });
+  return std::all_of(entries.begin(), entries.end(), [](const Entry& entry) { return ask(entry).complete; });
 }
 
 void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clock::time_point begun,

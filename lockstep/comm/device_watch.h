@@ -10,6 +10,7 @@
 #include <c10/core/Device.h>
 #include <lockstep/base/awake_clock.h>
 #include <lockstep/base/crew.h>
+#include <lockstep/base/error.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace lockstep::detail {
@@ -17,8 +18,9 @@ namespace lockstep::detail {
 class DeviceWatch {
  public:
   using Clock = AwakeClock;
-  // fail(cause) is called at most once, by the watch's thread, and possibly after the watch is gone.
-  DeviceWatch(c10::Device device, std::function<void(std::string cause)> fail);
+  // Called at most once, by the watch's thread, and possibly after the watch is gone.
+  using Fail = std::function<void(std::string cause, CommError::Kind kind)>;
+  DeviceWatch(c10::Device device, Fail fail);
   ~DeviceWatch();  // waits for no device, but for its thread
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
@@ -32,7 +34,12 @@ class DeviceWatch {
  private:
   struct Entry;
   struct State;
-  static std::pair<bool, std::string> ask(const Entry& entry);
+  struct Answer {
+    bool complete;
+    std::string cause;  // what is wrong with it; empty: nothing
+    CommError::Kind kind = CommError::Kind::device;
+  };
+  static Answer ask(const Entry& entry);
   const std::shared_ptr<State> state_;
   Crew crew_;
 };

@@ -90,9 +90,10 @@ bool FirstMeeting::await(std::optional<int> peer, milliseconds limit, c10::funct
       missing.push_back(r);
   const auto* operation = peer ? "the first message between these ranks" : "the first operation of the group";
   if (missing.empty())
-    throw NotMet(
-        fmt::format("all have come to {}, but {} before", operation, take(*store_, key_of(who, "outcome"))));
-  throw NotMet(fmt::format("rank{} {} {} not come to {} within {:.3f} s", missing.size() == 1 ? "" : "s",
+    throw NotMet(CommError::Kind::peer_died, fmt::format("all have come to {}, but {} before", operation,
+                                                         take(*store_, key_of(who, "outcome"))));
+  throw NotMet(CommError::Kind::deadline,
+               fmt::format("rank{} {} {} not come to {} within {:.3f} s", missing.size() == 1 ? "" : "s",
                            fmt::join(missing, ", "), missing.size() == 1 ? "has" : "have", operation,
                            std::chrono::duration<double>(limit).count()));
 }

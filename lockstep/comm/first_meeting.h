@@ -16,9 +16,9 @@
 namespace lockstep::detail {
 
 // Names the ranks that are missing, or the one that has given up.
-class NotMet : public Error {
+class NotMet : public KindedError {
  public:
-  using Error::Error;
+  using KindedError::KindedError;
 };
 
 class FirstMeeting {

@@ -15,6 +15,7 @@
 #include <lockstep/comm/host_call.h>
 #include <lockstep/comm/model_scope.h>
 #include <lockstep/comm/pending.h>
+#include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/world_state.h>
 
 namespace lockstep::detail {
@@ -42,7 +43,8 @@ GroupState::GroupState(std::shared_ptr<WorldState> world, std::string name, cons
       rank_(rank),
       timeout_(timeout),
       transports_(std::move(transports)),
-      key_(hash_of(key)) {
+      key_(hash_of(key)),
+      generation_(shm::fork_generation()) {
   control::Client* client = world_->client();
   pen_ = client && size() > 1 ? client->pen() : nullptr;
   if (!pen_) return;
@@ -165,26 +167,24 @@ void GroupState::meet_peer(Transport& engine, const Pending& pending, std::uniqu
 
 Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start start) {
   const auto limit = timeout ? checked_timeout(*timeout) : timeout_;
+  call.group = name_;
+  call.group_key = key_;
+  call.rank = rank_;
+  call.size = size();
   const Span span(SpanKind::wait, lockstep::name(call.operation), call.bytes);
   const bool batched = coalescing() == this;  // and has the mutexes
   if (!batched) refuse_within_coalesce(lockstep::name(call.operation));
   std::unique_lock order(point_to_point(call.operation) ? message_mutex_ : issue_mutex_, std::defer_lock);
   if (!batched) order.lock();
   reap();
-  call.group = name_;
-  call.group_key = key_;
-  call.rank = rank_;
-  call.size = size();
   call.sequence = point_to_point(call.operation) ? messages_ : collectives_;
-  check_usable(call);
-  auto engine = transport(device.type());
-  if (!engine) throw gone();  // closed since
+  const auto engine = usable_engine(call, device.type());
   if (!engine->traits().captures && engine->capturing())
     throw ConfigError(fmt::format("{} over {} cannot be captured in a CUDA graph: over nccl it can",
                                   lockstep::name(call.operation), engine->backend().getBackendName()));
   ++(point_to_point(call.operation) ? messages_ : collectives_);
-
   const bool compared = ModelScope::mark(*this, models_, call) || world_->compares_calls();
+
   auto pending = std::make_shared<Pending>(shared_from_this(), engine, std::move(call), limit);
   pending->by_messages = point_to_point(pending->call().operation);
   pending->record = note_begin(*pending);
@@ -209,7 +209,35 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
     if (order.owns_lock()) order.unlock();
     pending->fail_at_issue(error);
   }
+  if (!batched) keep_track(pending);
   return Work(std::move(pending));
+}
+
+bool GroupState::in_child() const { return shm::fork_generation() != generation_; }
+
+// Nothing is locked: a thread of the parent's may hold any lock here, and is not there to let go of it.
+void GroupState::refuse_in_child(const Call& call) const {
+  if (!in_child()) return;
+  auto details = details_of(call);
+  details.cause = fmt::format(
+      "this process was forked from rank {}, and a process that was forked from a rank cannot use the rank's "
+      "groups; fork before the World is made, or start a program of its own (exec)",
+      ranks_[static_cast<std::size_t>(rank_)]);
+  throw CommError(std::move(details));
+}
+
+void GroupState::keep_track(const std::shared_ptr<Pending>& pending) {
+  std::lock_guard lock(state_mutex_);
+  // Most are waited for and gone when the next one comes.
+  while (!issued_.empty() && issued_.back().expired()) issued_.pop_back();
+  if (issued_.size() >= issued_limit_) {
+    std::erase_if(issued_, [](const auto& each) {
+      const auto known = each.lock();
+      return !known || known->settled();
+    });
+    issued_limit_ = std::max<std::size_t>(64, 2 * issued_.size());
+  }
+  issued_.push_back(pending);
 }
 
 // A side collective: one all-gather of a few hundred bytes per rank, waited for before data moves.
@@ -236,7 +264,7 @@ void GroupState::compare(const Pending& pending) {
     calls.push_back(unpack({all.const_data_ptr<std::uint8_t>() + r * length, packed.size()}, size()));
   std::vector<const Call*> pointers;
   for (const Call& each : calls) pointers.push_back(&each);
-  if (auto mismatch = find_mismatch(pointers)) throw Error(*mismatch);
+  if (auto mismatch = find_mismatch(pointers)) throw KindedError(CommError::Kind::mismatch, *mismatch);
 }
 
 ConfigError GroupState::gone() const {
@@ -254,13 +282,16 @@ std::optional<int> GroupState::place_of(std::optional<int> world_rank) const {
   return static_cast<int>(place - ranks_.begin());
 }
 
-void GroupState::check_usable(const Call& call) {
-  std::unique_lock lock(state_mutex_);
-  if (closed_) throw gone();
-  if (!verdict_) return;
+std::shared_ptr<Transport> GroupState::usable_engine(const Call& call, at::DeviceType device) {
+  std::lock_guard lock(state_mutex_);
+  const auto engine = transports_.find(device);
+  if (closed_ || (!verdict_ && engine == transports_.end())) throw gone();
+  if (!verdict_) return engine->second;
   auto details = details_of(call);
   details.cause = verdict_->cause;
   details.peer = place_of(verdict_->rank);
+  details.kind = verdict_->kind;
+  world_->note_told();
   throw CommError(std::move(details));
 }
 
@@ -278,14 +309,14 @@ bool GroupState::judge(Verdict verdict) noexcept {
 
 void GroupState::wake() noexcept {
   Transports engines;
-  std::string cause;
+  Verdict verdict;
   {
     std::lock_guard lock(state_mutex_);
-    cause = verdict_->cause;
+    verdict = *verdict_;
     engines = transports_;
     for (const auto& tell : on_fail_) tell();
   }
-  for (auto& [device, engine] : engines) engine->interrupt(cause);
+  for (auto& [device, engine] : engines) engine->interrupt(verdict.cause, verdict.kind);
 }
 
 GroupState::FailureWatch::FailureWatch(GroupState& group, std::function<void()> on_fail) : group_(group) {
@@ -317,15 +348,16 @@ void GroupState::adopt(std::shared_ptr<Pending> pending) noexcept {
     crew.start([pending = std::move(pending)]() mutable { pending.reset(); });
     crew.wait(kLeaveWait);
   } catch (const std::exception& error) {
-    fail({fmt::format("an operation was dropped and could not be kept: {}", error.what()), std::nullopt});
+    fail({fmt::format("an operation was dropped and could not be kept: {}", error.what()), std::nullopt,
+          CommError::Kind::engine});
   }
 }
 
 void GroupState::watch(std::shared_ptr<Pending> pending) {
   std::thread([pending = std::move(pending)] {
     try {
-      pending->wait(std::nullopt);
-    } catch (const std::exception&) {  // kept in pending, and in the group's verdict
+      pending->await(std::nullopt);
+    } catch (const std::exception&) {  // whoever waits for it next has it again
     }
   }).detach();
 }
@@ -336,9 +368,9 @@ void GroupState::watch_device(c10::intrusive_ptr<c10d::Work> work, const Call& c
   std::lock_guard lock(state_mutex_);
   if (without_engines_ || verdict_) return;
   if (!device_watch_)
-    device_watch_ =
-        std::make_unique<DeviceWatch>(world_->device(), [group = weak_from_this()](std::string cause) {
-          if (const auto still = group.lock()) still->fail({std::move(cause), std::nullopt});
+    device_watch_ = std::make_unique<DeviceWatch>(
+        world_->device(), [group = weak_from_this()](std::string cause, CommError::Kind kind) {
+          if (const auto still = group.lock()) still->fail({std::move(cause), std::nullopt, kind});
         });
   device_watch_->add(std::move(work), std::move(what), begun, deadline);
 }
@@ -372,25 +404,37 @@ void GroupState::await_device() noexcept {
   }
 }
 
+GroupState::UnderWay GroupState::shut() {
+  UnderWay under_way;
+  std::lock_guard lock(state_mutex_);
+  closed_ = true;
+  for (const auto& each : std::exchange(issued_, {}))
+    if (auto pending = each.lock()) under_way.all.push_back(std::move(pending));
+  under_way.dropped.assign(dropped_.begin(), dropped_.end());
+  return under_way;
+}
+
+void GroupState::give_way() noexcept {
+  Transports engines;
+  {
+    std::lock_guard lock(state_mutex_);
+    engines = transports_;
+  }
+  for (auto& [device, engine] : engines)
+    if (engine->is_awaited()) engine->leave();
+}
+
 void GroupState::close(bool in_order) noexcept {
   std::list<std::shared_ptr<Pending>> dropped;
   {
     std::lock_guard lock(state_mutex_);
-    if (closed_) return;
     closed_ = true;
+    if (std::exchange(left_engines_, true)) return;
     dropped.swap(dropped_);
   }
   if (pen_) {
     for (int line : {collective_line_.exchange(-1), message_line_.exchange(-1)}) pen_->drop_line(line);
   }
-  if (in_order)
-    for (auto& pending : dropped) {
-      try {
-        pending->wait(std::nullopt);
-      } catch (const std::exception& error) {
-        log(LogLevel::error, "an operation that nobody waited for has failed: {}", error.what());
-      }
-    }
   if (in_order) await_device();
   if (!in_order) fail({"this rank is leaving", std::nullopt});
   Transports engines;

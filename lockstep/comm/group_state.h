@@ -31,6 +31,7 @@ using Transports = std::map<at::DeviceType, std::shared_ptr<Transport>>;
 struct Verdict {
   std::string cause;
   std::optional<int> rank;  // of the world: who failed, where known
+  CommError::Kind kind = CommError::Kind::stopped;
 };
 
 // The same on every rank, whatever its library: FNV-1a.
@@ -104,18 +105,33 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   void watch_device(c10::intrusive_ptr<c10d::Work> work, const Call& call, AwakeClock::time_point begun,
                     AwakeClock::time_point deadline);
 
+  // This process was forked from the rank: whatever it does is not the rank's doing.
+  bool in_child() const;
+  void refuse_in_child(const Call& call) const;  // CommError
+
   // Returns the number of the model, from 1.
   int add_model() { return ++models_; }
 
-  // Finishes what was dropped, then lets go of the engines; in_order = false, or after a failure: leaves
-  // at once, and no engine is waited for.
+  // Nothing more is issued. Returns the operations under way, in the order of their start; dropped: those among
+  // them whose Work is gone.
+  struct UnderWay {
+    std::vector<std::shared_ptr<Pending>> all, dropped;
+  };
+  UnderWay shut();
+  // After shut(): where a peer waits for this rank in a collective that it will not come to, lets go of the
+  // engines now, so that the peer gets its error.
+  void give_way() noexcept;
+  // Lets go of the engines, for what is under way is over; in_order = false, or after a failure: leaves at
+  // once, and no engine is waited for.
   void close(bool in_order) noexcept;
 
  private:
   int line_of(const Call& call);
   control::FlightRing::Ticket note_begin(const Pending& pending);
-  void check_usable(const Call& call);
+  std::shared_ptr<Transport> usable_engine(const Call& call, at::DeviceType device);
   void reap();
+  // What an engine has been given: the World finishes it before it leaves, also where the Work is still held.
+  void keep_track(const std::shared_ptr<Pending>& pending);
   void compare(const Pending& pending);
   // Before an operation of all ranks, and before a message.
   void meet_all(Transport& engine, const Pending& pending);
@@ -143,6 +159,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::map<std::shared_ptr<Transport>, c10::intrusive_ptr<c10d::Work>> batched_works_;
 
   const std::int64_t key_;
+  const std::uint64_t generation_;     // of processes: another one in a child of fork()
   std::shared_ptr<control::Pen> pen_;  // null where there is no control plane
   std::atomic<int> collective_line_ = -1, message_line_ = -1;
   bool has_message_line_ = false;
@@ -162,7 +179,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   mutable std::mutex state_mutex_;
   std::optional<Verdict> verdict_;
   std::atomic<bool> failed_ = false;
-  bool closed_ = false;
+  bool closed_ = false, left_engines_ = false;
+  std::vector<std::weak_ptr<Pending>> issued_;  // those that are gone or settled are removed now and then
+  std::size_t issued_limit_ = 64;               // when issued_ is looked through as a whole
   std::list<std::shared_ptr<Pending>> dropped_;
   std::list<std::function<void()>> on_fail_;
   std::map<int, std::uint64_t> left_;          // what left_after() has found out

@@ -73,6 +73,8 @@ class CollectiveEngine {
   virtual void interrupt(const std::string& cause) = 0;
   // "rank 1 has not come": who keeps the others waiting. Any thread.
   virtual std::string absent() const = 0;
+  // A peer has come to an operation that this rank has not begun. While none is under way here.
+  virtual bool is_awaited() const { return false; }
 };
 
 // An engine of our own, without c10d between: c10d's objects cost more than a small operation does.

@@ -6,7 +6,7 @@
 
 namespace lockstep::detail {
 
-// Own: a PartBackend with interrupt(cause) and leave().
+// Own: a PartBackend with interrupt(cause), or with (cause, kind), and leave().
 template <typename Own>
 class PartTransport : public Transport {
  public:
@@ -17,9 +17,12 @@ class PartTransport : public Transport {
   }
   c10d::Backend& backend() override { return *backend_; }
   bool reduces(Dtype dtype, ReduceOp op) const override { return reducible(dtype, op); }
-  void interrupt(const std::string& cause) noexcept override {
+  void interrupt(const std::string& cause, CommError::Kind kind) noexcept override {
     try {
-      backend_->interrupt(cause);
+      if constexpr (requires { backend_->interrupt(cause, kind); })
+        backend_->interrupt(cause, kind);
+      else
+        backend_->interrupt(cause);
     } catch (...) {  // out of memory while waking: the deadline remains
     }
   }

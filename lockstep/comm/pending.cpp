@@ -115,6 +115,11 @@ std::optional<int> Pending::source() const {
 }
 
 void Pending::wait(std::optional<milliseconds> limit) {
+  await(limit);
+  if (state_ == State::failed) throw_error();
+}
+
+void Pending::await(std::optional<milliseconds> limit) {
   auto deadline = limit ? std::min(deadline_, Clock::now() + checked_timeout(*limit)) : deadline_;
   if (!settled()) {
     if (held_.load(std::memory_order_acquire))
@@ -131,7 +136,7 @@ void Pending::wait(std::optional<milliseconds> limit) {
       group_->fail(
           {fmt::format("{} #{} was not complete within {:.3f} s, its deadline", name(call().operation),
                        call().sequence, duration<double>(Clock::now() - start_).count()),
-           std::nullopt});
+           std::nullopt, CommError::Kind::deadline});
       lock.lock();
     }
     const bool elsewhere = settled();
@@ -139,7 +144,6 @@ void Pending::wait(std::optional<milliseconds> limit) {
     // Where it has completed here, the note of its end has ended the wait, too.
     if (elsewhere || state_ == State::failed) group_->note_wait(call(), false);
   }
-  if (state_ == State::failed) throw_error();
 }
 
 void Pending::wait_locked(Clock::time_point deadline) {
@@ -149,7 +153,7 @@ void Pending::wait_locked(Clock::time_point deadline) {
     settle_complete();
   } catch (const std::exception& error) {
     hear_control_plane(error, deadline);
-    settle_failed(cause_of(error, deadline));
+    settle_failed(failure_of(error, deadline));
   }
 }
 
@@ -235,7 +239,8 @@ void Pending::wait_for_bell(Bell& bell, Clock::time_point deadline) {
     if (Clock::now() >= deadline) throw Error("the deadline has passed");
     if (auto lost = lost_peer()) {
       error_.peer = *lost;
-      throw Error(fmt::format("rank {} has closed its connection: it has ended or left", *lost));
+      throw KindedError(CommError::Kind::peer_died,
+                        fmt::format("rank {} has closed its connection: it has ended or left", *lost));
     }
   }
   if (judged) throw Error("it was interrupted");
@@ -259,12 +264,23 @@ std::optional<int> Pending::lost_peer() const {
   return static_cast<int>(lost.size()) + 1 < group_->size() ? std::nullopt : std::optional(lost.front());
 }
 
-std::string Pending::cause_of(const std::exception& error, Clock::time_point deadline) const {
-  if (Clock::now() < deadline || dynamic_cast<const NotMet*>(&error)) return plain_text(error);
+Pending::Failure Pending::failure_of(const std::exception& error, Clock::time_point deadline) {
+  auto kind = CommError::Kind::engine;
+  if (const auto* kinded = dynamic_cast<const Kinded*>(&error)) {
+    kind = kinded->kind();
+  } else if (dynamic_cast<const c10::AcceleratorError*>(&error) != nullptr) {
+    kind = CommError::Kind::device;
+  } else if (const auto lost = group_->verdict() ? std::nullopt : lost_peer()) {
+    kind = CommError::Kind::peer_died;
+    error_.peer = *lost;
+  }
+  if (Clock::now() < deadline || kind == CommError::Kind::mismatch ||
+      dynamic_cast<const NotMet*>(&error) != nullptr)
+    return {plain_text(error), kind};
   auto cause = fmt::format("it was not complete within {:.3f} s, its deadline",
                            duration<double>(deadline - start_).count());
   auto absent = point_to_point(call().operation) ? "" : transport_->absent(call().sequence);
-  return absent.empty() ? cause : cause + "; " + absent;
+  return {absent.empty() ? cause : cause + "; " + absent, CommError::Kind::deadline};
 }
 
 bool Pending::done() {
@@ -281,7 +297,7 @@ bool Pending::done() {
   for (std::size_t i = waited_; i < last; ++i) {
     if (parts_ ? item_.finished.load(std::memory_order_acquire) : works[i]->isCompleted()) continue;
     if (group_->verdict()) {
-      settle_failed({});
+      settle_failed({{}, CommError::Kind::stopped});  // the verdict says
       return true;
     }
     if (Clock::now() < deadline_) return false;
@@ -293,6 +309,7 @@ bool Pending::done() {
 // An engine notices that a peer is gone sooner than the agent has found out how.
 void Pending::hear_control_plane(const std::exception& error, Clock::time_point deadline) {
   const bool ours = dynamic_cast<const Error*>(&error) != nullptr;
+  if (!ours) (void)transport_->lost_peers();  // notes when connections ended, for the look in failure_of()
   if (!ours && Clock::now() < deadline && !group_->verdict()) group_->world().await_failure(kHearing);
 }
 
@@ -313,7 +330,8 @@ void Pending::settle_complete() {
   state_.store(State::complete, std::memory_order_release);
 }
 
-void Pending::settle_failed(std::string cause) {
+void Pending::settle_failed(Failure failure) {
+  auto& [cause, kind] = failure;
   const auto elapsed = Clock::now() - start_;
   const auto peer = error_.peer;  // known already where a connection has ended
   error_ = details_of(call());
@@ -324,13 +342,15 @@ void Pending::settle_failed(std::string cause) {
   // A verdict says more than the engine that it interrupted.
   if (auto verdict = group_->verdict()) {
     cause = verdict->cause;
+    kind = verdict->kind;
     if (auto place = group_->place_of(verdict->rank)) error_.peer = place;
   }
   error_.cause = cause;
+  error_.kind = kind;
   group_->note_end(call(), record, true);  // the program may catch the error and go on
   group_->fail({fmt::format("{} #{} at {} failed: {}", name(call().operation), call().sequence,
                             site_text(call()), cause),
-                std::nullopt});
+                std::nullopt, kind});
   if (auto* client = group_->world().client())
     client->tell(control::Fault{control::Fault::Kind::comm, CommError(error_).what()});
   group_->world().observe([&](Observer& observer) { observer.failed(call(), elapsed, error_.cause); });
@@ -339,12 +359,15 @@ void Pending::settle_failed(std::string cause) {
   state_.store(State::failed, std::memory_order_release);
 }
 
-void Pending::throw_error() const { throw CommError(error_); }
+void Pending::throw_error() const {
+  group_->world().note_told();
+  throw CommError(error_);
+}
 
 void Pending::settle_at_issue(const std::exception& error) {
   std::lock_guard lock(mutex_);
   hear_control_plane(error, deadline_);
-  settle_failed(cause_of(error, deadline_));
+  settle_failed(failure_of(error, deadline_));
 }
 
 void Pending::fail_at_issue(const std::exception& error) {

@@ -47,8 +47,13 @@ class Pending : public std::enable_shared_from_this<Pending> {
   bool needs_watching() const;
   std::optional<int> source() const;
 
+  // CommError where it has failed.
   void wait(std::optional<std::chrono::milliseconds> limit);
+  // The same for who is not the program: a failure is left for the program to hear.
+  void await(std::optional<std::chrono::milliseconds> limit);
   bool done();
+  bool failed() const { return state_.load(std::memory_order_acquire) == State::failed; }
+  CommError error() const { return CommError(error_); }  // of one that has failed
   bool settled() const { return state_.load(std::memory_order_acquire) != State::running; }
   // In a batch that the engine does not have yet: nobody can wait for it. Then work is that of the batch,
   // where the engine has one.
@@ -76,10 +81,14 @@ class Pending : public std::enable_shared_from_this<Pending> {
   // Until it rings; throws at the deadline, at a verdict, or when a peer is seen to be gone.
   void wait_for_bell(Bell& bell, Clock::time_point deadline);
   std::optional<int> lost_peer() const;
-  // In words: a deadline that has passed says more than the engine.
-  std::string cause_of(const std::exception& error, Clock::time_point deadline) const;
+  // A deadline that has passed says more than the engine.
+  struct Failure {
+    std::string cause;
+    CommError::Kind kind;
+  };
+  Failure failure_of(const std::exception& error, Clock::time_point deadline);
   void settle_complete();
-  void settle_failed(std::string cause);
+  void settle_failed(Failure failure);
 
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Transport> transport_;

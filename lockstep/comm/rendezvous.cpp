@@ -59,7 +59,8 @@ Meeting& meeting() {
 }
 
 [[noreturn]] void throw_join_error(const Identity& identity, const std::string& operation,
-                                   const std::string& group, Clock::time_point start, std::string cause) {
+                                   const std::string& group, Clock::time_point start, std::string cause,
+                                   CommError::Kind kind) {
   CommError::Details details;
   details.operation = operation;
   details.group = group;
@@ -67,6 +68,7 @@ Meeting& meeting() {
   details.size = identity.size;
   details.elapsed = Clock::now() - start;
   details.cause = std::move(cause);
+  details.kind = kind;
   throw CommError(std::move(details));
 }
 
@@ -279,10 +281,12 @@ Membership join_job(Identity& identity, milliseconds timeout,
     part();
     throw;
   } catch (const control::AgentGone& error) {
-    throw_join_error(identity, "join", "world", start, error.what());
+    throw_join_error(identity, "join", "world", start, error.what(), CommError::Kind::stopped);
   } catch (const control::JoinError& error) {
     part();
-    throw_join_error(identity, "join", "world", start, error.what());
+    throw_join_error(
+        identity, "join", "world", start, error.what(),
+        Clock::now() - start >= timeout ? CommError::Kind::deadline : CommError::Kind::peer_died);
   }
 }
 
@@ -333,7 +337,9 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
                           ? ""
                           : fmt::format("we waited for rank{} {}: ", missing.size() == 1 ? "" : "s",
                                         fmt::join(missing, ", "));
-    throw_join_error(identity, "making a group", shown, start, whom + plain_text(error));
+    throw_join_error(identity, "making a group", shown, start, whom + plain_text(error),
+                     context.failed() || Clock::now() - start < timeout ? CommError::Kind::peer_died
+                                                                        : CommError::Kind::deadline);
   }
 }
 

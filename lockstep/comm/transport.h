@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/base/error.h>
 #include <lockstep/comm/part.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -45,7 +46,7 @@ class Transport {
   virtual bool reduces(Dtype dtype, ReduceOp op) const = 0;
   // Ends every wait inside the engine, now and later, with an error. Any thread, any number of times.
   // The engine is of no use afterwards, and destroying it does not wait for peers.
-  virtual void interrupt(const std::string& cause) noexcept = 0;
+  virtual void interrupt(const std::string& cause, CommError::Kind kind) noexcept = 0;
   // Where ranks meet before a first operation, for which the engine would wait inside a call, without a
   // deadline; null where it would not. Asked before each: of all ranks, or a message.
   virtual FirstMeeting* first_meeting(bool /*of_all*/) { return nullptr; }
@@ -63,6 +64,8 @@ class Transport {
   virtual void abandon(std::vector<at::Tensor> /*tensors*/) noexcept {}
   // This rank will start nothing more, though works of its own may still hold the engine.
   virtual void leave() noexcept {}
+  // A peer waits for this rank in a collective that it has not begun, where the engine can tell.
+  virtual bool is_awaited() { return false; }
   // Ranks whose connection has ended, where the engine cannot tell by itself and we can. Asked some times a
   // second while somebody waits.
   virtual std::vector<int> lost_peers() { return {}; }

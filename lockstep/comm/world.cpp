@@ -99,22 +99,26 @@ void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOp
       if (first) return;
       first = std::current_exception();
     }
-    for (auto& state : states) state->judge({fmt::format("rank {} threw: {}", rank, text), rank});
+    for (auto& state : states)
+      state->judge({fmt::format("rank {} threw: {}", rank, text), rank, CommError::Kind::peer_died});
     for (auto& state : states) state->wake();
   };
   auto run_rank = [&](int rank) {
     auto& state = states[static_cast<std::size_t>(rank)];
     try {
       state->join();
-      World world(state);
-      // Told before ~World, which would only say that this rank is leaving.
-      try {
-        body(world);
-      } catch (const std::exception& error) {
-        fail(rank, error.what());
-      } catch (...) {
-        fail(rank, "something that is not a std::exception");
+      {
+        World world(state);
+        // Told before ~World, which would only say that this rank is leaving.
+        try {
+          body(world);
+        } catch (const std::exception& error) {
+          fail(rank, error.what());
+        } catch (...) {
+          fail(rank, "something that is not a std::exception");
+        }
       }
+      if (const auto unheard = state->unheard()) std::rethrow_exception(unheard);
     } catch (const std::exception& error) {
       fail(rank, error.what());
     }

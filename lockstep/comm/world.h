@@ -4,7 +4,10 @@
 //   world.group().all_reduce(t).wait();
 //
 // One World at a time in a process (one per rank where ranks are threads). Leaving the scope leaves the
-// job: pending operations are finished first. During unwinding, or after a failure, it leaves at once.
+// job. Operations under way are finished first, also those whose Work is still held or was dropped; that Work
+// can be waited for afterwards. One that fails then and that nobody waits for is logged, and a process that
+// would exit with status 0 exits with 1. During unwinding, or after a failure, the World leaves at once:
+// waiting for an operation that was under way throws CommError.
 #pragma once
 
 #include <chrono>
@@ -106,7 +109,8 @@ World init_process_group(const std::string& backend = "auto", int rank = -1, int
 
 // Ranks as threads of this process: runs body once per rank, each with a World of its own, and returns
 // when all have ended. When one throws, the others' waits end with a CommError that names it, and its
-// exception is thrown here.
+// exception is thrown here. So is the error of an operation whose Work was dropped, unless a call has thrown
+// it before.
 void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOptions options = {});
 
 }  // namespace lockstep

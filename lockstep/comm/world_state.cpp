@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/base/exit_status.h>
 #include <lockstep/base/log.h>
 #include <lockstep/comm/backends.h>
 #include <lockstep/comm/cpu_memory.h>
@@ -17,6 +18,7 @@
 #include <lockstep/comm/rendezvous.h>
 #include <lockstep/comm/stop.h>
 #include <lockstep/comm/store.h>
+#include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/transports/threads/threads.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -31,9 +33,19 @@ milliseconds limit(const Timeout& given, const char* variable, milliseconds fall
   return value ? checked_timeout(*value) : fallback;
 }
 
+Verdict verdict_of(const control::Failure& failure) {
+  // Without a rank it is a host that was lost, or a launcher, which has a process.
+  const bool launcher = failure.rank < 0 && failure.pid != 0;
+  return {failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt,
+          launcher ? CommError::Kind::stopped : CommError::Kind::peer_died};
+}
+
 std::string given_or(const std::string& given, const char* variable, const char* fallback) {
   return !given.empty() ? given : env::text(variable).value_or(fallback);
 }
+
+// Between two looks whether what is under way when the World is left is over.
+constexpr std::chrono::microseconds kFirstNap(50), kLongestNap(5000);
 
 }  // namespace
 
@@ -49,7 +61,8 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
       threads_(std::move(threads)),
       metrics_folder_(given_or(options.metrics, "LOCKSTEP_METRICS", "")),
       metrics_format_(given_or(options.metrics_format, "LOCKSTEP_METRICS_FORMAT", "jsonl")),
-      nodes_(static_cast<std::size_t>(identity_.size), 0) {}
+      nodes_(static_cast<std::size_t>(identity_.size), 0),
+      generation_(shm::fork_generation()) {}
 
 void WorldState::join() {
   set_log_prefix(fmt::format("rank {}", identity_.rank));
@@ -66,7 +79,7 @@ void WorldState::join() {
     auto tell = [self = weak_from_this()](const control::Failure& failure) {
       auto state = self.lock();
       if (!state) return;
-      state->fail({failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt});
+      state->fail(verdict_of(failure));
     };
     auto membership = join_job(identity_, join_timeout_, tell);
     channel_ = client_ = membership.client;
@@ -78,7 +91,7 @@ void WorldState::join() {
   // Weak: an engine that is left behind may keep the store longer than this.
   auto failed = [self = weak_from_this()] {
     auto state = self.lock();
-    return state && state->failed_ ? state->verdict_text() : std::string();
+    return state && state->failed_ ? state->verdict().cause : std::string();
   };
   store_ = c10::make_intrusive<JobStore>(channel_, prefix_, join_timeout_, failed);
 
@@ -146,16 +159,18 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
     }
   }
   auto name = options.name.empty() ? "world" + text : options.name;
-  auto fail = [&](std::string cause) {
+  auto fail = [&](Verdict verdict) {
     CommError::Details details;
     details.operation = "making a group";
     details.group = name;
     details.rank = context.rank;
     details.size = context.size();
-    details.cause = std::move(cause);
+    details.cause = std::move(verdict.cause);
+    details.kind = verdict.kind;
+    note_told();
     throw CommError(std::move(details));
   };
-  if (failed_) fail(verdict_text());
+  if (failed_) fail(verdict());
   Transports transports;
   try {
     transports = make_transports(backends_, context, threads_.get());
@@ -164,7 +179,9 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   } catch (const std::exception& error) {
     // The control plane knows more of a peer that is gone than the engine that could not reach it.
     if (dynamic_cast<const Error*>(&error) == nullptr) await_failure(milliseconds(500));
-    fail(failed_ ? verdict_text() : plain_text(error));
+    const auto* kinded = dynamic_cast<const Kinded*>(&error);
+    fail(failed_ ? verdict()
+                 : Verdict{plain_text(error), {}, kinded ? kinded->kind() : CommError::Kind::engine});
   }
   auto group =
       std::make_shared<GroupState>(shared_from_this(), std::move(name), prefix_ + context.group,
@@ -219,8 +236,7 @@ void WorldState::await_failure(milliseconds limit) {
     return;
   }
   // The verdict reaches the groups on the thread that hears it; here it must be known at once.
-  if (auto failure = client_->failure(limit))
-    judge({failure->text(), failure->rank >= 0 ? std::optional(failure->rank) : std::nullopt});
+  if (auto failure = client_->failure(limit)) judge(verdict_of(*failure));
 }
 
 namespace {
@@ -279,9 +295,50 @@ bool WorldState::stop_requested() {
   return threads_ ? threads_->stop_requested(identity_.rank) : stop_signal_came();
 }
 
-std::string WorldState::verdict_text() const {
+Verdict WorldState::verdict() const {
   std::lock_guard lock(mutex_);
-  return verdict_ ? verdict_->cause : std::string();
+  return verdict_.value_or(Verdict{});
+}
+
+bool WorldState::in_child() const { return shm::fork_generation() != generation_; }
+
+void WorldState::note_told() noexcept {
+  told_ = true;
+  if (fails_at_exit_.exchange(false)) fail_at_exit(false);
+}
+
+// In order: all that is under way, whether its Work is held or not. Nothing more is issued. After that, where no
+// call has thrown an error, the program must hear of operations that have failed.
+void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>>& groups, bool in_order) {
+  std::vector<std::shared_ptr<Pending>> all, dropped;
+  for (const auto& group : groups) {
+    auto under_way = group->shut();
+    std::move(under_way.all.begin(), under_way.all.end(), std::back_inserter(all));
+    std::move(under_way.dropped.begin(), under_way.dropped.end(), std::back_inserter(dropped));
+  }
+  for (auto nap = kFirstNap;; nap = std::min(2 * nap, kLongestNap)) {
+    // All of them: engines move what is asked for.
+    bool over = true;
+    for (const auto& pending : all) over = pending->done() && over;
+    if (over || !in_order) break;
+    for (const auto& group : groups) group->give_way();
+    std::this_thread::sleep_for(nap);
+  }
+  if (told_ || (in_threads() && failed_)) return;
+  for (const auto& pending : all) {
+    if (pending->failed())
+      log(LogLevel::error, "an operation that nobody waited for has failed: {}", pending->error().what());
+    else if (!pending->settled())
+      log(LogLevel::error,
+          "an operation that nobody waited for was not finished, because another has failed: {}",
+          describe(pending->call()));
+    else
+      continue;
+    if (!in_threads() && !fails_at_exit_.exchange(true)) fail_at_exit(true);
+  }
+  const auto lost =
+      std::find_if(dropped.begin(), dropped.end(), [](const auto& pending) { return pending->failed(); });
+  if (lost != dropped.end()) unheard_ = std::make_exception_ptr((*lost)->error());
 }
 
 void WorldState::close(bool in_order) noexcept {
@@ -293,6 +350,7 @@ void WorldState::close(bool in_order) noexcept {
     in_order = in_order && !failed_ && std::none_of(groups.begin(), groups.end(), [](const auto& group) {
                  return group->verdict().has_value();
                });
+    if (!unwinding) finish_operations(groups, in_order);
     for (auto group = groups.rbegin(); group != groups.rend(); ++group) (*group)->close(in_order);
     {
       std::lock_guard lock(mutex_);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -48,6 +49,11 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   void log_metric(std::string_view name, double value, std::optional<std::int64_t> step);
   bool stop_requested();
   void close(bool in_order) noexcept;
+  // A call has thrown a CommError: the program knows that something has failed.
+  void note_told() noexcept;
+  // After close(): the error of an operation whose Work was dropped, where ranks are threads and no call has
+  // thrown it.
+  std::exception_ptr unheard() const { return unheard_; }
 
   void add_observer(std::shared_ptr<Observer> observer);
   void remove_observer(const std::shared_ptr<Observer>& observer);
@@ -61,7 +67,9 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
  private:
   std::vector<std::shared_ptr<Observer>> observers() const;
   std::vector<std::shared_ptr<GroupState>> live_groups() const;
-  std::string verdict_text() const;
+  Verdict verdict() const;
+  bool in_child() const;
+  void finish_operations(const std::vector<std::shared_ptr<GroupState>>& groups, bool in_order);
 
   Identity identity_;
   const std::chrono::milliseconds timeout_, join_timeout_;
@@ -84,6 +92,9 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   mutable std::mutex mutex_;
   std::optional<Verdict> verdict_;
   std::atomic<bool> failed_ = false, closed_ = false;
+  std::atomic<bool> told_ = false, fails_at_exit_ = false;
+  std::exception_ptr unheard_;
+  const std::uint64_t generation_;  // of processes: another one in a child of fork()
   std::shared_ptr<GroupState> default_group_;
   std::vector<std::weak_ptr<GroupState>> groups_;
   std::map<std::string, int> group_counts_;  // how often a list of ranks was made into a group

@@ -24,6 +24,10 @@ TEST(Error, a_comm_error_tells_who_what_where_and_how_long) {
         "float32 [10, 4]", "grads", "train.cpp:42"})
     EXPECT_THAT(error.what(), HasSubstr(part));
   EXPECT_EQ(error.details().sequence, 1841u);
+  EXPECT_EQ(error.kind(), CommError::Kind::engine) << "where nothing more is known";
+  details.kind = CommError::Kind::peer_died;
+  EXPECT_EQ(CommError(details).kind(), CommError::Kind::peer_died);
+  EXPECT_EQ(name(CommError::Kind::peer_died), "peer_died");
 }
 
 TEST(Error, what_is_unknown_is_left_out) {

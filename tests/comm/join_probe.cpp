@@ -8,6 +8,7 @@
 #include <ctime>
 #include <fstream>
 #include <iostream>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -106,6 +107,40 @@ int work_alone(lockstep::World& world) {
   return 0;
 }
 
+// Rank 0 drops an operation whose partner never comes.
+int drop_one(lockstep::World& world) {
+  if (world.rank() == 0) {
+    auto dropped = world.group().recv(at::ones({3}), {.peer = 1, .timeout = std::chrono::milliseconds(300)});
+  }
+  std::cout << "dropped" << std::endl;
+  return 0;
+}
+
+// Rank 0 is left by an exception with an operation under way that nobody else comes to.
+int unwind(lockstep::World world) {
+  const bool here = world.rank() == 0;
+  std::optional<lockstep::Work> held;
+  try {
+    const auto mine = std::move(world);
+    if (here) {
+      held.emplace(mine.group().all_reduce(at::ones({3})));
+      throw std::runtime_error("a bug of the program's");
+    }
+    mine.group().barrier().wait();
+  } catch (const std::exception& error) {
+    std::cout << "caught: " << error.what() << std::endl;
+  }
+  if (!held) return 0;
+  const auto start = Clock::now();
+  try {
+    held->wait();
+  } catch (const lockstep::CommError& error) {
+    std::cout << name(error.kind()) << ": " << error.what() << std::endl;
+    return seconds_since(start) < kSoon ? 0 : 1;
+  }
+  return 1;
+}
+
 // Until rank 0 holds the agent of this host, whose socket has the master's address in its name.
 void await_agent() {
   const auto master = std::string(std::getenv("MASTER_ADDR")) + ":" + std::getenv("MASTER_PORT");
@@ -137,6 +172,8 @@ PROBE(join_probe) {
       std::cout << "joined again" << std::endl;
       return 0;
     }
+    if (what == "drop") return drop_one(world);
+    if (what == "unwind") return unwind(std::move(world));
     if (what == "late") return gather_late(world);
     if (what == "helpers") return have_helpers(world);
     if (what == "stays") return work_alone(world);

@@ -175,6 +175,33 @@ TEST(Join, children_of_a_rank_are_none) {
   }
 }
 
+TEST(Join, an_operation_that_was_dropped_and_failed_is_an_exit_status) {
+  for (const char* backend : {"shm", "gloo"}) {
+    const int port = free_port();
+    const auto outcomes =
+        run_together({probe(port, 0, 2, {}, {backend, "drop"}), probe(port, 1, 2, {}, {backend, "drop"})});
+    EXPECT_EQ(outcomes[0].status, 1) << outcomes[0].output;
+    EXPECT_THAT(outcomes[0].output,
+                AllOf(HasSubstr("dropped"), HasSubstr("nobody waited for has failed: recv")));
+    EXPECT_EQ(outcomes[1].status, 0) << outcomes[1].output;
+
+    const auto launched = run({{LOCKSTEP_PROGRAM, "run", "-n", "2", LOCKSTEP_JOIN_PROBE, backend, "drop"}});
+    EXPECT_EQ(launched.status, 1) << launched.output;
+    EXPECT_THAT(launched.output, HasSubstr("rank 0"));
+  }
+}
+
+TEST(Join, a_world_that_an_exception_leaves_waits_for_nothing) {
+  for (const char* backend : {"shm", "gloo"}) {
+    const int port = free_port();
+    const auto outcomes = run_together(
+        {probe(port, 0, 2, {}, {backend, "unwind"}), probe(port, 1, 2, {}, {backend, "unwind"})});
+    EXPECT_EQ(outcomes[0].status, 0) << outcomes[0].output;
+    EXPECT_THAT(outcomes[0].output, AllOf(HasSubstr("caught: a bug"), HasSubstr("stopped: all_reduce #1"),
+                                          HasSubstr("this rank is leaving")));
+  }
+}
+
 TEST(Join, who_holds_the_agent_stays_as_long_as_others_work) {
   const int port = free_port();
   const auto soon = short_join_timeout();

@@ -336,7 +336,7 @@ class Made final : public Transport {
     backend_->allreduce(nothing, {})->wait();
     opened_ = true;
   }
-  void interrupt(const std::string& cause) noexcept override { backend_->abort_with(cause); }
+  void interrupt(const std::string& cause, CommError::Kind) noexcept override { backend_->abort_with(cause); }
   void leave() noexcept override { backend_->inner().leave(); }
 
  private:

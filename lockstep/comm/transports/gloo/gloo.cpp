@@ -64,7 +64,7 @@ class GlooTransport final : public Transport {
 
   // Backend::abort() wakes nobody who waits in Gloo, and its destructor sits out the time limit; a
   // connection that ends wakes everybody. Never the listener: Gloo ends the process when that goes.
-  void interrupt(const std::string&) noexcept override {
+  void interrupt(const std::string&, CommError::Kind) noexcept override {
     for (const Connection& connection : connections_) shut_down(connection.socket);
   }
 

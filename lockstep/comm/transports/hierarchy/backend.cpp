@@ -135,6 +135,7 @@ class HierarchyTransport final : public PartTransport<HierarchyBackend> {
     }
   }
   std::string absent(std::uint64_t /*sequence*/) override { return own().lane()->absent(); }
+  bool is_awaited() override { return own().lane()->is_awaited(); }
 };
 
 }  // namespace

@@ -163,7 +163,7 @@ void C10dLinks::wake(Waiter& waiter, std::exception_ptr trouble) {
   try {
     waiter.work->abort();
   } catch (const std::exception&) {  // MPI's works end with the whole engine
-    transport_->interrupt("an operation has failed");
+    transport_->interrupt("an operation has failed", CommError::Kind::stopped);
   }
 }
 
@@ -176,7 +176,7 @@ void C10dLinks::interrupt(const std::string& cause) {
     transport = transport_.get();
     ++users_;
   }
-  transport->interrupt(cause);
+  transport->interrupt(cause, CommError::Kind::stopped);
   std::lock_guard lock(mutex_);
   // A send that is half written is not woken by the end of its connection.
   for (Waiter* waiter : waiters_) wake(*waiter, std::make_exception_ptr(shm::Interrupted(cause_)));

@@ -50,6 +50,7 @@ class Engine final : public detail::CollectiveEngine {
   void give_up() noexcept override;
   void interrupt(const std::string& cause) override;
   std::string absent() const override;
+  bool is_awaited() const override { return inside_.is_awaited(); }  // by a rank of this host
 
  private:
   struct Greeting;

@@ -47,6 +47,7 @@ class Inside {
   void interrupt(const std::string& cause) {
     if (engine_) engine_->interrupt(cause);
   }
+  bool is_awaited() const { return engine_ && engine_->is_awaited(); }
   std::string absent() const { return engine_ ? engine_->absent() : std::string(); }
 
  private:

@@ -61,7 +61,7 @@ class LocalTransport final : public Transport {
   }
   c10d::Backend& backend() override { return *backend_; }
   bool reduces(Dtype dtype, ReduceOp op) const override { return reducible(dtype, op); }
-  void interrupt(const std::string&) noexcept override {}  // nobody ever waits here
+  void interrupt(const std::string&, CommError::Kind) noexcept override {}  // nobody ever waits here
 
  private:
   const c10::intrusive_ptr<LocalBackend> backend_ = c10::make_intrusive<LocalBackend>();

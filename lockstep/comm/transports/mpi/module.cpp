@@ -164,7 +164,7 @@ class MpiTransport final : public Transport {
   // Of complex numbers too: without any_dtype, Group hands them over as pairs of real ones.
   bool reduces(Dtype dtype, ReduceOp op) const override { return reducible(dtype, op); }
 
-  void interrupt(const std::string& cause) noexcept override {
+  void interrupt(const std::string& cause, CommError::Kind) noexcept override {
     Progress::get().leave_mpi_alone();
     link_->fail(cause);
     Progress::get().works_failed();

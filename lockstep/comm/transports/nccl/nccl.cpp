@@ -96,7 +96,7 @@ class NcclTransport final : public Transport {
   bool reduces(Dtype dtype, ReduceOp op) const override { return nccl_reduces(dtype, op); }
 
   // ncclCommAbort may take its time: a thread of its own calls it, which keeps the backend alive.
-  void interrupt(const std::string&) noexcept override {
+  void interrupt(const std::string&, CommError::Kind) noexcept override {
     if (interrupted_.exchange(true)) return;
     interrupted_at_ = std::chrono::steady_clock::now();
     in_background([](Nccl& backend) { backend.abort(); });

@@ -162,6 +162,7 @@ class ShmTransport final : public PartTransport<ShmBackend> {
     }
   }
   std::string absent(std::uint64_t /*sequence*/) override { return own().absent(); }
+  bool is_awaited() override { return own().is_awaited(); }
 };
 
 }  // namespace

@@ -58,6 +58,7 @@ class ShmBackend : public PartBackend {
   void interrupt(const std::string& cause);
   void leave();
   std::string absent() const { return lane_->absent(); }
+  bool is_awaited() const { return lane_->is_awaited(); }
 
  protected:
   WorkPtr post(Request request) override;

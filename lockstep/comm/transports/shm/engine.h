@@ -35,9 +35,9 @@ class Memory {
 };
 
 // The ranks' calls differ: the same text on every rank, and nothing has been written.
-class Mismatch : public Error {
+class Mismatch : public detail::KindedError {
  public:
-  using Error::Error;
+  explicit Mismatch(const std::string& text) : KindedError(CommError::Kind::mismatch, text) {}
 };
 
 struct Source;  // where a rank's data is
@@ -62,6 +62,7 @@ class Engine final : public detail::CollectiveEngine {
   void give_up() noexcept override;
   void interrupt(const std::string& cause) override { meeting_.interrupt(cause); }
   std::string absent() const override { return meeting_.absent(); }
+  bool is_awaited() const override { return meeting_.is_awaited(); }
 
   Meeting& meeting() { return meeting_; }
 

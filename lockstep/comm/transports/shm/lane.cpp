@@ -160,6 +160,11 @@ bool Lane::is_idle() {
   return !busy_ && queue_.empty();
 }
 
+bool Lane::is_awaited() {
+  Lock lock(mutex_);
+  return !busy_ && queue_.empty() && !broken_ && engine_->is_awaited();
+}
+
 void Lane::close() {
   constexpr const char* kLeft = "the group has been left";
   Lock lock(mutex_);

@@ -31,7 +31,8 @@ class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane
   void interrupt(const std::string& cause);
   // Until all that was posted is done, or has failed.
   void drain();
-  bool is_idle();  // nothing is under way, but perhaps what is called at the end of it
+  bool is_awaited();  // a peer waits for an operation that this rank has not posted
+  bool is_idle();     // nothing is under way, but perhaps what is called at the end of it
   // No more is posted. What is under way is not waited for.
   void close();
   // Then: until its threads have let go of it. False at the limit.

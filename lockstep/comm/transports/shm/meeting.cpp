@@ -127,6 +127,13 @@ void Meeting::sleep(std::uint32_t bell, std::chrono::nanoseconds limit) {
   line.listens.fetch_sub(1, std::memory_order_relaxed);
 }
 
+bool Meeting::is_awaited() const {
+  const auto own = region_.line(rank_).arrived.load(std::memory_order_acquire);
+  for (int r = 0; r < ranks(); ++r)
+    if (region_.line(r).arrived.load(std::memory_order_acquire) > own) return true;
+  return false;
+}
+
 std::string Meeting::absent() const {
   std::vector<int> missing;
   std::vector<std::string> texts;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <lockstep/base/awake_clock.h>
+#include <lockstep/base/error.h>
 #include <lockstep/comm/transports/shm/futex.h>
 #include <lockstep/comm/transports/shm/region.h>
 
@@ -23,17 +24,18 @@ namespace lockstep::shm {
 using Clock = detail::AwakeClock;  // deadlines do not pass while this rank is stopped
 
 // Why a wait ended without what it waited for. The group is of no use afterwards.
-class Interrupted : public std::runtime_error {
+class Interrupted : public std::runtime_error, public detail::Kinded {
  public:
-  using runtime_error::runtime_error;
+  explicit Interrupted(const std::string& text) : runtime_error(text), Kinded(CommError::Kind::stopped) {}
 };
-class TimedOut : public std::runtime_error {
+class TimedOut : public std::runtime_error, public detail::Kinded {
  public:
-  using runtime_error::runtime_error;
+  explicit TimedOut(const std::string& text) : runtime_error(text), Kinded(CommError::Kind::deadline) {}
 };
-class PeerLost : public std::runtime_error {
+class PeerLost : public std::runtime_error, public detail::Kinded {
  public:
-  PeerLost(int lost, const std::string& text) : runtime_error(text), rank(lost) {}
+  PeerLost(int lost, const std::string& text)
+      : runtime_error(text), Kinded(CommError::Kind::peer_died), rank(lost) {}
   const int rank;  // as it is called
 };
 
@@ -85,6 +87,9 @@ class Meeting {
   // This rank comes no more: kLeft, or kFailed where it has given up what others are in. Whoever waits for it
   // gets PeerLost.
   void leave(std::uint32_t how = Line::kLeft);
+  // A peer has come to a step that this rank has not: while no operation of this rank is under way, to one that
+  // it has not begun.
+  bool is_awaited() const;
   std::string absent() const;  // "rank 1 has not come": who keeps the others waiting
 
  private:

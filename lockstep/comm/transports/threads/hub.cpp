@@ -14,7 +14,9 @@ namespace {
 // What is reduced before it is copied to the other ranks: in the cache still when it is.
 constexpr std::size_t kChunkBytes = std::size_t{128} << 10;
 
-std::exception_ptr error_of(const std::string& text) { return std::make_exception_ptr(Error(text)); }
+std::exception_ptr error_of(CommError::Kind kind, const std::string& text) {
+  return std::make_exception_ptr(KindedError(kind, text));
+}
 
 void copy(void* to, const void* from, std::int64_t count, std::size_t item_size) {
   if (count > 0 && to != from) std::memmove(to, from, static_cast<std::size_t>(count) * item_size);
@@ -50,7 +52,7 @@ void Hub::post(int rank, Part part) {
   whereabouts_->note(ranks_[static_cast<std::size_t>(rank)], part.call);
   std::unique_lock lock(mutex_);
   if (!poison_.empty()) {
-    auto error = error_of(poison_);
+    auto error = error_of(poison_kind_, poison_);
     lock.unlock();
     return part.done(error, -1);
   }
@@ -72,12 +74,13 @@ void Hub::post(int rank, Part part) {
     for (const auto& each : meeting.parts) calls.push_back(&each->call);
     mismatch = find_mismatch(calls);
   }
-  if (mismatch) return fail_all(std::move(lock), *mismatch);
+  if (mismatch) return fail_all(std::move(lock), *mismatch, CommError::Kind::mismatch);
   if (!complete) {
     auto gone = std::find(left_.begin(), left_.end(), true);
     const auto who = static_cast<std::size_t>(gone - left_.begin());
     if (gone != left_.end() && !meeting.parts[who])
-      return fail_all(std::move(lock), fmt::format("rank {} has left the group", who));
+      return fail_all(std::move(lock), fmt::format("rank {} has left the group", who),
+                      CommError::Kind::peer_died);
     return;
   }
 
@@ -99,7 +102,7 @@ void Hub::post_point_to_point(int rank, std::int64_t tag, Part part) {
   const int peer = part.call.root;
   std::unique_lock lock(mutex_);
   if (!poison_.empty()) {
-    auto error = error_of(poison_);
+    auto error = error_of(poison_kind_, poison_);
     lock.unlock();
     return part.done(error, -1);
   }
@@ -112,7 +115,8 @@ void Hub::post_point_to_point(int rank, std::int64_t tag, Part part) {
   if (match == candidates.end()) {
     if (nobody_left(rank, peer)) {
       lock.unlock();
-      return part.done(error_of(peer == kAnySource ? std::string("every other rank has left the group")
+      return part.done(error_of(CommError::Kind::peer_died,
+                                peer == kAnySource ? std::string("every other rank has left the group")
                                                    : fmt::format("rank {} has left the group", peer)),
                        -1);
     }
@@ -125,8 +129,8 @@ void Hub::post_point_to_point(int rank, std::int64_t tag, Part part) {
   Part& receiver = sends ? other.part : part;
   const int source = sends ? rank : other.rank;
   if (auto mismatch = find_mismatch(sender.call, receiver.call)) {
-    fail_all(std::move(lock), *mismatch);
-    auto error = error_of(*mismatch);
+    fail_all(std::move(lock), *mismatch, CommError::Kind::mismatch);
+    auto error = error_of(CommError::Kind::mismatch, *mismatch);
     sender.done(error, -1);
     receiver.done(error, -1);
     return;
@@ -137,10 +141,12 @@ void Hub::post_point_to_point(int rank, std::int64_t tag, Part part) {
   receiver.done(nullptr, source);
 }
 
-void Hub::poison(const std::string& cause) { fail_all(std::unique_lock(mutex_), cause); }
+void Hub::poison(const std::string& cause, CommError::Kind kind) {
+  fail_all(std::unique_lock(mutex_), cause, kind);
+}
 
-void Hub::fail_all(std::unique_lock<std::mutex> lock, const std::string& cause) {
-  if (poison_.empty()) poison_ = cause;
+void Hub::fail_all(std::unique_lock<std::mutex> lock, const std::string& cause, CommError::Kind kind) {
+  if (poison_.empty()) poison_ = cause, poison_kind_ = kind;
   Finished failed;
   for (auto& [sequence, meeting] : meetings_)
     for (auto& part : meeting.parts)
@@ -150,7 +156,7 @@ void Hub::fail_all(std::unique_lock<std::mutex> lock, const std::string& cause) 
     for (auto& waiting : *list) failed.push_back(std::move(waiting.part));
     list->clear();
   }
-  auto error = error_of(poison_);
+  auto error = error_of(poison_kind_, poison_);
   lock.unlock();
   finish(std::move(failed), error);
 }
@@ -164,7 +170,13 @@ void Hub::leave(int rank) {
   auto waits = [&](const Waiting& waiting) { return nobody_left(waiting.rank, waiting.part.call.root); };
   if (awaited || std::any_of(sends_.begin(), sends_.end(), waits) ||
       std::any_of(receives_.begin(), receives_.end(), waits))
-    fail_all(std::move(lock), fmt::format("rank {} has left the group", rank));
+    fail_all(std::move(lock), fmt::format("rank {} has left the group", rank), CommError::Kind::peer_died);
+}
+
+bool Hub::is_awaited(int rank) const {
+  std::lock_guard lock(mutex_);
+  return std::any_of(meetings_.begin(), meetings_.end(),
+                     [&](const auto& entry) { return !entry.second.parts[static_cast<std::size_t>(rank)]; });
 }
 
 bool Hub::nobody_left(int rank, int peer) const {

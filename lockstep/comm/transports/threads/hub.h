@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/base/error.h>
 #include <lockstep/comm/part.h>
 
 namespace lockstep::detail {
@@ -43,7 +44,9 @@ class Hub {
   void post_point_to_point(int rank, std::int64_t tag, Part part);  // call.root is the peer or kAnySource
 
   // Ends every pending and every later part with an error.
-  void poison(const std::string& cause);
+  void poison(const std::string& cause, CommError::Kind kind = CommError::Kind::stopped);
+  // Another rank has come to a collective that this one has not posted.
+  bool is_awaited(int rank) const;
   // The rank will post no more: whoever waits for it gets an error at once.
   void leave(int rank);
   // Who has not come to the collective, and where it was last; after a failure, its cause.
@@ -61,7 +64,7 @@ class Hub {
   };
   using Finished = std::vector<Part>;
 
-  void fail_all(std::unique_lock<std::mutex> lock, const std::string& cause);
+  void fail_all(std::unique_lock<std::mutex> lock, const std::string& cause, CommError::Kind kind);
   static void finish(Finished parts, const std::exception_ptr& error);
   static void execute(Meeting& meeting);
   // Who could still answer rank's message to or from peer has left.
@@ -71,6 +74,7 @@ class Hub {
   const std::shared_ptr<Whereabouts> whereabouts_;
   mutable std::mutex mutex_;
   std::string poison_;  // empty: alive
+  CommError::Kind poison_kind_ = CommError::Kind::stopped;
   std::vector<bool> left_;
   std::vector<std::uint64_t> next_;  // each rank's next collective
   std::map<std::uint64_t, Meeting> meetings_;

@@ -17,7 +17,8 @@ class ThreadsBackend final : public PartBackend {
   }
   ~ThreadsBackend() override { hub_->leave(rank_); }
 
-  void interrupt(const std::string& cause) { hub_->poison(cause); }
+  void interrupt(const std::string& cause, CommError::Kind kind) { hub_->poison(cause, kind); }
+  bool is_awaited() const { return hub_->is_awaited(rank_); }
   void leave() { hub_->leave(rank_); }
   std::string absent(std::uint64_t sequence) const { return hub_->absent(sequence); }
   const std::string getBackendName() const override { return "threads"; }
@@ -43,6 +44,7 @@ class ThreadsTransport final : public PartTransport<ThreadsBackend> {
  public:
   using PartTransport::PartTransport;
   std::string absent(std::uint64_t sequence) override { return own().absent(sequence); }
+  bool is_awaited() override { return own().is_awaited(); }
 };
 
 }  // namespace
