@@ -23,6 +23,7 @@ void GroupState::refuse_within_coalesce(std::string_view what) const {
 
 void GroupState::coalesce(const std::function<void()>& calls) {
   refuse_within_coalesce("coalesce");
+  refuse_in_child({.operation = Operation::barrier, .rank = rank_, .size = size(), .group = name_});
   // An engine has one batch at a time, whichever thread calls: nobody else's come between.
   const std::scoped_lock order(issue_mutex_, message_mutex_);
   coalescing() = this;

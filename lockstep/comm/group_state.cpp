@@ -171,6 +171,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   call.group_key = key_;
   call.rank = rank_;
   call.size = size();
+  refuse_in_child(call);
   const Span span(SpanKind::wait, lockstep::name(call.operation), call.bytes);
   const bool batched = coalescing() == this;  // and has the mutexes
   if (!batched) refuse_within_coalesce(lockstep::name(call.operation));
@@ -300,6 +301,7 @@ void GroupState::fail(Verdict verdict) noexcept {
 }
 
 bool GroupState::judge(Verdict verdict) noexcept {
+  if (in_child()) return false;
   std::lock_guard lock(state_mutex_);
   if (verdict_) return false;
   verdict_ = std::move(verdict);
@@ -308,6 +310,7 @@ bool GroupState::judge(Verdict verdict) noexcept {
 }
 
 void GroupState::wake() noexcept {
+  if (in_child()) return;
   Transports engines;
   Verdict verdict;
   {
@@ -425,6 +428,13 @@ void GroupState::give_way() noexcept {
 }
 
 void GroupState::close(bool in_order) noexcept {
+  // The engines' threads are the parent's, and so is what they hold: they stay as they are.
+  if (in_child()) {
+    new Transports(std::move(transports_));
+    new std::list(std::move(dropped_));
+    static_cast<void>(device_watch_.release());
+    return;
+  }
   std::list<std::shared_ptr<Pending>> dropped;
   {
     std::lock_guard lock(state_mutex_);

@@ -122,6 +122,7 @@ void Pending::wait(std::optional<milliseconds> limit) {
 void Pending::await(std::optional<milliseconds> limit) {
   auto deadline = limit ? std::min(deadline_, Clock::now() + checked_timeout(*limit)) : deadline_;
   if (!settled()) {
+    group_->refuse_in_child(call());
     if (held_.load(std::memory_order_acquire))
       throw ConfigError(fmt::format(
           "{} #{} of group '{}' cannot be waited for within coalesce: it begins when coalesce returns",
@@ -285,6 +286,7 @@ Pending::Failure Pending::failure_of(const std::exception& error, Clock::time_po
 
 bool Pending::done() {
   if (settled()) return true;
+  group_->refuse_in_child(call());
   if (held_.load(std::memory_order_acquire)) return false;
   if (needs_watching()) {
     if (!watched_.exchange(true)) group_->watch(shared_from_this());
@@ -397,7 +399,11 @@ Work& Work::operator=(Work&& other) noexcept {
 Work::~Work() { drop(); }
 
 void Work::drop() noexcept {
-  if (pending_ && !pending_->settled()) pending_->group().adopt(pending_);
+  // In a forked child the engine that has it is the parent's, and is left alone.
+  if (pending_ && !pending_->settled() && pending_->group().in_child())
+    new std::shared_ptr(pending_);
+  else if (pending_ && !pending_->settled())
+    pending_->group().adopt(pending_);
   pending_.reset();
 }
 

@@ -203,6 +203,7 @@ std::vector<std::shared_ptr<GroupState>> WorldState::live_groups() const {
 }
 
 void WorldState::fail(Verdict verdict) noexcept {
+  if (in_child()) return;
   try {
     if (judge(std::move(verdict))) wake();
   } catch (const std::exception& error) {
@@ -342,6 +343,11 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
 }
 
 void WorldState::close(bool in_order) noexcept {
+  // In a child the World is its parent's: what it holds is left alone.
+  if (in_child()) {
+    new auto(default_group_);
+    return;
+  }
   if (closed_.exchange(true)) return;
   const bool unwinding = !in_order;
   observe([](Observer& observer) { observer.leaving(); });

@@ -1,4 +1,8 @@
-// What becomes of operations when their World is left, and which kind a CommError is of. Each test makes Worlds of its own, so these run apart from the other suites. Two ranks.
+// What becomes of operations when their World is left, of a process that is forked from a rank, and which kind a
+// CommError is of. Each test makes Worlds of its own, so these run apart from the other suites. Two ranks.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <latch>
@@ -19,6 +23,13 @@ class Leaving : public ::testing::Test {
   }
 };
 using Kinds = Leaving;
+class Fork : public Leaving {
+ protected:
+  void SetUp() override {
+    Leaving::SetUp();
+    if (test_device().is_cuda() || by_nccls_rules()) GTEST_SKIP() << "CUDA does not work in a forked process";
+  }
+};
 
 // A World for the body, and nobody else's.
 void in_a_world(const std::function<void(World&)>& body) {
@@ -183,6 +194,94 @@ TEST_F(Kinds, stopped) {
   } catch (const CommError& error) {  // of the rank that was left alone
     ADD_FAILURE() << error.what();
   }
+}
+
+// What a child of fork() says of a call.
+std::string child_says(const std::function<std::string()>& call) {
+  int ends[2];
+  if (::pipe(ends) != 0) return "no pipe";
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const auto text = call();
+    [[maybe_unused]] const auto written = ::write(ends[1], text.data(), text.size());
+    ::_exit(0);
+  }
+  ::close(ends[1]);
+  std::string text(10'000, '\0');
+  std::size_t size = 0;
+  while (size < text.size()) {
+    const auto n = ::read(ends[0], text.data() + size, text.size() - size);
+    if (n <= 0) break;
+    size += static_cast<std::size_t>(n);
+  }
+  ::close(ends[0]);
+  text.resize(size);
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return status == 0 ? text : text + " (status " + std::to_string(status) + ")";
+}
+
+std::string caught(const std::function<void()>& call) {
+  try {
+    call();
+    return "no error\n";
+  } catch (const CommError& error) {
+    return std::string(name(error.kind())) + ": " + error.what() + "\n";
+  } catch (const std::exception& error) {
+    return std::string("another error: ") + error.what() + "\n";
+  }
+}
+
+TEST_F(Fork, a_child_is_refused_and_the_job_goes_on) {
+  std::latch forked(2);
+  in_a_world([&](World& world) {
+    auto group = world.group();
+    auto tensor = at::ones({100}, on()), message = at::zeros({3}, on());
+    group.all_reduce(tensor).wait();
+    if (world.rank() == 0) {
+      // Under way, and not to be completed before the child has ended.
+      auto pending = group.recv(message, {.peer = 1});
+      const auto said = child_says([&] {
+        std::string text;
+        text += caught([&] { group.all_reduce(tensor).wait(); });
+        text += caught([&] { group.barrier().wait(); });
+        text += caught([&] { group.send(tensor, {.peer = 1}).wait(); });
+        text += caught([&] { pending.wait(); });
+        text += caught([&] { pending.wait(milliseconds(10)); });
+        text += caught([&] { (void)pending.done(); });
+        text += caught([&] { group.coalesce([] {}); });
+        world.fail("a child's word", 1);
+        world.step(7);
+        { auto dropped = std::move(pending); }
+        auto mine = std::move(world);
+        return text;
+      });
+      EXPECT_THAT(said, ContainsRegex("all_reduce .*this process was forked from rank 0"));
+      std::size_t refusals = 0;
+      for (auto at = said.find("engine: "); at != std::string::npos; at = said.find("engine: ", at + 1))
+        ++refusals;
+      EXPECT_EQ(refusals, 7u) << said;
+      EXPECT_THAT(said, Not(HasSubstr("status")));
+      if (ranks_are_threads())
+        forked.count_down();
+      else
+        world.group({0, 1}).barrier().wait();
+      pending.wait();
+      EXPECT_SAME(message, at::full({3}, 5.0, on()));
+    } else {
+      if (ranks_are_threads())
+        forked.arrive_and_wait();
+      else
+        world.group({0, 1}).barrier().wait();
+      group.send(at::full({3}, 5.0, on()), {.peer = 0}).wait();
+    }
+    if (ranks_are_threads() && world.rank() == 0) forked.wait();
+    for (int i = 0; i < 10; ++i) {
+      auto again = at::ones({10}, on());
+      group.all_reduce(again).wait();
+      EXPECT_SAME(again, at::full({10}, 2.0, on()));
+    }
+  });
 }
 
 }  // namespace

@@ -168,6 +168,7 @@ class CudaIpcBackend final : public PartBackend {
 
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
   void interrupt(const std::string& cause) {
+    if (shm::fork_generation() != generation_) return;
     interrupted_ = true;
     lane_->interrupt(cause);
     mail_->interrupt(cause);

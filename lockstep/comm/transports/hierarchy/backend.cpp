@@ -74,6 +74,7 @@ class HierarchyBackend final : public PartBackend {
   bool is_own() const { return shm::fork_generation() == generation_; }
   const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
   void interrupt(const std::string& cause) {
+    if (!is_own()) return;
     lane_->interrupt(cause);
     links_->interrupt(cause);
     mail_->interrupt(cause);

@@ -137,6 +137,7 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
 }
 
 void ShmBackend::interrupt(const std::string& cause) {
+  if (!is_own()) return;
   lane_->interrupt(cause);
   messages_->interrupt(cause);
 }

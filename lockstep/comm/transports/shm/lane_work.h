@@ -7,6 +7,7 @@
 
 #include <lockstep/comm/engine_work.h>
 #include <lockstep/comm/part_backend.h>
+#include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/transports/shm/lane.h>
 
 namespace lockstep::detail {
@@ -44,6 +45,8 @@ class LaneWork : public EngineWork {
 
   bool wait(std::chrono::milliseconds timeout) override {
     if (!isCompleted()) {
+      TORCH_CHECK(shm::fork_generation() == generation_,
+                  "a process that was forked from a rank cannot wait for the rank's operations");
       const auto limit = timeout > std::chrono::milliseconds(0)
                              ? timeout
                              : std::chrono::milliseconds(std::chrono::hours(24 * 365));
@@ -55,6 +58,7 @@ class LaneWork : public EngineWork {
 
  private:
   const std::shared_ptr<Engine> engine_;
+  const std::uint64_t generation_ = shm::fork_generation();
   const bool abandons_shared_only_;
   ItemPtr item_;
 };
