@@ -33,6 +33,7 @@ namespace lockstep {
 namespace detail {
 class GroupState;
 class ModelScope;
+class Refusal;
 
 // What its bytes say all of. Text goes by its own overload; a pointer means nothing to another process.
 template <typename T>
@@ -162,6 +163,7 @@ class Group {
 
  private:
   friend class detail::ModelScope;
+  friend class detail::Refusal;
   std::shared_ptr<detail::GroupState> state_;
 };
 

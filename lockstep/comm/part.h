@@ -20,9 +20,9 @@ constexpr int kAnySource = -1;
 
 // A rank found its own call wrong and came to the others with nothing but that: the same text on every rank.
 // Nothing has been written, and the engine goes on with the next operation.
-class Refused : public Error {
+class Refused : public KindedError {
  public:
-  using Error::Error;
+  explicit Refused(const std::string& text) : KindedError(CommError::Kind::stopped, text) {}
 };
 
 // One rank's share of an operation. Buffers are dense and live until `done` has been called.

@@ -99,6 +99,11 @@ void Pending::post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs, c10::Ar
   engine.post({shared_from_this(), &item_}, false);
 }
 
+void Pending::post_refusal(PartEngine& engine, std::string text) {
+  item_.part.refusal = std::move(text);
+  post(engine, {}, {});
+}
+
 void Pending::wait_for_part(Clock::time_point deadline) {
   if (!item_.finished.load(std::memory_order_acquire)) {
     parts_->wait(item_, deadline);
@@ -277,7 +282,7 @@ Pending::Failure Pending::failure_of(const std::exception& error, Clock::time_po
   }
   if (Clock::now() < deadline || kind == CommError::Kind::mismatch ||
       dynamic_cast<const NotMet*>(&error) != nullptr)
-    return {plain_text(error), kind};
+    return {plain_text(error), kind, dynamic_cast<const Refused*>(&error) != nullptr};
   auto cause = fmt::format("it was not complete within {:.3f} s, its deadline",
                            duration<double>(deadline - start_).count());
   auto absent = point_to_point(call().operation) ? "" : transport_->absent(call().sequence);
@@ -333,7 +338,7 @@ void Pending::settle_complete() {
 }
 
 void Pending::settle_failed(Failure failure) {
-  auto& [cause, kind] = failure;
+  auto& [cause, kind, refused] = failure;
   const auto elapsed = Clock::now() - start_;
   const auto peer = error_.peer;  // known already where a connection has ended
   error_ = details_of(call());
@@ -345,11 +350,17 @@ void Pending::settle_failed(Failure failure) {
   if (auto verdict = group_->verdict()) {
     cause = verdict->cause;
     kind = verdict->kind;
+    refused = false;
     if (auto place = group_->place_of(verdict->rank)) error_.peer = place;
   }
   error_.cause = cause;
   error_.kind = kind;
   group_->note_end(call(), record, true);  // the program may catch the error and go on
+  if (refused) {                           // nothing was read or written, and the next operation can succeed
+    keep.clear();
+    state_.store(State::failed, std::memory_order_release);
+    return;
+  }
   group_->fail({fmt::format("{} #{} at {} failed: {}", name(call().operation), call().sequence,
                             site_text(call()), cause),
                 std::nullopt, kind});

@@ -32,6 +32,8 @@ class Pending : public std::enable_shared_from_this<Pending> {
   // In place of works, for an engine that takes parts. Tensors are dense and kept; one tensor where the call
   // has a table of sizes stands for its pieces.
   void post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs);
+  // Takes part with nothing but the reason for not taking part (refusal.h).
+  void post_refusal(PartEngine& engine, std::string text);
 
   std::chrono::steady_clock::time_point begun() const { return moment_.steady; }
   const Call& call() const { return item_.part.call; }
@@ -85,6 +87,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
   struct Failure {
     std::string cause;
     CommError::Kind kind;
+    bool refused = false;  // by this rank or a peer: the group lives
   };
   Failure failure_of(const std::exception& error, Clock::time_point deadline);
   void settle_complete();

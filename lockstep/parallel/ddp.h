@@ -106,6 +106,11 @@ class DdpBase {
   // held before the sum. Every rank calls it; nothing is sent.
   void discard_micro_batches();
 
+  // After a backward pass that ended with an exception on some ranks and not on others: drops what it has left, on
+  // every rank, so that the next step begins clean. p.grad() is undefined then. Every rank calls it. Until then each
+  // step is an error. It needs a group that lives: on transports other than shared memory such a pass fails the group.
+  void discard();
+
   // Runs the body, in which this rank may make fewer steps than others, then takes part in what they still
   // do. Gradients are weighted by samples: those of batch_dim of the first tensor that went into forward, or
   // samples(). Inside, every rank that still has data makes the same kind of steps.

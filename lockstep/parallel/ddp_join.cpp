@@ -166,7 +166,7 @@ void DdpReducer::join(const std::function<void()>& body, const JoinOptions& opti
   told_samples_.reset();
   body();
   if (alone_) return;
-  if (in_round_) abandon_round();
+  check_passes(in_round_);
   while (announce(0, false)) follow(options);
   weight_.reset();
   if (!uneven_) return;
@@ -186,6 +186,7 @@ void DdpBase::sync_buffers() { reducer_->sync_buffers(0); }
 std::vector<std::int64_t> DdpBase::bucket_sizes() const { return reducer_->bucket_sizes(); }
 DdpCounts DdpBase::counts() const { return reducer_->counts(); }
 std::shared_ptr<ParameterShards> DdpBase::shard(bool share_weights) { return reducer_->shard(share_weights); }
+void DdpBase::discard() { reducer_->discard(); }
 void DdpBase::discard_micro_batches() { reducer_->discard_micro_batches(); }
 void DdpBase::before_forward(const std::vector<at::Tensor>& inputs) { reducer_->before_forward(inputs); }
 void DdpBase::after_forward(const std::vector<at::Tensor>& outputs) { reducer_->after_forward(outputs); }

@@ -37,7 +37,7 @@ std::shared_ptr<DdpReducer> make_reducer(std::shared_ptr<torch::nn::Module> modu
 
 void DdpReducer::before_forward(const std::vector<at::Tensor>& inputs) {
   if (!at::GradMode::is_enabled()) return;
-  if (torch::autograd::get_current_graph_task_id() == -1 && in_round_) abandon_round();
+  if (torch::autograd::get_current_graph_task_id() == -1) check_passes(in_round_);
   if (no_sync_ > 0 && options_.micro_batches > 1)
     throw ConfigError(
         "no_sync() is not allowed with micro_batches above 1: both put off communication, use one of them");
@@ -46,7 +46,13 @@ void DdpReducer::before_forward(const std::vector<at::Tensor>& inputs) {
   note_samples(inputs);
   note_inputs(inputs);
   if (shards_) shards_->note_versions();
-  if (options_.reduce_in_backward && sync_) before_step();
+  if (!options_.reduce_in_backward || !sync_) return;
+  try {
+    before_step();
+  } catch (const CommError& error) {
+    learn_of_broken_pass(error);
+    throw;
+  }
 }
 
 void DdpReducer::before_step() {
@@ -77,7 +83,7 @@ void DdpReducer::after_forward(const std::vector<at::Tensor>& outputs) {
 // A backward pass has come to what forward returned.
 void DdpReducer::on_output(bool sync) {
   std::lock_guard lock(mutex_);
-  if (in_round_ && round_.expired()) abandon_round();
+  check_passes(in_round_ && round_.expired());
   // Also of a pass that does not communicate: what it leaves is added to, and reduced later.
   if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
   if (!sync) {
@@ -137,20 +143,6 @@ void DdpReducer::begin_round() {
   told_samples_.reset();
 }
 
-// The pass before this one was left by an exception.
-void DdpReducer::abandon_round() {
-  const auto reduced = launched_;
-  reset_round();
-  forget_micro_batches(/*restore=*/false);  // gradients may have been zeroed meanwhile
-  if (reduced > 0)
-    throw Error(
-        fmt::format("the backward pass before this one ended early, when {} of {} buckets had been given to "
-                    "all_reduce: the ranks are "
-                    "no longer in step. Make a new DistributedDataParallel on every rank (and a new "
-                    "DistributedOptimizer, where there is one), or end the job",
-                    reduced, buckets_.size()));
-}
-
 // restore: gradients are what they were before the first of them; else there are none.
 void DdpReducer::forget_micro_batches(bool restore) {
   micro_batch_ = 0;
@@ -207,7 +199,7 @@ void DdpReducer::prepare_gradients() {
 // Autograd is about to add a gradient to p.grad().
 void DdpReducer::before_gradient(std::size_t index) {
   std::lock_guard lock(mutex_);
-  if (in_round_ && round_.expired()) abandon_round();
+  check_passes(in_round_ && round_.expired());
   prepare_gradients();
   if (options_.micro_batches > 1 && sync_) set_aside(params_[index]);
 }
@@ -249,7 +241,7 @@ void DdpReducer::on_gradient(std::size_t index, const at::Tensor& given) {
     param.used = true;
     return;
   }
-  if (in_round_ && round_.expired()) abandon_round();
+  check_passes(in_round_ && round_.expired());
   if (!in_round_ && (!sync_ || unsynced_task_ == torch::autograd::get_current_graph_task_id())) {
     param.used = true;
     return;
@@ -290,6 +282,7 @@ void DdpReducer::reduce_now() {
   if (joining_) throw ConfigError("reduce() is not allowed inside join()");
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
+  check_passes(false);
   if (!model_change().empty()) {
     follow_model();
     for (auto& param : params_) param.used = param.used || param.tensor.grad().defined();
@@ -310,7 +303,12 @@ void DdpReducer::reduce_now() {
     }
     settle(/*last=*/true);
     ++rounds_;
+  } catch (const CommError& error) {
+    learn_of_broken_pass(error);
+    reset_round();
+    throw;
   } catch (...) {
+    note_broken_pass();
     reset_round();
     throw;
   }
@@ -327,7 +325,13 @@ void DdpReducer::end_round() {
     micro_batch_ = last ? 0 : micro_batch_ + 1;
     if (last) ++rounds_;
     if (last && joining_ && options_.broadcast_buffers) sync_buffers(last_active_);
+  } catch (const CommError& error) {
+    learn_of_broken_pass(error);
+    reset_round();
+    forget_micro_batches(/*restore=*/true);
+    throw;
   } catch (...) {
+    note_broken_pass();
     reset_round();
     forget_micro_batches(/*restore=*/true);
     throw;

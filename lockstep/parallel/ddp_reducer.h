@@ -43,6 +43,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void no_sync(bool begin) { no_sync_ += begin ? 1 : -1; }
   void reduce_now();
   void discard_micro_batches();
+  void discard();
   void join(const std::function<void()>& body, const JoinOptions& options);
   void samples(std::int64_t count);
   void set_hook(CommHook hook);
@@ -95,6 +96,13 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
     bool requires_grad;
     const void* accumulator = nullptr;
   };
+  // A backward pass that ended with an exception, here or on another rank, when the ranks were not all at its end.
+  struct BrokenPass {
+    std::string text;
+    std::optional<std::size_t> missing;  // collectives that the peers still issue in it, if known
+    std::vector<Work> started;
+    bool known_to_all = false;
+  };
   // What ranks exchange at the start of a round inside join().
   struct Announcement {
     std::int64_t samples = 0;
@@ -113,9 +121,16 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void before_step();
   void begin_round();
   void end_round();
-  void abandon_round();
   void reset_round();
   void forget_micro_batches(bool restore);
+
+  // ddp_broken_pass.cpp
+  void abandon_round();
+  void note_broken_pass();
+  std::optional<std::size_t> missing_collectives() const;
+  void check_passes(bool ended);
+  void report_broken_pass();
+  void learn_of_broken_pass(const CommError& error);
 
   // ddp_parameters.cpp
   void find_parameters();
@@ -193,6 +208,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   int no_sync_ = 0;
   bool sync_ = true;  // as the last forward found it
 
+  std::optional<BrokenPass> broken_;
   bool in_round_ = false;
   std::weak_ptr<int> round_;  // expired: the pass has ended
   int unsynced_task_ =

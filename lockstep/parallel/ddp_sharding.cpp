@@ -18,7 +18,7 @@ Work DdpReducer::reduce(const at::Tensor& buffer, const Bucket& bucket) {
 
 std::shared_ptr<ParameterShards> DdpReducer::shard(bool share_weights) {
   std::lock_guard lock(mutex_);
-  if (in_round_ && round_.expired()) abandon_round();
+  check_passes(in_round_ && round_.expired());
   if (in_round_) throw ConfigError("a DistributedOptimizer cannot be made inside a backward pass");
   if (shards_)
     throw ConfigError("this DistributedDataParallel has a DistributedOptimizer already: one is allowed");

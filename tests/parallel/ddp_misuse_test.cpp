@@ -1,6 +1,10 @@
 // What programs do to a model or to gradients behind DistributedDataParallel's back: it works, or is an error before
 // an update can be wrong.
+#include <numeric>
 #include <sstream>
+#include <stdexcept>
+
+#include <fmt/format.h>
 
 #include "parallel/models.h"
 #include "support/ranks.h"
@@ -302,6 +306,103 @@ TEST(DdpMisuse, a_gradient_penalty_works_as_the_error_about_create_graph_says) {
     }
     EXPECT_THAT(error_of<ConfigError>([&] { ddp(rows_of(0)).sum().backward({}, std::nullopt, true); }),
                 HasSubstr("torch::autograd::grad"));
+  });
+}
+
+// ---- backward passes that end with an exception on some ranks -------------------------------------------------
+
+struct ThrowsBelow : torch::autograd::Function<ThrowsBelow> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list) {
+    throw std::runtime_error("as planned");
+  }
+};
+
+struct RaggedImpl : torch::nn::Module {
+  RaggedImpl() : first(6, 9), norm(9), second(9, 3) {
+    register_module("first", first);
+    register_module("norm", norm);
+    register_module("second", second);
+    fill_parameters(*this, 800);
+  }
+  // How far backward comes on this rank: nowhere, past the second layer, to the end.
+  at::Tensor forward(const at::Tensor& x, int reach) {
+    auto y = first(x);
+    if (reach == 1) y = ThrowsBelow::apply(y);
+    y = second(norm(y));
+    return reach == 0 ? ThrowsBelow::apply(y) : y;
+  }
+  torch::nn::Linear first;
+  torch::nn::BatchNorm1d norm;
+  torch::nn::Linear second;
+};
+TORCH_MODULE(Ragged);
+
+TEST(DdpMisuse, a_pass_that_fails_on_one_rank_is_an_error_on_all_until_it_is_discarded) {
+  on_every_rank([](World& world) {
+    if (world.size() == 1 || world.group().backend() != "shm") return;
+    const int last = world.size() - 1;
+    for (const bool unused : {false, true})
+      for (const bool buffers : {false, true})
+        for (const int parts : {1, 2})
+          for (const int reach : {0, 1})
+            for (const int warm : {0, 2}) {
+              Ragged model;
+              DistributedDataParallel ddp(model, world.group(),
+                                          {.bucket_bytes = 100,
+                                           .first_bucket_bytes = 50,
+                                           .broadcast_buffers = buffers,
+                                           .find_unused_parameters = unused,
+                                           .micro_batches = parts});
+              const auto step = [&](int reach_of_last) {
+                for (int part = 0; part < parts; ++part)
+                  ddp(rows_of(world.rank() + part), world.rank() == last ? reach_of_last : 2)
+                      .square()
+                      .mean()
+                      .backward();
+              };
+              for (int i = 0; i < warm; ++i) step(2), model->zero_grad();
+              const auto what = fmt::format("{} {} {} {} {}", unused, buffers, parts, reach, warm);
+              if (world.rank() == last) {
+                EXPECT_THAT(error_of<std::runtime_error>([&] { step(reach); }), HasSubstr("as planned"))
+                    << what;
+              } else {
+                EXPECT_THAT(error_of<CommError>([&] { step(2); }),
+                            HasSubstr(fmt::format("a backward pass of rank {} ended", last)))
+                    << what;
+              }
+              for (int i = 0; i < 2; ++i)
+                EXPECT_THAT(error_of<Error>([&] { step(2); }), HasSubstr("ddp.discard() on every rank"))
+                    << what;
+              ddp.discard();
+              for (int i = 0; i < 2; ++i) step(2), model->zero_grad();
+              check_replicas(*model, world.group());
+              step(2);
+              Ragged fresh;
+              DistributedDataParallel reference(fresh, world.group(),
+                                                {.broadcast_buffers = buffers, .micro_batches = parts});
+              for (int part = 0; part < parts; ++part)
+                reference(rows_of(world.rank() + part), 2).square().mean().backward();
+              EXPECT_TRUE(all_close(gradients_of(*model), gradients_of(*fresh), 1e-5)) << what;
+            }
+  });
+}
+
+TEST(DdpMisuse, a_pass_that_fails_on_one_rank_fails_the_group_where_it_cannot_refuse) {
+  on_every_rank([](World& world) {
+    if (world.size() == 1 || world.group().backend() != "threads") return;
+    std::vector<int> all(static_cast<std::size_t>(world.size()));
+    std::iota(all.begin(), all.end(), 0);
+    auto group = world.group(all);
+    Ragged model;
+    DistributedDataParallel ddp(model, group, {.broadcast_buffers = false});
+    const auto step = [&](int reach) { ddp(rows_of(world.rank()), reach).square().mean().backward(); };
+    step(2);
+    if (world.rank() == 0) {
+      EXPECT_THAT(error_of<std::runtime_error>([&] { step(0); }), HasSubstr("as planned"));
+    }
+    EXPECT_THAT(error_of<CommError>([&] { step(2); }), HasSubstr("ddp broken pass"));
   });
 }
 
