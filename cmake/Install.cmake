@@ -43,11 +43,13 @@ foreach(header
     parallel/ddp.h
     parallel/ddp_bucket.h
     parallel/ddp_hooks.h
+    parallel/module_call.h
     parallel/pipeline.h
     parallel/pipeline_schedule.h
     parallel/pipeline_stage.h
     parallel/placed.h
     parallel/replicas.h
+    parallel/script_module.h
     parallel/sync_batch_norm.h
     parallel/tensor_parallel.h
     parallel/tensor_parallel_layers.h

@@ -8,6 +8,8 @@
 //   optimizer.step();                                   // any optimizer, unchanged
 //
 // Every rank makes it with the same model and options, and then does the same synchronised backward passes.
+// The model is a module holder, a shared_ptr to a module, an AnyModule or a torch::jit::Module. A module object
+// (`Net` derived from torch::nn::Module) is not copied: it must outlive this, and a temporary does not compile.
 // The model keeps its parameters: an optimizer may be made before or after. Gradients lie in buckets that
 // the transport reaches; communication overlaps the rest of backward, and is complete when it returns. Do not
 // keep a handle to p.grad() across steps: its memory is used again. One thread at a time.
@@ -27,6 +29,7 @@
 
 #include <lockstep/comm/group.h>
 #include <lockstep/parallel/ddp_bucket.h>
+#include <lockstep/parallel/module_call.h>
 #include <lockstep/parallel/tensors_in.h>
 #include <torch/nn/module.h>
 
@@ -88,15 +91,36 @@ class DdpBase {
   // Backward passes whose forward ran while the guard lives add to gradients without communication.
   class [[nodiscard]] NoSync {
    public:
-    explicit NoSync(std::shared_ptr<DdpReducer> reducer);
-    NoSync(const NoSync&) = delete;
-    NoSync& operator=(const NoSync&) = delete;
+    explicit NoSync(std::shared_ptr<DdpReducer> reducer);  // null: a guard of nothing
+    NoSync(NoSync&&) noexcept = default;
+    NoSync& operator=(NoSync&& other) noexcept;
     ~NoSync();
 
    private:
     std::shared_ptr<DdpReducer> reducer_;
   };
-  NoSync no_sync() { return NoSync(reducer_); }
+  NoSync no_sync(bool enabled = true) { return NoSync(enabled ? reducer_ : nullptr); }
+
+  // The model's own, so that code written for a module or a module holder takes this too.
+  void train(bool on = true) { model_->train(on); }
+  void eval() { model_->eval(); }
+  bool is_training() const { return model_->is_training(); }
+  std::vector<at::Tensor> parameters(bool recurse = true) const { return model_->parameters(recurse); }
+  torch::OrderedDict<std::string, at::Tensor> named_parameters(bool recurse = true) const {
+    return model_->named_parameters(recurse);
+  }
+  std::vector<at::Tensor> buffers(bool recurse = true) const { return model_->buffers(recurse); }
+  torch::OrderedDict<std::string, at::Tensor> named_buffers(bool recurse = true) const {
+    return model_->named_buffers(recurse);
+  }
+  void to(at::Device device, at::ScalarType dtype, bool non_blocking = false) {
+    model_->to(device, dtype, non_blocking);
+  }
+  void to(at::ScalarType dtype, bool non_blocking = false) { model_->to(dtype, non_blocking); }
+  void to(at::Device device, bool non_blocking = false) { model_->to(device, non_blocking); }
+  void zero_grad(bool set_to_none = true) { model_->zero_grad(set_to_none); }
+  // The model as LibTorch's base class; of a torch::jit::Module, a module with its parameters and buffers.
+  const std::shared_ptr<torch::nn::Module>& ptr() const { return model_; }
 
   // With {.reduce_in_backward = false}: averages what backward passes have left in p.grad() since the last
   // time. Every rank.
@@ -130,66 +154,100 @@ class DdpBase {
   std::shared_ptr<ParameterShards> shard(bool share_weights);
 
  protected:
-  explicit DdpBase(std::shared_ptr<DdpReducer> reducer) : reducer_(std::move(reducer)) {}
+  DdpBase(std::shared_ptr<torch::nn::Module> model, Group group, DdpOptions options)
+      : model_(std::move(model)), reducer_(make_reducer(model_, std::move(group), std::move(options))) {}
   void before_forward(const std::vector<at::Tensor>& inputs);
   void after_forward(const std::vector<at::Tensor>& outputs);
 
  private:
+  std::shared_ptr<torch::nn::Module> model_;
   std::shared_ptr<DdpReducer> reducer_;
 };
 
-template <typename M>
-struct is_shared : std::false_type {};
-template <typename T>
-struct is_shared<std::shared_ptr<T>> : std::true_type {};
-
 }  // namespace detail
 
-// M: a module holder (torch::nn::Sequential, one made by TORCH_MODULE, a Unit) or a shared_ptr to a module.
+// M: a module holder (torch::nn::Sequential, one made by TORCH_MODULE, a Unit), a shared_ptr to a module, a
+// module's class, torch::nn::AnyModule or torch::jit::Module.
 template <typename M>
 class DistributedDataParallel : public detail::DdpBase {
+  static constexpr bool kRefers = detail::module_object<M>;
+
  public:
   DistributedDataParallel(M module, Group group, DdpOptions options = {})
-      : DdpBase(detail::make_reducer(pointer(module), std::move(group), std::move(options))),
+    requires(!detail::module_object<M>)
+      : DdpBase(detail::module_pointer(module), std::move(group), std::move(options)),
         module_(std::move(module)) {}
+  DistributedDataParallel(M& module, Group group, DdpOptions options = {})
+    requires detail::module_object<M>
+      : DdpBase(detail::module_pointer(module), std::move(group), std::move(options)), module_(&module) {}
+  // The model would be gone before the first step.
+  DistributedDataParallel(M&& temporary, Group group, DdpOptions options = {})
+    requires detail::module_object<M>
+  = delete;
 
-  // Forward, with the module's own arguments. With gradients enabled it begins a step.
+  // Forward, with the model's own arguments. With gradients enabled it begins a step.
   template <typename... Args>
   decltype(auto) operator()(Args&&... args) {
-    std::vector<at::Tensor> inputs;
-    (detail::collect_tensors(args, inputs), ...);
-    before_forward(inputs);
-    decltype(auto) output = call(std::forward<Args>(args)...);
-    std::vector<at::Tensor> tensors;
-    detail::collect_tensors(output, tensors);
-    after_forward(tensors);
-    return output;
+    constexpr bool has_forward = detail::names_forward<detail::Callee<M>>;
+    constexpr bool fits = detail::forward_takes<M, Args...>;
+    static_assert(has_forward,
+                  "DistributedDataParallel: the model has no forward(), as ModuleList, ModuleDict and "
+                  "ParameterList have none: make it a member of a module that has one");
+    static_assert(!has_forward || fits,
+                  "DistributedDataParallel: the model's forward() does not take these arguments: pass what a "
+                  "call of the model itself takes");
+    if constexpr (has_forward && fits) {
+      before_forward(tensors_in(args...));
+      return watched<decltype(detail::call_forward(module(), std::forward<Args>(args)...))>(
+          detail::call_forward(module(), std::forward<Args>(args)...));
+    } else {
+      return at::Tensor();  // so that the compiler has no more to say
+    }
   }
   template <typename... Args>
   decltype(auto) forward(Args&&... args) {
     return (*this)(std::forward<Args>(args)...);
   }
+  // As an AnyModule is called whose forward does not return a tensor: forward<std::vector<at::Tensor>>(x).
+  template <typename Result, typename... Args>
+    requires detail::any_module<M>
+  Result forward(Args&&... args) {
+    before_forward(tensors_in(args...));
+    return watched<Result>(module().template forward<Result>(std::forward<Args>(args)...));
+  }
+  // As a torch::jit::Module is called: forward({x, y}).
+  c10::IValue forward(std::vector<c10::IValue> inputs)
+    requires detail::script_module<M>
+  {
+    return (*this)(std::move(inputs));
+  }
 
-  M& module() { return module_; }
-  const M& module() const { return module_; }
+  // For code written for module holders. The model's own methods: module()->method().
+  DistributedDataParallel* operator->() { return this; }
+  const DistributedDataParallel* operator->() const { return this; }
+
+  M& module() {
+    if constexpr (kRefers)
+      return *module_;
+    else
+      return module_;
+  }
+  const M& module() const { return const_cast<DistributedDataParallel&>(*this).module(); }
 
  private:
-  static std::shared_ptr<torch::nn::Module> pointer(const M& module) {
-    if constexpr (detail::is_shared<M>::value)
-      return module;
-    else
-      return module.is_empty() ? nullptr : module.ptr();
+  template <typename... Values>
+  static std::vector<at::Tensor> tensors_in(const Values&... values) {
+    std::vector<at::Tensor> tensors;
+    (detail::collect_tensors(values, tensors), ...);
+    return tensors;
   }
-  template <typename... Args>
-  decltype(auto) call(Args&&... args) {
-    // Of a holder's call LibTorch knows the result only where forward is no template, as Sequential's is.
-    if constexpr (requires { typename M::is_unit; })
-      return module_(std::forward<Args>(args)...);
-    else
-      return module_->forward(std::forward<Args>(args)...);
+  template <typename Output>
+  Output watched(Output&& output) {
+    after_forward(tensors_in(output));
+    return std::forward<Output>(output);
   }
 
-  M module_;
+  std::conditional_t<kRefers, M*, M> module_;
 };
 
 }  // namespace lockstep

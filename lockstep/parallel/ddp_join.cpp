@@ -191,8 +191,15 @@ void DdpBase::discard_micro_batches() { reducer_->discard_micro_batches(); }
 void DdpBase::before_forward(const std::vector<at::Tensor>& inputs) { reducer_->before_forward(inputs); }
 void DdpBase::after_forward(const std::vector<at::Tensor>& outputs) { reducer_->after_forward(outputs); }
 DdpBase::NoSync::NoSync(std::shared_ptr<DdpReducer> reducer) : reducer_(std::move(reducer)) {
-  reducer_->no_sync(true);
+  if (reducer_) reducer_->no_sync(true);
 }
-DdpBase::NoSync::~NoSync() { reducer_->no_sync(false); }
+DdpBase::NoSync& DdpBase::NoSync::operator=(NoSync&& other) noexcept {
+  NoSync ended(std::move(*this));
+  reducer_ = std::move(other.reducer_);
+  return *this;
+}
+DdpBase::NoSync::~NoSync() {
+  if (reducer_) reducer_->no_sync(false);
+}
 
 }  // namespace lockstep::detail

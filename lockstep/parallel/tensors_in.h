@@ -1,4 +1,5 @@
-// The tensors inside a value: a tensor, an optional, a pair, a tuple, an array, a range of such, nested.
+// The tensors inside a value: a tensor, an optional, a pair, a tuple, an array, a range of such, nested; a
+// TorchScript value.
 #pragma once
 
 #include <array>
@@ -12,6 +13,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <lockstep/parallel/script_module.h>
 
 namespace lockstep::detail {
 
@@ -21,7 +23,9 @@ concept has_elements = requires { std::tuple_size<std::remove_cvref_t<T>>::value
 // What is none of these has no tensors as far as we can see.
 template <typename T>
 void collect_tensors(const T& value, std::vector<at::Tensor>& found) {
-  if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
+  if constexpr (std::is_same_v<T, c10::IValue>) {
+    collect_tensors_of(value, found);
+  } else if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
     found.push_back(value);
   } else if constexpr (has_elements<T>) {
     std::apply([&](const auto&... each) { (collect_tensors(each, found), ...); }, value);

@@ -88,12 +88,14 @@ at::Tensor Attachment::operator()(const at::Tensor& input) {
 }
 
 bool meets_in_forward(torch::nn::Module& module) {
-  const auto modules = module.modules();
-  return std::any_of(modules.begin(), modules.end(), [](const auto& each) {
-    const auto* slot = slot_of(each.get());
-    return dynamic_cast<MeetsInForward*>(each.get()) != nullptr ||
+  const auto meets = [](torch::nn::Module& each) {
+    const auto* slot = slot_of(&each);
+    return dynamic_cast<MeetsInForward*>(&each) != nullptr ||
            (slot && dynamic_cast<MeetsInForward*>(slot->attachment.get()) != nullptr);
-  });
+  };
+  const auto below = module.modules(/*include_self=*/false);  // a module object has no pointer to itself
+  return meets(module) ||
+         std::any_of(below.begin(), below.end(), [&](const auto& each) { return meets(*each); });
 }
 
 std::optional<SplitModule> find_split(const torch::nn::Module& module) {

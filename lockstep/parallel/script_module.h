@@ -1,0 +1,28 @@
+// TorchScript modules where torch::nn::Module is wanted.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace c10 {
+struct IValue;
+}
+namespace torch::nn {
+class Module;
+}
+namespace torch::jit {
+struct Module;
+}
+
+namespace lockstep::detail {
+
+// A module that registers the parameters, buffers and submodules of a TorchScript module under their names,
+// the same tensors, and passes train() on. Null for a torch::jit::Module that holds nothing.
+std::shared_ptr<torch::nn::Module> registered(const torch::jit::Module& script);
+
+// Appends the tensors in a value, also those in its lists, tuples and dictionaries.
+void collect_tensors_of(const c10::IValue& value, std::vector<at::Tensor>& found);
+
+}  // namespace lockstep::detail

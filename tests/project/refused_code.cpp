@@ -1,0 +1,30 @@
+// Code that must not compile. Behind each such line stands what the compiler must say about it.
+#include <lockstep/lockstep.h>
+#include <torch/torch.h>
+
+using namespace lockstep;
+
+namespace {
+
+struct PlainNet : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x, bool twice) { return twice ? x + x : x; }
+};
+
+[[maybe_unused]] void data_parallel_over_processes(Group group, at::Tensor x) {
+  torch::nn::ModuleList list;
+  DistributedDataParallel parts(list, group);
+  parts(x);  // refused: the model has no forward(), as ModuleList, ModuleDict and ParameterList have none
+
+  torch::nn::Linear linear(2, 2);
+  DistributedDataParallel ddp(linear, group);
+  auto y = ddp->forward(x, x);  // refused: the model's forward() does not take these arguments
+  y.sum().backward();
+
+  PlainNet net;
+  DistributedDataParallel plain(net, group);
+  plain(x);  // refused: the model's forward() does not take these arguments
+  DistributedDataParallel<PlainNet>(PlainNet(), group);  // refused: use of deleted function
+  plain(x, true);
+}
+
+}  // namespace
