@@ -9,9 +9,17 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/checkpoint/format_error.h>
+#include <lockstep/parallel/script_module.h>
 #include <lockstep/parallel/unit.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
+
+namespace lockstep {
+
+ModelPart::ModelPart(const torch::jit::Module& script)
+    : owned_(detail::registered(script)), module_(owned_.get()) {}
+
+}  // namespace lockstep
 
 namespace lockstep::detail {
 namespace {

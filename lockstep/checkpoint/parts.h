@@ -13,17 +13,21 @@
 namespace torch::nn {
 class Module;
 }
+namespace torch::jit {
+struct Module;
+}
 namespace torch::optim {
 class Optimizer;
 }
 
 namespace lockstep {
 
-// A module, the holder of one, or a pointer to one.
+// A module, the holder of one, a pointer to one, a TorchScript module, or a DistributedDataParallel of any.
 class ModelPart {
  public:
   ModelPart() = default;
   ModelPart(torch::nn::Module& module) : module_(&module) {}
+  ModelPart(const torch::jit::Module& script);
   template <typename Holder>
     requires requires(Holder& holder) { std::shared_ptr<torch::nn::Module>(holder.ptr()); }
   ModelPart(Holder& holder) : module_(holder.ptr().get()) {}
@@ -36,6 +40,7 @@ class ModelPart {
   torch::nn::Module* get() const { return module_; }
 
  private:
+  std::shared_ptr<torch::nn::Module> owned_;  // of a TorchScript module
   torch::nn::Module* module_ = nullptr;
 };
 

@@ -273,6 +273,46 @@ TEST_F(Checkpoint, models_are_given_as_modules_holders_or_pointers) {
   load(path("e"), {.model = sequential});
 }
 
+// What a DistributedDataParallel of it saves is what the model itself does.
+TEST_F(Checkpoint, wrapped_module_objects_and_torchscript_models_are_saved_and_loaded) {
+  struct Plain : torch::nn::Module {
+    Plain() { register_module("net", net); }
+    Plain(const Plain&) = delete;
+    Tensor forward(const Tensor& x) { return net(x); }
+    Net net;
+  };
+  run_threads(1, [&](World& world) {
+    Plain plain, other;
+    DistributedDataParallel ddp(plain, world.group()), others(other, world.group());
+    AdamW optimizer(ddp->parameters());
+    ddp(torch::randn({4, 6})).sum().backward();
+    optimizer.step();
+    save(path("module"), {.model = plain, .optimizer = optimizer});
+    save(path("ddp"), {.model = ddp, .optimizer = optimizer});
+    EXPECT_EQ(contents("ddp"), contents("module"));
+    load(path("module"), {.model = others});
+    expect_same(snapshot(plain), snapshot(other));
+    DistributedDataParallel holder(Net(), world.group());
+    const auto before = snapshot(*holder.module());
+    save(path("holder"), {.model = holder});
+    holder.module()->first->weight.data().zero_();
+    load(path("holder"), {.model = holder.module()});
+    expect_same(snapshot(*holder.module()), before);
+
+    torch::jit::Module script("Scripted");
+    script.register_parameter("weight", torch::ones({3}).requires_grad_(), false);
+    script.register_buffer("offset", torch::ones({2}));
+    script.define("def forward(self, x: Tensor) -> Tensor:\n  return x * self.weight\n");
+    save(path("script"), {.model = script});
+    DistributedDataParallel scripted(script, world.group());
+    script.attr("weight").toTensor().data().zero_();
+    script.attr("offset").toTensor().zero_();
+    load(path("script"), {.model = scripted});
+    EXPECT_EQ(script.attr("weight").toTensor().sum().item<float>(), 3);
+    EXPECT_EQ(script.attr("offset").toTensor().sum().item<float>(), 2);
+  });
+}
+
 TEST_F(Checkpoint, a_module_that_is_registered_twice_is_saved_and_loaded) {
   struct TwiceImpl : torch::nn::Module {
     TwiceImpl() {
