@@ -30,6 +30,7 @@ foreach(header
     data/loader_pass.h
     data/sampler.h
     data/subset.h
+    data/torch_sampler.h
     data/workers.h
     mesh/device_mesh.h
     nn/attention.h

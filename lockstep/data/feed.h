@@ -2,7 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -13,11 +12,9 @@
 #include <lockstep/data/fetch.h>
 #include <lockstep/data/loader_options.h>
 #include <lockstep/data/sampler.h>
+#include <lockstep/data/torch_sampler.h>
 
 namespace lockstep::detail {
-
-template <typename S>
-concept sampler = std::derived_from<held_t<S>, Sampler>;
 
 // The options, or ConfigError; a seed has become a generator.
 DataLoaderOptions checked(DataLoaderOptions options, bool has_sampler, bool is_stream);

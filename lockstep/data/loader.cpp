@@ -23,6 +23,12 @@ std::string list_of(const std::vector<std::int64_t>& indices) {
   return indices.size() > 8 ? text + ", ... (" + std::to_string(indices.size()) + " in all)" : text;
 }
 
+// A batch that no pass can fill needs no memory for all of it.
+std::int64_t room_for_batch(const Sampler& sampler, std::int64_t batch_size) {
+  constexpr std::int64_t kLarge = 1 << 20;  // to ask for the size may cost as much as a pass
+  return batch_size <= kLarge ? batch_size : std::min(batch_size, std::max(sampler.size() + 1, kLarge));
+}
+
 std::int64_t draw_seed(const std::optional<at::Generator>& generator) {
   return at::empty({}, at::kLong).random_(generator).item<std::int64_t>();
 }
@@ -101,11 +107,9 @@ void throw_timeout(std::chrono::milliseconds timeout, const std::string& whereab
                   std::nullopt);
 }
 
-// A batch that no pass can fill needs no memory for all of it.
 Feed::Feed(Sampler& sampler, const DataLoaderOptions& options)
     : pass_(sampler.pass()),
-      batch_size_(static_cast<std::size_t>(
-          std::min(options.batch_size, std::max<std::int64_t>(sampler.size() + 1, 1 << 20)))),
+      batch_size_(static_cast<std::size_t>(room_for_batch(sampler, options.batch_size))),
       drop_last_(options.drop_last),
       base_seed_(pass_->base_seed([&] { return draw_seed(options.generator); })) {}
 

@@ -10,7 +10,8 @@
 // Each begin() is a new pass, with workers of its own; several may be under way. Leaving a loop early ends
 // its workers. The same order as Python's DataLoader for the same torch::manual_seed, and the same draws from
 // the generator: one for the pass and, with shuffle, one for its order. A sampler that is a variable is
-// referred to, so that set_epoch reaches it; a temporary is moved in. Datasets: see dataset.h.
+// referred to, so that set_epoch reaches it; a temporary is moved in. It may be one of torch::data's, too: each
+// pass resets it and goes through a copy. Datasets: see dataset.h.
 //
 // With num_workers threads, up to num_workers * prefetch_factor batches are fetched ahead; they come in order
 // whatever their number. An exception of a dataset or collate comes out of the loop as a LoadError around it,
@@ -46,7 +47,7 @@ class DataLoader {
   template <typename D, detail::sampler S>
     requires std::same_as<detail::held_t<D>, Dataset>
   explicit DataLoader(D&& dataset, S&& sampler, DataLoaderOptions options = {}, Collate collate = {})
-      : core_(make(detail::hold(std::forward<D>(dataset)), detail::hold(std::forward<S>(sampler)),
+      : core_(make(detail::hold(std::forward<D>(dataset)), detail::hold_sampler(std::forward<S>(sampler)),
                    std::move(options), std::move(collate))) {}
 
   // An input iterator; its copies are at the same batch. What it points to may be changed and moved from.

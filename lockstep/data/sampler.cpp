@@ -1,12 +1,14 @@
 #include <lockstep/data/sampler.h>
 
 #include <algorithm>
+#include <mutex>
 #include <numeric>
 #include <utility>
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <lockstep/base/error.h>
+#include <lockstep/data/torch_sampler.h>
 
 namespace lockstep {
 namespace {
@@ -116,6 +118,57 @@ class Random : public PieceByPiece {
 std::unique_ptr<Pass> pass_over(std::vector<std::int64_t> indices) {
   return std::make_unique<OnePiece>([indices = std::move(indices)]() mutable { return std::move(indices); });
 }
+
+void Sampler::reset(std::optional<std::size_t> new_size) {
+  if (new_size && static_cast<std::int64_t>(*new_size) != size())
+    throw ConfigError("a sampler of " + std::to_string(size()) + " samples cannot be reset to " +
+                      std::to_string(*new_size) + ": make a new one");
+  pass_of_torch_ = pass();
+}
+
+std::optional<Sampler::BatchRequestType> Sampler::next(std::size_t batch_size) {
+  if (!pass_of_torch_) reset();
+  std::vector<std::int64_t> indices(batch_size);
+  indices.resize(pass_of_torch_->next(indices));
+  if (indices.empty()) {
+    pass_of_torch_->delivered(std::nullopt);
+    return std::nullopt;
+  }
+  pass_of_torch_->delivered(pass_of_torch_->position());
+  return BatchRequestType(indices.begin(), indices.end());
+}
+
+namespace detail {
+
+void refuse_sampler_size() {
+  throw ConfigError(
+      "DataLoader: how many samples this sampler gives is not known, because it cannot be copied to count them");
+}
+
+void refuse_sampler_count(std::size_t asked, std::size_t given) {
+  throw ConfigError("DataLoader: the sampler gave " + std::to_string(given) + " indices where " +
+                    std::to_string(asked) + " were asked for; expected 1 to " + std::to_string(asked) +
+                    ", or std::nullopt at the end");
+}
+
+void without_random_draws(const std::function<void()>& function) {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const auto state = [&] {
+    const std::lock_guard lock(generator.mutex());
+    return generator.get_state();
+  }();
+  struct Restore {
+    at::Generator& generator;
+    const at::Tensor& state;
+    ~Restore() {
+      const std::lock_guard lock(generator.mutex());
+      generator.set_state(state);
+    }
+  } restore{generator, state};
+  function();
+}
+
+}  // namespace detail
 
 std::unique_ptr<Pass> SequentialSampler::pass() { return std::make_unique<Counting>(size_); }
 

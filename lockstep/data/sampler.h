@@ -4,6 +4,8 @@
 //   WeightedRandomSampler sampler(weights, 1000);
 //   DataLoader loader(dataset, sampler, {.batch_size = 32});
 //
+// In torch::data's loader: torch::data::make_data_loader(dataset, sampler, options).
+//
 // A sampler of your own: size(), and pass(), which gives the indices of one pass as they are asked for; from
 // a list, `return pass_over(std::move(indices));`.
 #pragma once
@@ -54,6 +56,17 @@ class Sampler {
   virtual ~Sampler() = default;
   virtual std::int64_t size() const = 0;     // of a whole pass
   virtual std::unique_ptr<Pass> pass() = 0;  // a new one; it may outlive the sampler
+
+  // As torch::data's samplers, for its loader, which has a copy: what an epoch or a state is set on reaches it.
+  // What next() gave counts as delivered, and that loader asks early if it has workers: do not save the state
+  // in the middle of an epoch then.
+  using BatchRequestType = std::vector<std::size_t>;
+  // Begins a pass. ConfigError for another size than this sampler's.
+  void reset(std::optional<std::size_t> new_size = std::nullopt);
+  std::optional<BatchRequestType> next(std::size_t batch_size);  // nothing: the pass has ended
+
+ private:
+  std::shared_ptr<Pass> pass_of_torch_;
 };
 
 class SequentialSampler : public Sampler {
