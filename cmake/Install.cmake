@@ -63,6 +63,7 @@ foreach(header
     train/autocast.h
     train/clip_grad.h
     train/distributed_optimizer.h
+    train/elementwise.h
     train/grad_scaler.h
     train/lr_schedule.h
     train/lr_scheduler.h

@@ -15,8 +15,10 @@
 #include <lockstep/parallel/flat_views.h>
 #include <lockstep/parallel/replicas.h>
 #include <lockstep/train/group_options.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 namespace lockstep::detail {
@@ -41,6 +43,23 @@ at::Tensor master_of(const Base& state) {
   return own != nullptr ? own->master : at::Tensor();
 }
 
+[[noreturn]] void refuse_state() {
+  throw ConfigError(
+      "DistributedOptimizer: its state cannot be saved or loaded: expected an optimizer with the options and the "
+      "state of torch::optim's Adam, AdamW, SGD, RMSprop or Adagrad, got one with its own");
+}
+
+// Of the options, because they are the same on every rank; some ranks may have no state.
+void require_known_state(const Optimizer& optimizer) {
+  const auto* options = &optimizer.defaults();
+  if (dynamic_cast<const torch::optim::AdamOptions*>(options) == nullptr &&
+      dynamic_cast<const torch::optim::AdamWOptions*>(options) == nullptr &&
+      dynamic_cast<const torch::optim::SGDOptions*>(options) == nullptr &&
+      dynamic_cast<const torch::optim::RMSpropOptions*>(options) == nullptr &&
+      dynamic_cast<const torch::optim::AdagradOptions*>(options) == nullptr)
+    refuse_state();
+}
+
 template <typename Adam>
 State of_adam(const Adam& state) {
   return {state.step(), {master_of(state), state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()}};
@@ -49,8 +68,13 @@ State of_adam(const Adam& state) {
 State read(const OptimizerParamState& state) {
   if (const auto* adam = dynamic_cast<const torch::optim::AdamParamState*>(&state)) return of_adam(*adam);
   if (const auto* adamw = dynamic_cast<const torch::optim::AdamWParamState*>(&state)) return of_adam(*adamw);
-  const auto& sgd = dynamic_cast<const torch::optim::SGDParamState&>(state);
-  return {0, {master_of(sgd), sgd.momentum_buffer()}};
+  if (const auto* rms = dynamic_cast<const torch::optim::RMSpropParamState*>(&state))
+    return {rms->step(), {at::Tensor(), rms->square_avg(), rms->momentum_buffer(), rms->grad_avg()}};
+  if (const auto* adagrad = dynamic_cast<const torch::optim::AdagradParamState*>(&state))
+    return {adagrad->step(), {at::Tensor(), adagrad->sum()}};
+  if (const auto* sgd = dynamic_cast<const torch::optim::SGDParamState*>(&state))
+    return {0, {master_of(*sgd), sgd->momentum_buffer()}};
+  refuse_state();
 }
 
 template <typename Adam>
@@ -70,6 +94,20 @@ std::unique_ptr<OptimizerParamState> make(const Optimizer& optimizer, const Stat
     return adam_state<torch::optim::AdamParamState>(given);
   if (dynamic_cast<const torch::optim::AdamWOptions*>(&defaults))
     return adam_state<torch::optim::AdamWParamState>(given);
+  if (dynamic_cast<const torch::optim::RMSpropOptions*>(&defaults)) {
+    auto state = std::make_unique<torch::optim::RMSpropParamState>();
+    state->step(given.step);
+    state->square_avg(given.tensors[1]);
+    state->momentum_buffer(given.tensors[2]);
+    state->grad_avg(given.tensors[3]);
+    return state;
+  }
+  if (dynamic_cast<const torch::optim::AdagradOptions*>(&defaults)) {
+    auto state = std::make_unique<torch::optim::AdagradParamState>();
+    state->step(given.step);
+    state->sum(given.tensors[1]);
+    return state;
+  }
   auto state = std::make_unique<OwnState<torch::optim::SGDParamState>>();
   state->master = given.tensors[0];
   state->momentum_buffer(given.tensors[1]);
@@ -104,9 +142,21 @@ std::string adam_text(const Adam& o) {
 std::string text_of(const OptimizerOptions& options) {
   if (const auto* adam = dynamic_cast<const torch::optim::AdamOptions*>(&options)) return adam_text(*adam);
   if (const auto* adamw = dynamic_cast<const torch::optim::AdamWOptions*>(&options)) return adam_text(*adamw);
-  const auto& sgd = dynamic_cast<const torch::optim::SGDOptions&>(options);
-  return fmt::format("lr {}, momentum {}, dampening {}, weight_decay {}, nesterov {}", sgd.lr(),
-                     sgd.momentum(), sgd.dampening(), sgd.weight_decay(), sgd.nesterov());
+  if (const auto* sgd = dynamic_cast<const torch::optim::SGDOptions*>(&options))
+    return fmt::format("lr {}, momentum {}, dampening {}, weight_decay {}, nesterov {}", sgd->lr(),
+                       sgd->momentum(), sgd->dampening(), sgd->weight_decay(), sgd->nesterov());
+  if (const auto* rms = dynamic_cast<const torch::optim::RMSpropOptions*>(&options))
+    return fmt::format("lr {}, alpha {}, eps {}, weight_decay {}, momentum {}, centered {}", rms->lr(),
+                       rms->alpha(), rms->eps(), rms->weight_decay(), rms->momentum(), rms->centered());
+  if (const auto* adagrad = dynamic_cast<const torch::optim::AdagradOptions*>(&options))
+    return fmt::format("lr {}, lr_decay {}, weight_decay {}, initial_accumulator_value {}, eps {}",
+                       adagrad->lr(), adagrad->lr_decay(), adagrad->weight_decay(),
+                       adagrad->initial_accumulator_value(), adagrad->eps());
+  try {
+    return fmt::format("lr {}", options.get_lr());
+  } catch (const c10::Error&) {  // a user's own, without get_lr
+    return "options of its own";
+  }
 }
 
 // Eight sums, so that processors can do several at once; always in the same order.
@@ -226,6 +276,11 @@ ParamGroups ShardedOptimizer::whole_groups(const Optimizer& self) const {
   return whole;
 }
 
+void ShardedOptimizer::copy_group_options(const Optimizer& self, Optimizer& whole) const {
+  for (std::size_t g = 0; g < self.param_groups().size(); ++g)
+    whole.param_groups()[g].set_options(self.param_groups()[g].options().clone());
+}
+
 void ShardedOptimizer::begin_step(const Optimizer& self) {
   for (const auto& group : self.param_groups())
     for (const auto& slice : group.params()) (void)find(slice);  // nobody has added one
@@ -301,6 +356,7 @@ at::Tensor ShardedOptimizer::clip_grad_norm(double max_norm, ClipGradNormOptions
 }
 
 std::unique_ptr<Optimizer> ShardedOptimizer::whole() {
+  require_known_state(self());
   require_same_options(self());
   auto whole = make_whole();
   const auto count = shards_->size();
@@ -343,6 +399,7 @@ std::unique_ptr<Optimizer> ShardedOptimizer::whole() {
 }
 
 void ShardedOptimizer::take(Optimizer& whole) {
+  require_known_state(self());
   at::NoGradGuard no_grad;
   auto& groups = self().param_groups();
   if (whole.param_groups().size() != groups.size())

@@ -8,7 +8,8 @@
 //   optimizer.clip_grad_norm(1.0);   // not lockstep::clip_grad_norm(model->parameters(), ...): see p.grad()
 //   optimizer.step();                // and the gradients are gone
 //
-// It is an AdamW, Adam or SGD: param_groups, schedulers, GradScaler, lockstep::save and load, torch::save as
+// It is an AdamW, Adam or SGD, of ours or of torch::optim, or a torch::optim::RMSprop or Adagrad, or an
+// element-wise optimizer of your own (elementwise.h): param_groups, schedulers, GradScaler, lockstep::save and load, torch::save as
 // with those. What its groups hold are this rank's parts, and state and masters are of those:
 // optimizer.master(optimizer.param_groups()[0].params()[0]). It is saved whole, and loaded with any number of
 // ranks. After a step that a GradScaler leaves out the gradients are gone, too. A second backward before
@@ -32,6 +33,7 @@
 #include <lockstep/parallel/ddp.h>
 #include <lockstep/train/adam.h>
 #include <lockstep/train/clip_grad.h>
+#include <lockstep/train/elementwise.h>
 #include <lockstep/train/sgd.h>
 
 namespace lockstep {
@@ -75,6 +77,8 @@ class ShardedOptimizer {
       const ParamGroups& groups) const;  // of the model's parameters, the parts of this rank
   ParamGroups all_parameters() const;
   ParamGroups whole_groups(const torch::optim::Optimizer& self) const;
+  // Every option of each group: LibTorch's constructors take one that has its default value for one not given.
+  void copy_group_options(const torch::optim::Optimizer& self, torch::optim::Optimizer& whole) const;
   void require_same_options(const torch::optim::Optimizer& self) const;
   void begin_step(const torch::optim::Optimizer& self);
   void end_step();
@@ -91,11 +95,26 @@ class ShardedOptimizer {
 
 }  // namespace detail
 
-// Inner: Adam, AdamW or SGD.
+// Inner: an ElementwiseOptimizer. This is what the others get.
 template <typename Inner>
-class DistributedOptimizer final : public detail::ShardedOptimizer, public Inner {
+class DistributedOptimizer : public Inner {
+  static_assert(
+      ElementwiseOptimizer<Inner>::value,
+      "DistributedOptimizer: each rank updates a part of every parameter, which is right only for an "
+      "optimizer that updates each element by itself, as Adam, AdamW, SGD, RMSprop and Adagrad do: if "
+      "yours does, specialize lockstep::ElementwiseOptimizer for it, else use it without "
+      "DistributedOptimizer");
+
  public:
-  using Options = decltype(std::declval<const Inner&>().options(0));
+  template <typename... Args>
+  explicit DistributedOptimizer(detail::DdpBase& ddp, Args&&... args);
+};
+
+template <typename Inner>
+  requires(ElementwiseOptimizer<Inner>::value)
+class DistributedOptimizer<Inner> final : public detail::ShardedOptimizer, public Inner {
+ public:
+  using Options = typename ElementwiseOptimizer<Inner>::Options;
 
   // Of all parameters that ddp reduces.
   explicit DistributedOptimizer(detail::DdpBase& ddp, Options options = {},
@@ -142,11 +161,21 @@ class DistributedOptimizer final : public detail::ShardedOptimizer, public Inner
   }
 
   std::unique_ptr<torch::optim::Optimizer> make_whole() override {
-    return std::make_unique<Inner>(whole_groups(*this), this->options(0));
+    auto whole = std::make_unique<Inner>(whole_groups(*this), first_options());
+    copy_group_options(*this, *whole);
+    return whole;
   }
 
  private:
   torch::optim::Optimizer& self() override { return *this; }
+  Options first_options() const {
+    if constexpr (requires(const Inner& inner) {
+                    { inner.options(0) } -> std::same_as<Options>;
+                  })
+      return this->options(0);
+    else
+      return static_cast<const Options&>(this->defaults());
+  }
 };
 
 }  // namespace lockstep

@@ -25,6 +25,9 @@ struct PlainNet : torch::nn::Module {
   plain(x);  // refused: the model's forward() does not take these arguments
   DistributedDataParallel<PlainNet>(PlainNet(), group);  // refused: use of deleted function
   plain(x, true);
+
+  DistributedOptimizer<torch::optim::LBFGS> lbfgs(ddp, 1.0);  // refused: each rank updates a part of every
+  lbfgs.zero_grad();
 }
 
 }  // namespace
