@@ -34,18 +34,54 @@ auto unless_interrupted(Call call) {
   }
 }
 
+const char* kind_of(mode_t mode) {
+  if (S_ISDIR(mode)) return "a folder";
+  if (S_ISFIFO(mode)) return "a pipe (FIFO)";
+  if (S_ISCHR(mode)) return "a character device";
+  if (S_ISBLK(mode)) return "a block device";
+  if (S_ISSOCK(mode)) return "a socket";
+  return "not a regular file";
+}
+
+// A rename replaces whatever has the name, also a pipe or a device.
+void require_file_or_nothing(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
+    throw ConfigError(
+        fmt::format("cannot write '{}': it is {}; give a regular file, or a name that is not there yet", path,
+                    kind_of(status.st_mode)));
+}
+
+// What the path stands for, through its links, the last of which may point to nothing yet.
+std::string through_links(const std::string& path) {
+  constexpr int kMostLinks = 40;  // as Linux
+  std::filesystem::path target(path);
+  std::error_code error;
+  for (int links = 0; std::filesystem::is_symlink(std::filesystem::symlink_status(target, error)); ++links) {
+    if (links == kMostLinks) throw ConfigError(fmt::format("cannot write '{}': {}", path, reason(ELOOP)));
+    const auto next = std::filesystem::read_symlink(target, error);
+    if (error) throw ConfigError(fmt::format("cannot write '{}': {}", path, error.message()));
+    target = target.parent_path() / next;  // an absolute one replaces the folder
+  }
+  return target.string();
+}
+
 }  // namespace
 
 PartialFile::PartialFile(const std::string& path) : path_(path) {
-  const std::filesystem::path full(path);
-  const auto name = full.filename().string();
-  if (name.empty() || name == "." || name == "..")
-    throw ConfigError(fmt::format("cannot write '{}': it names no file", path));
+  const auto name_in = [&](const std::filesystem::path& full) {
+    auto name = full.filename().string();
+    if (name.empty() || name == "." || name == "..")
+      throw ConfigError(fmt::format("cannot write '{}': it names no file", path));
+    return name;
+  };
+  (void)name_in(path);
+  require_file_or_nothing(path);
+  target_ = through_links(path);
+  const std::filesystem::path full(target_);
+  const auto name = name_in(full);
   folder_ = full.has_parent_path() ? full.parent_path().string() : ".";
   partial_ = (std::filesystem::path(folder_) / ("." + name + ".partial")).string();
-  std::error_code ignored;
-  if (std::filesystem::is_directory(full, ignored))
-    throw ConfigError(fmt::format("cannot write '{}': it is a folder", path));
 
   for (;;) {
     file_ = ::open(partial_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0666);
@@ -124,7 +160,8 @@ void PartialFile::write_at(std::uint64_t offset, std::string_view bytes) {
 void PartialFile::commit() {
   flush();
   if (unless_interrupted([&] { return ::fsync(file_); }) != 0) fail("fsync");
-  if (::rename(partial_.c_str(), path_.c_str()) != 0) fail("rename");
+  require_file_or_nothing(target_);  // still
+  if (::rename(partial_.c_str(), target_.c_str()) != 0) fail("rename");
   // From here on the file is there; what is left is that its name survives a loss of power.
   ::close(std::exchange(file_, -1));
   const int folder = ::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

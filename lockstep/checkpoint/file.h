@@ -31,7 +31,9 @@ class PartialFile {
   void put(const std::byte* bytes, std::size_t count);
   void flush();
 
-  std::string path_, folder_, partial_;
+  std::string path_;              // as given
+  std::string target_;            // what it stands for, through links
+  std::string folder_, partial_;  // of the target, and beside it
   int file_ = -1;
   std::unique_ptr<std::byte[]> buffer_;
   std::size_t buffered_ = 0;

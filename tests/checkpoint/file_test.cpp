@@ -6,6 +6,7 @@
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -216,6 +217,58 @@ TEST_F(PartialFileTest, places_where_no_file_can_be_are_named) {
   fs::create_hard_link(path("target"), path(".run.partial"));
   EXPECT_THAT(error_of<ConfigError>([&] { put("x"); }), HasSubstr("not a plain file of this user"));
   EXPECT_EQ(contents("target"), "secret");
+}
+
+TEST_F(PartialFileTest, links_are_followed_and_stay) {
+  fs::create_directory(path("data"));
+  put("earlier", "data/real");
+  fs::create_symlink("data/real", path("first"));          // relative to its own folder
+  fs::create_symlink(path("first"), path("data/second"));  // absolute
+  fs::create_symlink("data/second", path("run"));
+  put("new");
+  EXPECT_EQ(contents("data/real"), "new");
+  for (const char* link : {"first", "data/second", "run"}) EXPECT_TRUE(fs::is_symlink(path(link))) << link;
+  EXPECT_FALSE(fs::is_symlink(path("data/real")));
+  EXPECT_EQ(entries(), 3);  // data, first, run: nothing is left beside them
+
+  fs::create_symlink("data/later", path("dangling"));
+  put("created", "dangling");
+  EXPECT_TRUE(fs::is_symlink(path("dangling")));
+  EXPECT_EQ(contents("data/later"), "created");
+
+  fs::create_symlink("missing/later", path("nowhere"));
+  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "nowhere"); }),
+              AllOf(HasSubstr("missing"), HasSubstr("No such file or directory")));
+  fs::create_symlink("data", path("to_folder"));
+  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "to_folder"); }), HasSubstr("it is a folder"));
+  fs::create_symlink("round", path("round"));
+  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "round"); }),
+              AllOf(HasSubstr(path("round")), HasSubstr("Too many levels of symbolic links")));
+}
+
+TEST_F(PartialFileTest, what_is_no_regular_file_is_refused_and_stays) {
+  ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
+  fs::create_symlink("pipe", path("link"));
+  for (const char* name : {"pipe", "link"})
+    EXPECT_THAT(error_of<ConfigError>([&] { put("x", name); }),
+                AllOf(HasSubstr("cannot write '" + path(name) + "'"), HasSubstr("it is a pipe (FIFO)"),
+                      HasSubstr("give a regular file")));
+  EXPECT_TRUE(fs::is_fifo(path("pipe")));
+  EXPECT_TRUE(fs::is_symlink(path("link")));
+
+  // One that comes while the file is being written.
+  {
+    PartialFile file(path("late"));
+    ASSERT_EQ(::mkfifo(path("late").c_str(), 0600), 0);
+    EXPECT_THAT(error_of<ConfigError>([&] { file.commit(); }), HasSubstr("it is a pipe (FIFO)"));
+  }
+  EXPECT_TRUE(fs::is_fifo(path("late")));
+  EXPECT_EQ(entries(), 3);
+
+  if (::mknod(path("full").c_str(), S_IFCHR | 0600, makedev(1, 7)) != 0)
+    GTEST_SKIP() << "this user may not make a device";
+  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "full"); }), HasSubstr("it is a character device"));
+  EXPECT_TRUE(fs::is_character_file(path("full")));
 }
 
 TEST_F(PartialFileTest, a_name_without_a_folder_is_in_this_one) {
