@@ -92,11 +92,13 @@ PartialFile::PartialFile(const std::string& path) : path_(path) {
     std::string problem;
     if (!known || !S_ISREG(opened.st_mode) || opened.st_uid != ::geteuid() || opened.st_nlink > 1)
       problem = "it is there already, and is not a plain file of this user";
-    else if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)  // other errors: no locks here
-      problem = "somebody else is writing it now";
     if (!problem.empty()) {
       ::close(file_);
       throw ConfigError(fmt::format("cannot write '{}': {}", partial_, problem));
+    }
+    if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {  // other errors: no locks here
+      ::close(file_);
+      throw FileInUse(fmt::format("cannot write '{}': somebody else is writing it now", partial_));
     }
     // Whoever had the lock before may have given the file its final name since we opened it.
     if (::lstat(partial_.c_str(), &named) == 0 && named.st_ino == opened.st_ino &&

@@ -9,7 +9,15 @@
 #include <string>
 #include <string_view>
 
+#include <lockstep/base/error.h>
+
 namespace lockstep::detail {
+
+// Another process, or another PartialFile of this one, is writing the file now.
+class FileInUse : public ConfigError {
+ public:
+  using ConfigError::ConfigError;
+};
 
 // Writes beside its final name, ".NAME.partial" in the same folder, and takes the name when all of it is on
 // disk. Until then the file that had the name is as it was. What a process that was killed left behind is

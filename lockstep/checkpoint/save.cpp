@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/checkpoint/checkpoint.h>
 #include <lockstep/checkpoint/contents.h>
@@ -88,9 +89,16 @@ void write_checkpoint(const std::string& path, const SaveOptions& options,
 
   Header header;
   header.metadata[std::string(kManifestKey)] = manifest.encode();
+  header.metadata["format"] = "pt";  // without it transformers refuses the file
   for (const auto& named : tensors)
     header.tensors.push_back({named.name, dtype_name(named), named.tensor.sizes().vec(), 0, 0});
-  write_file(path, header, tensors);
+  try {
+    write_file(path, header, tensors);
+  } catch (const FileInUse& error) {
+    if (options.group) throw;
+    throw ConfigError(
+        fmt::format("{}. If every rank saves it: give {{.group}}, or save on rank 0 alone", error.what()));
+  }
 }
 
 }  // namespace

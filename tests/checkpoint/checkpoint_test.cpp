@@ -4,6 +4,8 @@
 #include <random>
 #include <sstream>
 
+#include <lockstep/checkpoint/file.h>
+#include <lockstep/checkpoint/safetensors.h>
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
@@ -311,6 +313,34 @@ TEST_F(Checkpoint, wrapped_module_objects_and_torchscript_models_are_saved_and_l
     EXPECT_EQ(script.attr("weight").toTensor().sum().item<float>(), 3);
     EXPECT_EQ(script.attr("offset").toTensor().sum().item<float>(), 2);
   });
+}
+
+TEST_F(Checkpoint, files_name_pytorch_as_their_format_and_older_ones_that_do_not_still_load) {
+  Net net, other;
+  save(path(), {.model = net, .values = {{"epoch", 3}}});
+  const auto bytes = contents();
+  const auto length = detail::header_length(bytes, bytes.size());
+  const auto begin = detail::kLengthBytes + length;
+  auto header = detail::parse_header(bytes.substr(detail::kLengthBytes, length), bytes.size() - begin);
+  EXPECT_EQ(header.metadata.at("format"), "pt");
+  header.metadata.erase("format");
+  const std::string key = "lockstep.checksum", zeros(detail::Checksum::kDigits, '0');
+  header.metadata[key] = zeros;
+  auto older = detail::encode(header) + bytes.substr(begin);
+  detail::Checksum checksum;
+  checksum.add(std::as_bytes(std::span(older)));
+  older.replace(older.find(key + "\":\"" + zeros) + key.size() + 3, zeros.size(), checksum.digits());
+  put(older, "older");
+  EXPECT_EQ(load(path("older"), {.model = other}).integer("epoch"), 3);
+  expect_same(snapshot(*net), snapshot(*other));
+}
+
+TEST_F(Checkpoint, ranks_that_all_save_without_a_group_are_told_what_to_do) {
+  Net net;
+  detail::PartialFile held(path());  // as another rank has it
+  EXPECT_THAT(error_of<ConfigError>([&] { save(path(), {.model = net}); }),
+              AllOf(HasSubstr("somebody else is writing it now"),
+                    HasSubstr("give {.group}, or save on rank 0 alone")));
 }
 
 TEST_F(Checkpoint, a_module_that_is_registered_twice_is_saved_and_loaded) {

@@ -58,6 +58,7 @@ def main():
         check(raw(loaded) == read(bytes_file), "the bytes that C++ has in memory")
         with safetensors.safe_open(ours, framework="pt") as opened:
             metadata = opened.metadata()
+        check(metadata["format"] == "pt", "transformers refuses files whose metadata do not name PyTorch")
         manifest = json.loads(metadata["lockstep"])
         check(manifest["values"] == {"epoch": 3, "note": "from C++"}, f"the values: {manifest['values']}")
         check(manifest["optimizer"]["kind"] == "AdamW", "the optimizer's kind")
