@@ -3,12 +3,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <fstream>
 #include <map>
 #include <sstream>
 #include <thread>
 
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
@@ -105,7 +107,8 @@ struct Living {
   std::weak_ptr<shm::Messages> messages;
 };
 std::mutex living_mutex;
-std::map<const TorchBackend*, Living> living;
+// Never destroyed: backends may outlive the program's static objects.
+auto& living = *new std::map<const TorchBackend*, Living>;
 
 }  // namespace
 
@@ -125,6 +128,21 @@ TorchBackend::~TorchBackend() {
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> TorchBackend::getBackendOptions() { return options_; }
+
+void TorchBackend::setTimeout(milliseconds timeout) {
+  ShmBackend::setTimeout(timeout);
+  options_->timeout = timeout;
+}
+
+const char* TorchBackend::title(const detail::Part& part) const {
+  constexpr std::array titles = {"lockstep:all_reduce",     "lockstep:reduce",     "lockstep:broadcast",
+                                 "lockstep:all_gather",     "lockstep:gather",     "lockstep:scatter",
+                                 "lockstep:reduce_scatter", "lockstep:all_to_all", "lockstep:barrier",
+                                 "lockstep:send",           "lockstep:recv"};
+  // Without a profiler, c10d's Work would make the row all the same, which costs as much as a small operation.
+  if (!part.refusal.empty() || !at::hasCallbacks()) return nullptr;
+  return titles.at(static_cast<std::size_t>(part.call.operation));
+}
 
 void TorchBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
   auto given = options;

@@ -14,6 +14,7 @@ class TorchBackend final : public detail::ShmBackend {
 
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
   void shutdown() override;  // what was posted is done first
   void abort() override;
@@ -23,6 +24,7 @@ class TorchBackend final : public detail::ShmBackend {
 
  protected:
   std::function<std::exception_ptr(std::exception_ptr)> explanation(const Call& call) override;
+  const char* title(const detail::Part& part) const override;
   bool takes_less() const override { return true; }  // as gloo has it
   [[noreturn]] void refuse(Operation operation, std::chrono::milliseconds timeout,
                            const std::exception_ptr& error) override;
@@ -31,11 +33,15 @@ class TorchBackend final : public detail::ShmBackend {
   const c10::intrusive_ptr<Options> options_;
 };
 
-// c10d's own ProcessGroup calls every backend that it does not know "custom".
+// c10d's own ProcessGroup calls every backend that it does not know "custom", and denies it sequence numbers.
 class TorchGroup final : public c10d::ProcessGroup {
  public:
   TorchGroup(const c10d::DistributedBackendOptions& options, const c10::intrusive_ptr<TorchBackend>& backend);
   const std::string getBackendName() const override { return "lockstep"; }
+  void setSequenceNumberForGroup() override { getBackend(c10::DeviceType::CPU)->setSequenceNumberForGroup(); }
+  std::uint64_t getSequenceNumberForGroup() override {
+    return getBackend(c10::DeviceType::CPU)->getSequenceNumberForGroup();
+  }
 };
 
 }  // namespace lockstep::python

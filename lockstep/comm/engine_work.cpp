@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <thread>
+#include <utility>
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
@@ -19,8 +21,10 @@ thread_local int waiting = 0;
 }  // namespace
 
 EngineWork::EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs,
-                       std::vector<at::Tensor> outputs)
-    : Work(rank, type), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
+                       std::vector<at::Tensor> outputs, const char* title)
+    : Work(rank, type, title, title != nullptr ? std::optional(inputs) : std::nullopt),
+      inputs_(std::move(inputs)),
+      outputs_(std::move(outputs)) {}
 
 int EngineWork::sourceRank() const {
   std::lock_guard lock(mutex_);
@@ -65,6 +69,7 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
     exception_ = std::move(error);
     source_ = source;
     future = future_;
+    if (recordFunctionEndCallback_) std::exchange(recordFunctionEndCallback_, nullptr)();
   }
   cv_.notify_all();
   if (!future) return;

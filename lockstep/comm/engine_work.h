@@ -12,7 +12,9 @@ class EngineWork : public c10d::Work {
  public:
   // Tensors are kept until the work is destroyed: the outputs for result(), both for an engine that may
   // write to them after the work was given up.
-  EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs);
+  // title: of its row in PyTorch's profiler; null: it has none.
+  EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+             const char* title = nullptr);
 
   // Before it is posted. finish: done after success, before anybody hears of it. explain: what a failure is
   // to its caller. Either may be null.

@@ -5,6 +5,7 @@
 """
 
 import atexit
+import functools
 import sys
 
 import torch
@@ -47,10 +48,32 @@ def _create(options, _backend_options=None):
     return module.create_backend(options)
 
 
+def _set_timeouts_too():
+    """PyTorch's _set_pg_timeout knows backends by their types, and passes over all others."""
+    from torch.distributed import distributed_c10d as c10d
+
+    original = c10d._set_pg_timeout
+
+    @functools.wraps(original)
+    def set_pg_timeout(timeout, group=None):
+        chosen = c10d._get_default_group() if group is None else group
+        devices = chosen._device_types if isinstance(chosen, dist.ProcessGroup) else []
+        backends = [chosen._get_backend(device) for device in devices]
+        backends = [getattr(backend, "wrapped_pg", backend) for backend in backends]  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        ours = [backend for backend in backends if backend.name() == "lockstep"]
+        for backend in ours:
+            backend._set_default_timeout(timeout)
+        if not ours or len(ours) < len(backends):
+            original(timeout, group)
+
+    c10d._set_pg_timeout = set_pg_timeout
+
+
 def register():
     """Makes the backend known to PyTorch. Nothing is loaded before a group asks for it."""
     if dist.is_available() and not hasattr(dist.Backend, "LOCKSTEP"):
         dist.Backend.register_backend("lockstep", _create, extended_api=True, devices=["cpu"])
+        _set_timeouts_too()
 
 
 register()

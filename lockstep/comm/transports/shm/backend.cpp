@@ -117,8 +117,9 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
   const auto timeout = request.timeout.count() > 0 ? request.timeout : this->timeout();
   auto prepare = [&](const auto& engine) {
     using Engine = typename std::decay_t<decltype(engine)>::element_type;
-    auto work = c10::make_intrusive<LaneWork<Engine>>(rank_, request.type, std::move(request.keep),
-                                                      std::move(request.results), engine, true);
+    auto work =
+        c10::make_intrusive<LaneWork<Engine>>(rank_, request.type, std::move(request.keep),
+                                              std::move(request.results), engine, true, title(request.part));
     work->prepare(std::move(request.finish), std::move(request.explain));
     return work;
   };

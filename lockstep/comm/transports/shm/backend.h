@@ -62,6 +62,8 @@ class ShmBackend : public PartBackend {
 
  protected:
   WorkPtr post(Request request) override;
+  // Of an operation's row in PyTorch's profiler, static; null: it has none.
+  virtual const char* title(const Part&) const { return nullptr; }
   void drain() { lane_->drain(); }
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_); }
   const std::shared_ptr<shm::Messages>& messages() const { return messages_; }
