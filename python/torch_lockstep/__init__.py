@@ -6,17 +6,28 @@
 
 import atexit
 import functools
+import pkgutil
 import sys
 
-import torch
-import torch.distributed as dist
+# The sources have this file too, without what is built: that may lie further along the path.
+__path__ = pkgutil.extend_path(__path__, __name__)
 
-from . import _built
-
-__version__ = _built.version
+try:
+    from ._built import version as __version__
+except ImportError:  # said when a group asks for the backend: `import torch` must not fail for it
+    __version__ = None
 
 
 def _module():
+    import torch
+
+    try:
+        from . import _built
+    except ImportError:
+        raise ImportError(
+            f"torch_lockstep is not built: {', '.join(__path__)} has the sources alone. Run `./dev build` and put "
+            "build/python into PYTHONPATH, or run `pip install --no-build-isolation ./python`"
+        ) from None
     have = torch.__version__.split("+")[0]
     if have != _built.torch:
         raise RuntimeError(
@@ -37,6 +48,8 @@ def _serves_alone(frame):
 
 
 def _create(options, _backend_options=None):
+    import torch.distributed as dist
+
     module = _module()
     # Whatever way the program ends, nothing of ours calls into an interpreter that is no more.
     atexit.unregister(module.leave_all)
@@ -50,6 +63,7 @@ def _create(options, _backend_options=None):
 
 def _set_timeouts_too():
     """PyTorch's _set_pg_timeout knows backends by their types, and passes over all others."""
+    import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
     original = c10d._set_pg_timeout
@@ -71,9 +85,15 @@ def _set_timeouts_too():
 
 def register():
     """Makes the backend known to PyTorch. Nothing is loaded before a group asks for it."""
+    import torch.distributed as dist
+
     if dist.is_available() and not hasattr(dist.Backend, "LOCKSTEP"):
         dist.Backend.register_backend("lockstep", _create, extended_api=True, devices=["cpu"])
         _set_timeouts_too()
 
+
+# Last: where this module is imported before torch, `import torch` calls register() while it is under way. For the same
+# reason the functions above import torch themselves.
+import torch  # noqa: E402, F401
 
 register()
