@@ -38,25 +38,32 @@ def _module():
     return _C
 
 
-def _serves_alone(frame):
-    """Whether the group that is being made has no backend but this one; PyTorch does not tell those it calls."""
+def _backends(frame):
+    """{device: backend} of the group that is being made, or {}; PyTorch does not tell those it calls."""
     config = frame.f_locals.get("backend_config")
     try:
-        return set(config.get_device_backend_map().values()) == {"lockstep"}
+        return dict(config.get_device_backend_map())
     except AttributeError:
-        return False
+        return {}
 
 
 def _create(options, _backend_options=None):
     import torch.distributed as dist
 
+    backends = _backends(sys._getframe(1))
+    others = [device for device, name in backends.items() if name == "lockstep" and device != "cpu"]
+    if others:
+        raise ValueError(
+            f"lockstep: expected the device cpu, got '{others[0]}:lockstep': this backend moves CPU tensors. Give "
+            f"{others[0]} a backend of its own, as in init_process_group('cpu:lockstep,{others[0]}:nccl')"
+        )
     module = _module()
     # Whatever way the program ends, nothing of ours calls into an interpreter that is no more.
     atexit.unregister(module.leave_all)
     atexit.register(module.leave_all)
     # A group of our own can say its name, where PyTorch's says "custom". But it takes the place of the whole group,
     # and of the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend.
-    if _serves_alone(sys._getframe(1)) and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+    if set(backends.values()) == {"lockstep"} and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return module.create_group(options)
     return module.create_backend(options)
 

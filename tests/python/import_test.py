@@ -1,4 +1,4 @@
-"""How a program comes to the backend "lockstep": imports and paths.
+"""How a program comes to the backend "lockstep": imports, paths and names of devices.
 
 usage: PYTHONPATH=build/python python tests/python/import_test.py [unittest arguments]
 """
@@ -46,6 +46,21 @@ class Import(unittest.TestCase):
         status, output = python("import torch_lockstep, torch" + ALONE + "use()", path=SOURCES)
         self.assertNotEqual(status, 0)
         self.assertRegex(output, r"torch_lockstep is not built: .*/python/torch_lockstep has the sources alone\. Run `\./dev build`")
+
+    def test_devices_other_than_the_cpu_are_refused(self):
+        self.check(python("import torch" + ALONE + """
+for name in ("cuda:lockstep", "cpu:lockstep,cuda:lockstep", "cpu:gloo,cuda:lockstep"):
+    try:
+        use(name)
+    except ValueError as error:
+        assert str(error).startswith("lockstep: ") and "'cuda:lockstep'" in str(error), error
+        assert "cpu:lockstep,cuda:nccl" in str(error), error
+    else:
+        raise AssertionError(name)
+    assert not dist.is_initialized()
+use()
+use("cpu:lockstep")
+"""))
 
 
 if __name__ == "__main__":
