@@ -1,5 +1,6 @@
 """pip install --no-build-isolation ./python: builds the module with CMake for the torch that is there."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -7,9 +8,24 @@ import shutil
 import subprocess
 import sys
 
-import torch
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+# With --no-build-isolation pip does not look at pyproject.toml's requirements.
+MISSING = [
+    advice
+    for found, advice in (
+        (importlib.util.find_spec("torch"), "torch: pip install torch"),
+        (importlib.util.find_spec("setuptools.command.bdist_wheel") or importlib.util.find_spec("wheel"),
+         "setuptools 70.1 or newer: pip install 'setuptools>=70.1'"),
+        (shutil.which("cmake"), "CMake 3.22 or newer: pip install 'cmake>=3.22'"),
+    )
+    if not found
+]
+if MISSING:
+    sys.exit(f"torch_lockstep cannot be built, because {sys.prefix} lacks\n  " + "\n  ".join(MISSING))
+
+import torch  # noqa: E402
 
 HERE = pathlib.Path(__file__).resolve().parent
 VERSION = re.search(r"^project\(lockstep VERSION ([\d.]+)", (HERE.parent / "CMakeLists.txt").read_text(), re.M)[1]

@@ -1,4 +1,4 @@
-"""How a program comes to the backend "lockstep": imports, paths and names of devices.
+"""How a program comes to the backend "lockstep": imports, paths, names of devices, and the package that pip builds.
 
 usage: PYTHONPATH=build/python python tests/python/import_test.py [unittest arguments]
 """
@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import unittest
 
 BUILT = os.environ["PYTHONPATH"].split(":")[0]
@@ -18,6 +19,21 @@ def use(name="lockstep"):
     dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(x := torch.ones(3))
     dist.destroy_process_group()
+"""
+# Builds as setuptools before 70.1 does in an environment without wheel.
+OLD_SETUPTOOLS = """
+import importlib.util, runpy, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name in ("setuptools.command.bdist_wheel", "wheel") else find(name)
+sys.argv = ["setup.py", "--version"]
+runpy.run_path("setup.py")
+"""
+METADATA = """
+import pathlib, sys
+from setuptools import build_meta
+folder = pathlib.Path(sys.argv[1])
+made = folder / build_meta.prepare_metadata_for_build_wheel(str(folder))
+print((made / "METADATA").read_text(), (made / "entry_points.txt").read_text())
 """
 
 
@@ -61,6 +77,16 @@ for name in ("cuda:lockstep", "cpu:lockstep,cuda:lockstep", "cpu:gloo,cuda:locks
 use()
 use("cpu:lockstep")
 """))
+
+    def test_what_pip_builds_with(self):
+        status, output = python(OLD_SETUPTOOLS, cwd=SOURCES)
+        self.assertEqual(status, 1, output)
+        self.assertRegex(output, r"lacks\n  setuptools 70\.1 or newer: pip install 'setuptools>=70\.1'\n$")
+        with tempfile.TemporaryDirectory() as folder:
+            status, output = python(METADATA, folder, cwd=SOURCES)
+        self.assertEqual(status, 0, output)
+        self.assertRegex(output, r"Requires-Dist: torch==\d")
+        self.assertIn("[torch.backends]\nlockstep = torch_lockstep:register", output)
 
 
 if __name__ == "__main__":
