@@ -10,7 +10,7 @@ import sys
 import tempfile
 import unittest
 
-BUILT = os.environ["PYTHONPATH"].split(":")[0]
+BUILT = os.path.abspath(os.environ["PYTHONPATH"].split(":")[0])
 SOURCES = str(pathlib.Path(__file__).resolve().parents[2] / "python")
 
 ALONE = """
