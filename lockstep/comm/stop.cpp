@@ -5,15 +5,20 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <mutex>
 
 #include <lockstep/base/error.h>
+#include <lockstep/base/log.h>
 #include <lockstep/comm/error_text.h>
 #include <lockstep/comm/pending.h>
 
 namespace lockstep::detail {
 namespace {
+
+// How long a rank that ends waits to hear who is to blame. Longer than the coordinator takes to decide.
+constexpr std::chrono::milliseconds kVerdict(2000);
 
 std::atomic<int> came = 0;
 std::atomic<std::int64_t> came_at = 0;
@@ -54,21 +59,40 @@ void on_signal(int signal) {
   }
 }
 
+control::Fault current_fault() {
+  using control::Fault;
+  try {
+    throw;
+  } catch (const CommError& error) {
+    return {Fault::Kind::uncaught_comm, error.what()};
+  } catch (const std::exception& error) {
+    return {Fault::Kind::exception, plain_text(error)};
+  } catch (...) {
+    return {Fault::Kind::exception, "something that is not a std::exception"};
+  }
+}
+
+// Tells the control plane. Returns whether the text of the exception is shown, or need not be, so that this
+// process keeps silent: `lockstep run` shows the first failure with its text, and exceptions that differ from
+// it. Under other launchers each rank speaks for itself, and who fails because of another says only that.
+bool tell_of_exception(control::Client& client) {
+  const auto fault = current_fault();
+  client.tell(fault);
+  if (client.is_launched()) return client.failure(kVerdict).has_value();
+  const auto failure = client.failure();
+  if (!failure || failure->rank < 0 || failure->rank == client.rank() ||
+      fault.kind != control::Fault::Kind::uncaught_comm)
+    return false;
+  log(LogLevel::error, "rank {} ends because of the failure of rank {}", client.rank(), failure->rank);
+  return true;
+}
+
 void on_terminate() {
   auto* client = told.load();
-  if (client && !in_child() && std::current_exception()) {
-    using control::Fault;
-    try {
-      std::rethrow_exception(std::current_exception());
-    } catch (const CommError& error) {
-      client->tell(Fault{Fault::Kind::comm, error.what()});
-    } catch (const std::exception& error) {
-      client->tell(Fault{Fault::Kind::exception, plain_text(error)});
-    } catch (...) {
-      client->tell(Fault{Fault::Kind::exception, "something that is not a std::exception"});
-    }
-  }
-  if (terminate_before) terminate_before();
+  const bool shown = client && !in_child() && std::current_exception() && tell_of_exception(*client);
+  // A handler of the program's own runs in any case; that of the C++ library would show the text again.
+  if (terminate_before && !(shown && terminate_before == __gnu_cxx::__verbose_terminate_handler))
+    terminate_before();
   std::abort();
 }
 

@@ -51,7 +51,10 @@ World::World(std::shared_ptr<detail::WorldState> state)
 World::~World() {
   if (!state_) return;  // moved from
   const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
-  if (unwinding) detail::log(LogLevel::error, "rank {} leaves the job because of an exception", rank());
+  // `lockstep run` says it itself. Who leaves because another rank has failed is not to blame.
+  auto* client = state_->client();
+  if (unwinding && !(client && (client->is_launched() || client->failure())))
+    detail::log(LogLevel::error, "rank {} leaves the job because of an exception", rank());
   state_->close(/*in_order=*/!unwinding);
   if (!state_->in_threads()) process_has_world = false;
 }

@@ -208,6 +208,17 @@ bool Client::usable() const {
   return !failure_ && !refused_ && !gone_;
 }
 
+bool Client::is_launched() const {
+  if (in_child()) return false;
+  std::lock_guard lock(mutex_);
+  return attach_ && attach_->agent_rank < 0;
+}
+
+int Client::rank() const {
+  std::lock_guard lock(mutex_);
+  return rank_;
+}
+
 void Client::throw_failure() const { throw JoinError(failure_->text()); }
 
 void Client::listen() {

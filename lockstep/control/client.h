@@ -58,6 +58,9 @@ class Client final : public Channel {
   // The failure that the agent has told, or tells within the limit.
   std::optional<Failure> failure(std::chrono::milliseconds limit = {});
   bool usable() const;  // for another World of this process
+  // Whether `lockstep run` started this rank: it shows the job's failure. False until the agent has answered.
+  bool is_launched() const;
+  int rank() const;
   ~Client() override;
 
  private:

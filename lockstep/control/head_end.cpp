@@ -35,11 +35,18 @@ void Head::leave(int number) {
 
 void Head::fault(int number, const Fault& fault) {
   Rank& rank = ranks_[number];
-  if (fault.kind == Fault::Kind::comm) {
+  if (fault.kind == Fault::Kind::comm || fault.kind == Fault::Kind::uncaught_comm) {
     rank.comm_fault = fault.text;
     rank.comm_fault_at = Clock::now();
+    // It waits for the verdict before it ends.
+    if (fault.kind == Fault::Kind::uncaught_comm && !failure_ && !suspicion_)
+      suspicion_ = {failure_of(number, "threw: " + fault.text), Clock::now()};
     return;
   }
+  // Ranks that throw at the same time: an exception that differs from the first is worth a line.
+  if (failure_ && options_.launches && fault.kind == Fault::Kind::exception && failure_->rank != number &&
+      failure_->cause != "threw: " + fault.text)
+    ports_.say(fmt::format("rank {}{} threw, too: {}", number, pid_text(number), fault.text));
   // Most likely the same exception: its end tells. Who caught that one has moved on.
   if (rank.comm_fault && Clock::now() - rank.comm_fault_at < kSuspicion) return;
   fail(failure_of(number, fault.kind == Fault::Kind::exception ? "threw: " + fault.text

@@ -126,7 +126,7 @@ std::string Fault::encode() const {
 Fault Fault::decode(std::string_view payload) {
   Reader in(payload);
   Fault fault;
-  fault.kind = static_cast<Kind>(in.number(0, static_cast<int>(Kind::comm)));
+  fault.kind = static_cast<Kind>(in.number(0, static_cast<int>(Kind::uncaught_comm)));
   fault.text = in.text(kText);
   in.end();
   return fault;

@@ -63,9 +63,10 @@ struct GroupMade {
 // Something went wrong in a rank that still runs.
 struct Fault {
   enum class Kind : std::uint8_t {
-    exception,  // nobody caught it: the rank is about to end
-    unwinding,  // its World is left because of an exception that somebody may catch
-    comm,       // an operation failed: most likely because of another rank
+    exception,      // nobody caught it: the rank is about to end
+    unwinding,      // its World is left because of an exception that somebody may catch
+    comm,           // an operation failed: most likely because of another rank
+    uncaught_comm,  // and nobody caught its error: the rank is about to end
   };
   Kind kind{};
   std::string text = {};

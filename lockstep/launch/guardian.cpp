@@ -15,8 +15,10 @@
 #include <optional>
 #include <system_error>
 #include <variant>
+#include <vector>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <lockstep/control/agent.h>
 #include <lockstep/control/flight.h>
 #include <lockstep/launch/descendants.h>
@@ -228,6 +230,7 @@ class Guardian {
     // One that we have killed was told of already.
     if (!ranks_.was_killed(failed.failure.rank))
       output_.tell_failure("lockstep: " + failed.failure.text(), failed.failure.rank);
+    failed_rank_ = failed.failure.rank;
     if (!terminate_at_) terminate_at_ = Clock::now() + kAfterVerdict;
     ranks_.kill_stopped();
   }
@@ -248,6 +251,7 @@ class Guardian {
   void reap() {
     ranks_.reap([this](const LocalRanks::Rank& rank, control::Ended how) {
       how.note = explain(how);
+      if (how.signal == SIGABRT) aborted_.push_back(rank.number);
       agent_.rank_ended(rank.number, how);
     });
   }
@@ -297,6 +301,14 @@ class Guardian {
     started_ = false;
     for (pid_t pid : end_descendants(kAfterKill, [this] { reap(); }))
       say(fmt::format("process {} could not be ended", pid));
+    // Their exceptions follow from the failure that was shown, or say the same.
+    std::erase(aborted_, failed_rank_.value_or(-1));
+    std::sort(aborted_.begin(), aborted_.end());
+    if (failed_rank_ && !aborted_.empty())
+      say(fmt::format("after that {} ended by an exception: {}",
+                      plural(static_cast<int>(aborted_.size()), "rank"), fmt::join(aborted_, ", ")));
+    failed_rank_.reset();
+    aborted_.clear();
     output_.ranks_are_gone();
     terminate_at_ = kill_at_ = give_up_at_ = std::nullopt;
   }
@@ -315,6 +327,8 @@ class Guardian {
   std::optional<Clock::time_point> terminate_at_, kill_at_, give_up_at_;
   std::optional<Clock::time_point> paused_since_;  // Ctrl-Z
   int num_signals_ = 0;
+  std::optional<int> failed_rank_;  // of the job's failure, once it is known; -1: it is of no rank
+  std::vector<int> aborted_;        // ranks of this host that ended by SIGABRT
   bool launcher_gone_ = false, output_is_done_ = false;
   std::optional<int> status_;
 };

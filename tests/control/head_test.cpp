@@ -243,6 +243,23 @@ TEST_F(HeadTest, an_exceptions_text_is_the_cause_and_its_signal_the_status) {
   EXPECT_EQ(orders_of<Finish>().at(0).status, 134);
 }
 
+TEST_F(HeadTest, an_uncaught_error_of_an_operation_is_the_cause_where_nobody_died) {
+  Head head = running(2);
+  fault(head, 0, Fault::Kind::uncaught_comm, "all_reduce #5: deadline");
+  EXPECT_EQ(verdict(), "") << "it may be the doing of a rank that is about to end";
+  head.tick(Clock::now() + milliseconds(600));
+  EXPECT_THAT(verdict(), HasSubstr("rank 0 (pid 100) threw: all_reduce #5: deadline"));
+}
+
+TEST_F(HeadTest, the_same_exception_is_said_once_and_another_by_itself) {
+  Head head = running(4);
+  for (int r : {1, 0, 2}) fault(head, r, Fault::Kind::exception, "batch_size: expected at least 1, got 0");
+  fault(head, 3, Fault::Kind::exception, "no space left");
+  EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) threw: batch_size"));
+  ASSERT_THAT(said, SizeIs(1));
+  EXPECT_EQ(said[0], "rank 3 (pid 103) threw, too: no space left");
+}
+
 TEST_F(HeadTest, a_rank_that_ends_before_it_joins_is_told_to_those_who_wait) {
   Head head = make({.num_nodes = 1, .launches = true});
   head.add_node({.node = 0, .num_nodes = 1, .local_ranks = 2});
