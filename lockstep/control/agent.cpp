@@ -1,5 +1,9 @@
 #include <lockstep/control/agent.h>
 
+#include <chrono>
+#include <future>
+#include <memory>
+
 #include <lockstep/control/agent_loop.h>
 
 namespace lockstep::control {
@@ -17,6 +21,15 @@ void Agent::rank_started(int rank, int pid) {
 }
 void Agent::rank_ended(int rank, Ended how) {
   loop_->post([loop = loop_.get(), rank, how] { loop->rank_ended(rank, how); });
+}
+void Agent::leave_hosts() {
+  auto done = std::make_shared<std::promise<void>>();
+  const auto left = done->get_future();
+  loop_->post([loop = loop_.get(), done] {
+    loop->leave_hosts();
+    done->set_value();
+  });
+  left.wait_for(std::chrono::seconds(1));
 }
 void Agent::node_done() {
   loop_->post([loop = loop_.get()] { loop->node_done(); });

@@ -87,7 +87,10 @@ class Agent {
   std::vector<Order> take_orders();
   void rank_started(int rank, int pid);
   void rank_ended(int rank, Ended how);
-  void node_done();             // every rank of this node has ended
+  void node_done();  // every rank of this node has ended
+  // Closes the connections to other hosts, before the ranks here are killed: this host ends, and not one of its
+  // ranks. Returns when that is done.
+  void leave_hosts();
   void stop(int signal);        // becomes Stop on every node
   void paused(bool paused);     // the ranks are being stopped (Ctrl-Z), or go on: no cause for alarm
   std::string address() const;  // "host:port" at which other hosts are awaited; empty: none

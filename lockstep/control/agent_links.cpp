@@ -19,6 +19,7 @@ using std::chrono::milliseconds;
 namespace {
 
 constexpr milliseconds kSilence(1500);  // of another host: it says something ten times a second
+constexpr milliseconds kAnswer(700);    // within which a host that is there acknowledges what it is sent
 
 }  // namespace
 
@@ -44,8 +45,7 @@ void Agent::Loop::serve(Node& node) {
       if (node.closed) return;
       const auto n = ::recv(node.fd.get(), bytes, sizeof bytes, MSG_DONTWAIT);
       if (n < 0 && (errno == EAGAIN || errno == EINTR)) break;
-      if (n <= 0)
-        return lost(node, true, n == 0 ? "it has closed the connection" : "the connection has ended");
+      if (n <= 0) return lost(node, true, why_closed(n == 0 ? ECONNRESET : errno));
       node.heard = Clock::now();
       node.link->receive({bytes, static_cast<std::size_t>(n)});
     }
@@ -99,6 +99,19 @@ void Agent::Loop::send(Node& node, const Frame& frame) {
   node.out += node.link->take_output();
 }
 
+// Of a connection that has ended with this error: the kernel of the other host has closed it, or nobody has.
+std::string Agent::Loop::why_closed(int error) const {
+  if (error != ECONNRESET && error != EPIPE) return "the connection has ended";
+  return options_.local_ranks > 0 ? "its lockstep run has ended" : "it has closed the connection";
+}
+
+void Agent::Loop::leave_hosts() {
+  for (Node& node : nodes_) {
+    node.closed = true;
+    node.fd.reset();
+  }
+}
+
 // A host that answers though its agent does not: the rank that holds the agent is stopped, or waits for a
 // disk. It has the time that any rank has which is stopped.
 void Agent::Loop::look_at_silence(Node& node) {
@@ -109,11 +122,13 @@ void Agent::Loop::look_at_silence(Node& node) {
   }
   const auto most = std::max(options_.stop_grace, kSilence);
   const bool answers = acknowledged_within(node.fd.get(), kSilence);
+  // What came just before the connection went down is no answer to what was said since.
+  const bool answers_still = acknowledged_within(node.fd.get(), kAnswer);
   if (!answers || silent > most)
     return lost(
         node, false,
         fmt::format("nothing was heard from it for {:.1f} s", std::chrono::duration<double>(silent).count()));
-  if (!std::exchange(node.told, true))
+  if (answers_still && !std::exchange(node.told, true))
     options_.say(
         fmt::format("the agent at {} says nothing, though its host is there: it is given up after {:.1f} s",
                     node.from, std::chrono::duration<double>(most).count()));

@@ -13,6 +13,7 @@
 #include <lockstep/base/host.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/quiet_threads.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/version.h>
 
 namespace lockstep::control {
@@ -96,10 +97,11 @@ void Agent::Loop::start() {
   auto begin = [this](std::thread& thread, std::future<void>& done, void (Loop::*work)()) {
     std::promise<void> promise;
     done = promise.get_future();
-    thread = std::thread([self = shared_from_this(), work, promise = std::move(promise)]() mutable {
-      ((*self).*work)();
-      promise.set_value();
-    });
+    thread = detail::start_thread("the agent",
+                                  [self = shared_from_this(), work, promise = std::move(promise)]() mutable {
+                                    ((*self).*work)();
+                                    promise.set_value();
+                                  });
   };
   try {
     begin(thread_, thread_done_, &Loop::run);
@@ -107,7 +109,7 @@ void Agent::Loop::start() {
   } catch (const std::system_error& error) {
     quiet.reset();
     end();
-    throw Error(fmt::format("the agent's threads cannot be started: {}", error.what()));
+    throw Error(error.what());
   }
 }
 
@@ -216,7 +218,7 @@ void Agent::Loop::turn(milliseconds limit) {
   for (auto& each : connections_)
     if (!each.closed && !flush(each.fd.get(), each.out)) gone(each);
   for (auto& each : nodes_)
-    if (!each.closed && !flush(each.fd.get(), each.out)) lost(each, true, "the connection has ended");
+    if (!each.closed && !flush(each.fd.get(), each.out)) lost(each, true, why_closed(errno));
   std::erase_if(connections_, [](const auto& each) { return each.closed; });
   std::erase_if(nodes_, [](const auto& each) { return each.closed; });
   note_desertion();

@@ -41,6 +41,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void rank_started(int rank, int pid);
   void rank_ended(int rank, Ended how);
   void node_done();
+  void leave_hosts();
   void stop(int signal);
   void paused(bool paused);
 
@@ -92,6 +93,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void turn(std::chrono::milliseconds limit);
   void tick();
   void look_at_silence(Node& node);
+  std::string why_closed(int error) const;
   void accept_ranks();
   void accept_nodes();
   void serve(Connection& connection);

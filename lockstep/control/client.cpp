@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/control/process.h>
 
 namespace lockstep::control {
@@ -37,7 +38,7 @@ int process_id() {
 std::shared_ptr<Client> Client::make(Fd agent) {
   std::shared_ptr<Client> client(new Client(std::move(agent)));
   // It keeps the client: both are there until the process ends, or the agent does.
-  std::thread([client] { client->listen(); }).detach();
+  detail::start_thread("the connection to the agent", [client] { client->listen(); }).detach();
   return client;
 }
 

@@ -72,7 +72,10 @@ class Guardian {
                       agent_.address()));
     while (!status_) {
       wait(paused_since_ ? -1 : agent_.orders_fd());
-      if (launcher_gone_) return 128 + SIGKILL;
+      if (launcher_gone_) {
+        agent_.leave_hosts();
+        return 128 + SIGKILL;
+      }
       if (paused_since_) continue;  // what is to be done, and what time is left, waits with the ranks
       for (auto& order : agent_.take_orders()) std::visit([this](auto& what) { handle(what); }, order);
       keep_deadlines();

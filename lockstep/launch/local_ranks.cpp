@@ -98,6 +98,7 @@ void LocalRanks::start(const control::Start& start, const std::string& agent, Ou
 LocalRanks::Rank LocalRanks::start_one(const RankPlace& place, int report, Output& output) {
   RankProcess process;
   process.file = program_;
+  process.is_binary = is_binary(plan_, program_);
   process.arguments = plan_.command;
   process.environment = rank_environment(plan_, place);
   process.directory = plan_.directory;
@@ -126,7 +127,8 @@ void LocalRanks::check_start() {
   if (got < 0 && errno == EAGAIN) return;
   exec_errors_.reset();  // every rank has become the program, or one could not
   if (got > 0)
-    throw ConfigError(fmt::format("'{}' could not be started: {}", plan_.command[0], std::strerror(error)));
+    throw ConfigError(fmt::format("'{}' could not be started: {}", plan_.command[0],
+                                  why_not_started(plan_, program_, error)));
 }
 
 void LocalRanks::reap(const HasEnded& ended) {

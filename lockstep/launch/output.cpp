@@ -15,6 +15,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/start_thread.h>
 
 namespace lockstep::detail {
 namespace {
@@ -91,7 +92,7 @@ Output::Output(const LaunchPlan& plan)
   }
   epoll_event event{EPOLLIN, {nullptr}};
   ::epoll_ctl(poll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread("the ranks' output", [this] { run(); });
 }
 
 Output::~Output() {

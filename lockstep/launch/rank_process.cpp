@@ -1,5 +1,6 @@
 #include <lockstep/launch/rank_process.h>
 
+#include <elf.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/prctl.h>
@@ -15,6 +16,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/start_thread.h>
 
 namespace lockstep::detail {
 namespace {
@@ -38,6 +40,36 @@ std::vector<char*> pointers(const std::vector<std::string>& texts) {
   for (const auto& text : texts) list.push_back(const_cast<char*>(text.c_str()));
   list.push_back(nullptr);
   return list;
+}
+
+std::string in_plans_directory(const LaunchPlan& plan, const std::string& file) {
+  return file.starts_with('/') || plan.directory.empty() ? file : plan.directory + "/" + file;
+}
+
+// The first bytes of a file.
+std::string beginning_of(const std::string& file) {
+  std::string bytes(128, '\0');
+  const int fd = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
+  const auto got = fd < 0 ? 0 : ::read(fd, bytes.data(), bytes.size());
+  if (fd >= 0) ::close(fd);
+  bytes.resize(static_cast<std::size_t>(std::max<ssize_t>(got, 0)));
+  return bytes;
+}
+
+// What an ELF file is built for, by the numbers of its header; empty: it is none.
+std::string machine_of(const std::string& bytes) {
+  constexpr std::size_t kClass = 4, kOrder = 5, kMachine = 18;
+  if (!bytes.starts_with(ELFMAG) || bytes.size() < kMachine + 2) return {};
+  const auto byte = [&](std::size_t at) { return static_cast<unsigned char>(bytes[at]); };
+  const bool big = byte(kOrder) == ELFDATA2MSB;
+  const int number =
+      big ? byte(kMachine) * 256 + byte(kMachine + 1) : byte(kMachine + 1) * 256 + byte(kMachine);
+  const std::map<int, const char*> names = {
+      {EM_386, "i386"},    {EM_ARM, "arm"},     {EM_X86_64, "x86_64"}, {EM_AARCH64, "aarch64"},
+      {EM_RISCV, "riscv"}, {EM_PPC64, "ppc64"}, {EM_S390, "s390"}};
+  const auto name = names.find(number);
+  return fmt::format("{}, {} bits{}", name == names.end() ? fmt::format("machine {}", number) : name->second,
+                     byte(kClass) == ELFCLASS64 ? 64 : 32, big ? ", big-endian" : "");
 }
 
 // 0 where this file can be run, else errno.
@@ -99,9 +131,7 @@ bool is_launchers_variable(const std::string& name) {
 
 std::string find_program(const LaunchPlan& plan) {
   const std::string& name = plan.command.at(0);
-  auto in_directory = [&](const std::string& file) {
-    return file.starts_with('/') || plan.directory.empty() ? file : plan.directory + "/" + file;
-  };
+  auto in_directory = [&](const std::string& file) { return in_plans_directory(plan, file); };
   int problem = ENOENT;
   if (name.find('/') != std::string::npos) {
     problem = problem_with(in_directory(name));
@@ -121,6 +151,19 @@ std::string find_program(const LaunchPlan& plan) {
                                 name.find('/') == std::string::npos ? " in any folder of PATH" : ""));
 }
 
+bool is_binary(const LaunchPlan& plan, const std::string& file) {
+  return beginning_of(in_plans_directory(plan, file)).find('\0') != std::string::npos;
+}
+
+std::string why_not_started(const LaunchPlan& plan, const std::string& file, int error) {
+  if (error != ENOEXEC) return std::strerror(error);
+  const auto built_for = machine_of(beginning_of(in_plans_directory(plan, file)));
+  const auto here = machine_of(beginning_of("/proc/self/exe"));
+  if (built_for.empty()) return "it is neither a program nor a script";
+  if (built_for == here) return "it is damaged, or built for another system";
+  return fmt::format("it is built for {}, and this host is {}", built_for, here);
+}
+
 pid_t start_rank(const RankProcess& process) {
   const auto arguments = pointers(process.arguments), environment = pointers(process.environment);
   // A file without "#!" is the shell's to run, as execvp does it.
@@ -133,7 +176,7 @@ pid_t start_rank(const RankProcess& process) {
   const pid_t parent = ::getpid();
 
   const pid_t pid = ::fork();
-  if (pid < 0) throw std::system_error(errno, std::generic_category(), "a rank could not be started");
+  if (pid < 0) throw not_created("a process for a rank", errno);
   if (pid > 0) return pid;
   // A session of its own, and so a group: the terminal's Ctrl-C reaches it once, through the launcher, and
   // whoever opens /dev/tty gets an error instead of being stopped. It cannot leave its group either.
@@ -150,7 +193,8 @@ pid_t start_rank(const RankProcess& process) {
                           reinterpret_cast<const cpu_set_t*>(process.mask.data()));
     ::sigprocmask(SIG_SETMASK, &process.signals, nullptr);
     ::execve(process.file.c_str(), arguments.data(), environment.data());
-    if (errno == ENOEXEC) ::execve("/bin/sh", script_arguments.data(), environment.data());
+    if (errno == ENOEXEC && !process.is_binary)
+      ::execve("/bin/sh", script_arguments.data(), environment.data());
   }
   const int error = errno;
   [[maybe_unused]] auto written = ::write(process.report, &error, sizeof error);

@@ -33,9 +33,14 @@ bool is_launchers_variable(const std::string& name);
 
 // The file that execvp would run for the plan's command; ConfigError where there is none.
 std::string find_program(const LaunchPlan& plan);
+// That file is no script.
+bool is_binary(const LaunchPlan& plan, const std::string& file);
+// Why it could not be started, from the error with which that ended.
+std::string why_not_started(const LaunchPlan& plan, const std::string& file, int error);
 
 struct RankProcess {
   std::string file;
+  bool is_binary = false;  // and so nothing for a shell
   std::vector<std::string> arguments, environment;
   std::string directory;  // empty: this one
   CpuMask mask;           // empty: not bound

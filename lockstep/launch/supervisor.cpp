@@ -17,6 +17,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/control/failure.h>
 #include <lockstep/control/process.h>
 #include <lockstep/launch/descendants.h>
@@ -114,7 +115,7 @@ class Launcher {
       if (::isatty(STDIN_FILENO) == 1 && ::pipe2(typed, O_CLOEXEC) == 0) inherited.stdin_fd = typed[0];
     }
     const pid_t pid = ::fork();
-    if (pid < 0) throw std::system_error(errno, std::generic_category(), "fork");
+    if (pid < 0) throw not_created("the agent's process", errno);
     if (pid == 0) {
       channel_.reset();
       signals_.reset();

@@ -139,6 +139,39 @@ TEST(Failure, out_of_memory_is_told_with_usage_and_limit) {
                     HasSubstr("out of memory: the cgroup's limit is 512.0 MiB, its highest usage was 51")));
 }
 
+TEST(Failure, a_limit_of_processes_is_told_with_what_could_not_be_created) {
+  const bool unified = fs::exists("/sys/fs/cgroup/cgroup.controllers");
+  const fs::path group = fs::path(unified ? "/sys/fs/cgroup" : "/sys/fs/cgroup/pids") /
+                         ("lockstep-test-" + std::to_string(::getpid()));
+  if (::mkdir(group.c_str(), 0755) != 0) GTEST_SKIP() << "no cgroup can be made in " << group.parent_path();
+  const auto inside = "echo $$ > " + (group / "cgroup.procs").string() + "; exec \"$@\"";
+  std::vector<std::string> all = {"sh", "-c", inside, "sh"};
+  const auto job = command({"-n", "2"}, "exit 0");
+  all.insert(all.end(), job.begin(), job.end());
+  // One more each time, until there are enough: so each process and thread is the one that cannot be created.
+  int status = -1;
+  for (int most = 1; most < 30 && status != 0; ++most) {
+    std::ofstream limit(group / "pids.max");
+    limit << most << std::flush;
+    if (!limit) {
+      ::rmdir(group.c_str());
+      GTEST_SKIP() << "processes cannot be limited in " << group;
+    }
+    const auto outcome = run({all, {{"ASAN_OPTIONS", "detect_leaks=0"}}});
+    status = outcome.status;
+    if (status == 0) break;
+    EXPECT_EQ(status, 2) << outcome.output;
+    EXPECT_THAT(
+        outcome.output,
+        ContainsRegex("^lockstep: (the agent's process|a thread for the (ranks' output|agent)|a process for "
+                      "a rank) could not be created \\(the limits are pids.max of the cgroup and ulimit "
+                      "-u\\): Resource temporarily unavailable\n$"))
+        << most;
+  }
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(eventually([&] { return ::rmdir(group.c_str()) == 0; }));
+}
+
 // ---- signals
 // ------------------------------------------------------------------------------------------------
 

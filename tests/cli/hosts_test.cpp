@@ -83,6 +83,21 @@ TEST_F(Hosts, a_signal_to_one_ends_both) {
   EXPECT_THAT(second.output(), HasSubstr("[1] saved\n"));
 }
 
+TEST_F(Hosts, a_killed_launcher_is_the_end_of_its_host_and_not_of_a_rank) {
+  const auto script = "echo begun; exec sleep 300";
+  for (const int killed : {0, 1}) {
+    Session first(node(0, 1, script)), second(node(1, 2, script));
+    ASSERT_TRUE(first.wait_for("begun") && second.wait_for("begun")) << first.output() << second.output();
+    Session& other = killed == 0 ? second : first;
+    (killed == 0 ? first : second).send(SIGKILL);
+    EXPECT_NE(other.wait(), 0);
+    EXPECT_THAT(other.output(),
+                AllOf(HasSubstr(killed == 0 ? "the head of the job at " + master_ + " is lost"
+                                            : "the host at 127.0.0.1 with ranks 1, 2 is lost"),
+                      HasSubstr("is lost: its lockstep run has ended\n"), Not(HasSubstr("(pid "))));
+  }
+}
+
 TEST_F(Hosts, all_start_again_after_a_failure) {
   const Sign begun;
   const auto script =

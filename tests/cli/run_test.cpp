@@ -239,6 +239,22 @@ TEST_F(RunFile, a_script_without_an_interpreter_is_the_shells) {
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("[0] 0 x\n"), HasSubstr("[1] 1 x\n")));
 }
 
+TEST_F(RunFile, a_program_for_another_machine_is_named_and_not_given_to_the_shell) {
+  // The header of a program for s390: 64 bits, big-endian, an executable.
+  std::string header = "\177ELF\2\2\1";
+  header.resize(16, '\0');
+  header += std::string("\0\2\0\26\0\0\0\1", 8);
+  header.resize(512, '\0');
+  const auto foreign = lockstep_run({"run", "-q", "-n", "2", make("foreign", header)});
+  EXPECT_EQ(foreign.status, 2);
+  EXPECT_THAT(foreign.output,
+              ContainsRegex("^lockstep: '[^']*foreign' could not be started: it is built for s390, 64 bits, "
+                            "big-endian, and this host is [^\n]* bits[^\n]*\n$"));
+  const auto data = lockstep_run({"run", "-q", "-n", "2", make("data", std::string(100, '\0'))});
+  EXPECT_EQ(data.status, 2);
+  EXPECT_THAT(data.output, HasSubstr("could not be started: it is neither a program nor a script\n"));
+}
+
 TEST_F(RunFile, a_program_whose_interpreter_is_missing_is_named) {
   const auto outcome = lockstep_run({"run", "-q", "-n", "2", make("script", "#!/no/such/interpreter\n")});
   EXPECT_EQ(outcome.status, 2);

@@ -14,6 +14,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/quiet_threads.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/transports/shm/fork.h>
 #include <lockstep/comm/transports/shm/meeting.h>
 
@@ -86,7 +87,7 @@ Post::Post() : next_(kOffered) {
   if (!listener) throw Error("the socket for shared memory could not be made");
   listener_ = std::move(*listener);
   const detail::QuietThreads quiet;
-  std::thread([this] { serve(); }).detach();
+  detail::start_thread("shared memory", [this] { serve(); }).detach();
 }
 
 std::uint64_t Post::offer(std::shared_ptr<Segment> segment) {
@@ -258,7 +259,7 @@ class Keeper {
  private:
   Keeper() {
     const detail::QuietThreads quiet;
-    std::thread([this] {
+    detail::start_thread("shared memory", [this] {
       std::unique_lock lock(mutex_);
       for (;;) {
         changed_.wait(lock, [&] { return task_ != nullptr; });
