@@ -1,6 +1,7 @@
 #include <lockstep/base/awake_clock.h>
 
 #include <pthread.h>
+#include <sys/prctl.h>
 
 #include <atomic>
 #include <cstdint>
@@ -56,6 +57,7 @@ class Heart {
   }
 
   void run() {
+    ::prctl(PR_SET_NAME, "lockstep-clock");
     for (;;) {
       std::this_thread::sleep_for(kBeat);
       const auto now = steady();

@@ -92,6 +92,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   // For the control plane: where this rank is, and what it waits for.
   void note_wait(const Call& call, bool waits) noexcept;
+  control::Pen* pen() const { return pen_.get(); }  // null where there is no control plane
   void note_end(const Call& call, control::FlightRing::Ticket record, bool failed) noexcept;
   // How many collectives that rank had begun when it let go of the group in order; nothing: it did not.
   std::optional<std::uint64_t> left_after(int rank);

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -153,6 +154,7 @@ std::vector<Order> Agent::Loop::take_orders() {
 
 void Agent::Loop::run() {
   detail::set_log_prefix("agent");
+  ::prctl(PR_SET_NAME, "lockstep-agent");  // also where it lives in a rank: has_active_thread
   while (!ending_) guard([&] { turn(kTick); });
   const auto limit = Clock::now() + kFlush;
   while (!all_written() && Clock::now() < limit) guard([&] { turn(milliseconds(10)); });
@@ -268,6 +270,7 @@ void Agent::Loop::node_done() {
   for (auto& connection : connections_) connection.here = false, connection.closed = true;
   ranks_.clear();
   times_seen_.clear();
+  activity_.clear();
   board_.reset();
   if (failed_ || (!head_ && nodes_.empty())) return push(Finish{.status = 1, .why = {}});
   up({.kind = Kind::node_done});

@@ -104,6 +104,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void look_at_dying();
   void report_end(int rank, Ended how);
   void send_rows(int rank);
+  bool is_active(int rank, const Rows& rows);
   void send_flights();
   void look_at_stops();
   void look_at(int rank, int pid, const std::optional<ProcessState>& process, LocalRank& state);
@@ -144,6 +145,8 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   std::shared_ptr<Board> board_;
   int board_size_ = 0;
   std::map<int, std::uint64_t> times_seen_;  // of each rank's steps: how many the head has been told
+  std::map<int, std::pair<Clock::time_point, bool>>
+      activity_;  // of each rank's threads, and when it was seen
   std::map<int, LocalRank> ranks_;
   std::vector<Dying> dying_;
   std::atomic<bool> troubled_ = false;  // something has gone wrong in this attempt

@@ -21,6 +21,7 @@ namespace {
 
 constexpr milliseconds kDying(300);  // for a process whose lock is gone to count as ended
 constexpr std::size_t kMostFlights = 250'000;
+constexpr milliseconds kLongWait(400), kLookAtThreads(250);
 constexpr milliseconds kNoFiles(100);  // until the next look for somebody who connects
 
 }  // namespace
@@ -190,7 +191,28 @@ void Agent::Loop::report_end(int rank, Ended how) {
 
 void Agent::Loop::send_rows(int rank) {
   if (!board_ || rank < 0 || rank >= board_size_) return;
-  up({.kind = Kind::rows, .rank = rank, .payload = board_->rows(rank, times_seen_[rank]).encode()});
+  auto rows = board_->rows(rank, times_seen_[rank]);
+  if (rows.blocked > 0 && is_active(rank, rows)) rows.blocked = 0;
+  up({.kind = Kind::rows, .rank = rank, .payload = rows.encode()});
+}
+
+// A rank whose threads are all blocked in operations may have another one, which has issued none so far and is
+// about to: as long as one does anything, the rank does not count as blocked. Looking costs two files a thread,
+// so that is done only after some time, and not every time.
+bool Agent::Loop::is_active(int rank, const Rows& rows) {
+  const bool waits_long =
+      rows.blocked == rows.threads && std::all_of(rows.rows.begin(), rows.rows.end(), [](const Row& row) {
+        return row.waits_for < 0 || row.waited_ms >= kLongWait.count();
+      });
+  if (!waits_long) return true;  // it has not been looked at
+  auto& [at, active] = activity_[rank];
+  if (Clock::now() - at < kLookAtThreads) return active;
+  at = Clock::now();
+  active = false;
+  for (const auto& connection : connections_)
+    if (connection.here && connection.rank == rank && connection.pid != 0)
+      active = has_active_thread(connection.pid);
+  return active;
 }
 
 // Killed ranks' too: their memory is the board's.

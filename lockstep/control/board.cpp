@@ -13,7 +13,6 @@
 namespace lockstep::control {
 namespace {
 
-constexpr int kLines = 28;
 constexpr std::int64_t kDay = 24 * 3600 * 1000;  // in ms; waits and looks back end there
 
 // To a few milliseconds, which is what it takes to tell a wait; a finer clock costs several times as much.
@@ -111,8 +110,9 @@ using namespace board;
 struct Board::Page {
   pthread_mutex_t alive;
   std::atomic<std::int64_t> step, committed;
+  std::atomic<std::int32_t> threads, blocked;  // that issue operations; of these, in a wait
   Progress progress;
-  VersionedLine lines[kLines];
+  VersionedLine lines[Board::kLines];
 };
 
 // Of each rank: its page, then its ring.
@@ -198,6 +198,8 @@ Rows Board::rows(int rank) const {
   Rows rows;
   rows.step = number_or_none(page.step.load(std::memory_order_relaxed));
   rows.committed = number_or_none(page.committed.load(std::memory_order_relaxed));
+  rows.threads = std::max(page.threads.load(std::memory_order_relaxed), 0);
+  rows.blocked = std::max(page.blocked.load(std::memory_order_relaxed), 0);
   const auto now = now_ms();
   for (const auto& versioned : page.lines) {
     const auto found = versioned.read();
@@ -229,8 +231,61 @@ Rows Board::rows(int rank, std::uint64_t& seen) const {
   return rows;
 }
 
+// Counts the calling thread among those that issue operations, as long as it lives.
+class Pen::ThreadMark {
+ public:
+  ~ThreadMark() { clear(); }
+  bool is_of(const Pen& pen) const { return pen_ == pen.number_; }
+  void set(const Pen& pen) {
+    if (is_of(pen)) return;
+    clear();
+    pen_ = pen.number_;
+    process_ = ::getpid();
+    board_ = pen.board_;
+    threads_ = &pen.page_.threads;
+    threads_->fetch_add(1, std::memory_order_relaxed);
+  }
+
+ private:
+  void clear() {
+    // In a child of fork() the page is its parent's.
+    const auto board = board_.lock();
+    if (board && ::getpid() == process_) threads_->fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  std::uint64_t pen_ = 0;
+  int process_ = 0;
+  std::weak_ptr<Board> board_;
+  std::atomic<std::int32_t>* threads_ = nullptr;
+};
+
+Pen::ThreadMark& Pen::thread_mark() {
+  thread_local ThreadMark mark;
+  return mark;
+}
+
+Pen::Blocked::Blocked(Pen* pen) : pen_(pen && thread_mark().is_of(*pen) ? pen : nullptr) {
+  if (pen_) pen_->page_.blocked.fetch_add(1, std::memory_order_relaxed);
+}
+
+Pen::Blocked::~Blocked() {
+  if (pen_) pen_->page_.blocked.fetch_sub(1, std::memory_order_relaxed);
+}
+
+namespace {
+
+std::uint64_t next_pen_number() {
+  static std::atomic<std::uint64_t> last = 0;
+  return ++last;
+}
+
+}  // namespace
+
 Pen::Pen(std::shared_ptr<Board> board, int rank)
-    : board_(std::move(board)), page_(board_->page(rank)), ring_(board_->ring(rank)) {}
+    : number_(next_pen_number()),
+      board_(std::move(board)),
+      page_(board_->page(rank)),
+      ring_(board_->ring(rank)) {}
 
 void Pen::step(std::int64_t step) {
   const auto now = now_ns();
@@ -263,7 +318,7 @@ int Pen::add_line(std::int64_t key, std::string_view group, bool messages) {
   // One whose group is gone is of use to others until its place is needed: the one that is longest unchanged.
   int free = -1;
   std::int64_t oldest = std::numeric_limits<std::int64_t>::max();
-  for (int i = 0; i < kLines; ++i) {
+  for (int i = 0; i < Board::kLines; ++i) {
     const Line line = page_.lines[i].get<Line>();
     const auto changed = line.state.used != 0 ? line.state.changed_ms : -1;
     if ((line.state.used != 0 && line.state.retired == 0) || changed >= oldest) continue;
@@ -290,6 +345,7 @@ void Pen::drop_line(int line) {
 
 FlightRing::Ticket Pen::began(int line, const Begun& begun, const CallTexts& texts) {
   const auto now = in_ns(begun.at);
+  thread_mark().set(*this);
   std::lock_guard lock(mutex_);
   write<Line>(line, [&](Line& each) {
     each.state.sequence = begun.sequence;

@@ -24,6 +24,9 @@ namespace lockstep::control {
 
 class Board {
  public:
+  // Lines of a page: groups beyond them are not on it.
+  static constexpr int kLines = 28;
+
   // The agent's: makes it, for ranks 0 to num_ranks - 1. Throws std::system_error.
   explicit Board(int num_ranks);
   // A rank's: maps what the agent handed over; takes the descriptor.
@@ -74,13 +77,28 @@ class Pen {
   FlightRing::Ticket began(int line, const Begun& begun, const CallTexts& texts);
   // And so has a wait for it.
   void ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool failed);
+  // While it lives, the calling thread is blocked until an operation has ended. Counts only where the thread
+  // issues operations, too.
+  class Blocked {
+   public:
+    explicit Blocked(Pen* pen);  // null: nothing
+    ~Blocked();
+    Blocked(const Blocked&) = delete;
+    Blocked& operator=(const Blocked&) = delete;
+
+   private:
+    Pen* const pen_;
+  };
   void waits(int line, std::int64_t sequence);
   void waited(int line, std::int64_t sequence);
 
  private:
+  class ThreadMark;
+  static ThreadMark& thread_mark();
   template <typename What, typename F>
   void write(int line, F change);  // under the mutex
 
+  const std::uint64_t number_;  // of no other Pen of this process
   const std::shared_ptr<Board> board_;
   Board::Page& page_;
   FlightRing& ring_;

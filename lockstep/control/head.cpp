@@ -50,6 +50,7 @@ void Head::start() {
   store_ = {};
   failure_.reset();
   suspicion_.reset();
+  deadlock_.clear();
   refused_.reset();
   stop_at_.reset();
   start_at_.reset();
@@ -110,6 +111,7 @@ void Head::receive(int node, const Frame& frame) {
       auto& state = ranks_[rank()];
       state.rows = Rows::decode(frame.payload);
       state.rows_at = Clock::now();
+      ++state.looks;
       for (const Row& row : state.rows.rows) {
         if (row.message) continue;
         auto& reached = state.reached.try_emplace(row.key, -1).first->second;
@@ -278,7 +280,11 @@ void Head::tick(Clock::time_point now) {
   }
   if (start_at_ && now >= *start_at_) start();
   look_at_suspicion(now);
-  if (!failure_) look_at_waits(now);
+  if (!failure_) {
+    const auto all = waits(now);
+    look_at_waits(all, now);
+    if (!failure_) look_at_deadlock(all, now);
+  }
   if (!failure_) look_at_pace();
   if (now >= forgets_at_) forget_groups(now);
 }

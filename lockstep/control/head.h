@@ -62,6 +62,7 @@ class Head {
     Rows rows;
     std::map<std::int64_t, std::int64_t> reached;  // the last collective that it began, by group
     Clock::time_point rows_at{};
+    std::int64_t looks = 0;  // how often rows came
     std::int64_t stop_count = -1;
   };
   struct Node {
@@ -101,7 +102,12 @@ class Head {
   std::string pid_text(int rank) const;
   std::string missing_text() const;
   std::vector<Wait> waits(Clock::time_point now) const;
-  void look_at_waits(Clock::time_point now);
+  void look_at_waits(const std::vector<Wait>& all, Clock::time_point now);
+  using Stuck = std::map<int, std::vector<const Wait*>>;  // what each rank waits for
+  Stuck deadlocked(const std::vector<Wait>& all) const;
+  bool tells_of(int rank, std::int64_t key) const;
+  void look_at_deadlock(const std::vector<Wait>& all, Clock::time_point now);
+  Failure failure_of(const Stuck& stuck) const;
   void note_steps(int number, Rank& rank);
   void look_at_pace();
   void forget_groups(Clock::time_point now);
@@ -132,6 +138,17 @@ class Head {
   bool finished_ = false;
   std::map<int, RankFlight> flights_;
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> told_;  // of a wait: until when, in ms
+  // A set of ranks that wait for one another, as it was first seen: rank, group, sequence number, and how many
+  // looks at the rank there had been.
+  struct StuckWait {
+    int rank;
+    std::int64_t key, sequence, looks;
+    bool same_as(const StuckWait& other) const {
+      return rank == other.rank && key == other.key && sequence == other.sequence;
+    }
+  };
+  std::vector<StuckWait> deadlock_;
+  Clock::time_point deadlock_since_{};
   bool paused_ = false;
   Clock::time_point quiet_until_{};  // after a pause: who was stopped inside a wait needs a moment to end it
 };

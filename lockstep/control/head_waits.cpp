@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <lockstep/control/board.h>
 #include <lockstep/control/head.h>
 
 namespace lockstep::control {
@@ -16,6 +17,10 @@ namespace {
 // A collective that a rank which has left never came to: what it did before it left is known by then.
 constexpr std::int64_t kLeftMs = 300;
 constexpr std::chrono::seconds kForget(30);
+// How long ranks that wait for one another must stay as they are, and how often each must be seen so.
+constexpr std::chrono::seconds kDeadlock(1);
+constexpr std::int64_t kDeadlockLooks = 3;
+constexpr std::size_t kMostSides = 4;  // of a deadlock, that are shown
 constexpr std::int64_t kFirstTell = 1000, kLastTell = std::int64_t{1} << 40;
 
 std::string seconds(std::int64_t ms) { return fmt::format("{:.1f} s", static_cast<double>(ms) / 1000); }
@@ -77,13 +82,12 @@ std::vector<Head::Wait> Head::waits(Clock::time_point now) const {
   return waits;
 }
 
-void Head::look_at_waits(Clock::time_point now) {
+void Head::look_at_waits(const std::vector<Wait>& all, Clock::time_point now) {
   if (paused_) {
     quiet_until_ = now + milliseconds(kFirstTell);
     return;
   }
   const Wait* longest = nullptr;
-  const auto all = waits(now);
   for (const Wait& wait : all) {
     for (int number : wait.missing) {
       auto found = ranks_.find(number);
@@ -135,6 +139,97 @@ void Head::look_at_waits(Clock::time_point now) {
   ports_.say(fmt::format("rank {} has waited {} in {}; not there: {}", longest->rank,
                          seconds(longest->waited_ms), call_text(*longest->row, longest->row->waits_for),
                          fmt::join(absent, "; ")));
+}
+
+// The largest set of ranks of which none can go on: every thread that issues operations is blocked in a
+// collective to which another rank of the set has not come, and that one can issue nothing. What a rank has
+// issued and does not wait for counts as arrived. Whether a message has arrived is not known, so a rank that
+// waits for one is not in the set.
+Head::Stuck Head::deadlocked(const std::vector<Wait>& all) const {
+  Stuck stuck;
+  for (const Wait& wait : all)
+    if (!wait.row->message) stuck[wait.rank].push_back(&wait);
+  std::erase_if(stuck, [&](const auto& each) {
+    const Rows& rows = ranks_.at(each.first).rows;
+    const auto waiting =
+        std::count_if(rows.rows.begin(), rows.rows.end(), [](const Row& row) { return row.waits_for >= 0; });
+    // Each thread has a line of its own, and each of those waits for somebody.
+    return rows.threads == 0 || rows.blocked != rows.threads || waiting != rows.blocked ||
+           waiting != static_cast<std::ptrdiff_t>(each.second.size());
+  });
+  auto can_end = [&](const Wait* wait) {
+    return std::none_of(wait->missing.begin(), wait->missing.end(),
+                        [&](int r) { return stuck.contains(r) && tells_of(r, wait->row->key); });
+  };
+  while (std::erase_if(stuck, [&](const auto& each) {
+    return std::any_of(each.second.begin(), each.second.end(), can_end);
+  })) {
+  }
+  return stuck;
+}
+
+// Whether that rank's page has room for the group, so that what it has begun there is known.
+bool Head::tells_of(int number, std::int64_t key) const {
+  const auto& rows = ranks_.at(number).rows.rows;
+  return rows.size() < Board::kLines || std::any_of(rows.begin(), rows.end(), [&](const Row& row) {
+           return row.key == key && !row.message;
+         });
+}
+
+void Head::look_at_deadlock(const std::vector<Wait>& all, Clock::time_point now) {
+  const auto stuck = paused_ || now < quiet_until_ ? Stuck{} : deadlocked(all);
+  std::vector<StuckWait> seen;
+  for (const auto& [number, waits] : stuck)
+    for (const Wait* wait : waits)
+      seen.push_back({number, wait->row->key, wait->row->waits_for, ranks_.at(number).looks});
+  const bool same = std::equal(seen.begin(), seen.end(), deadlock_.begin(), deadlock_.end(),
+                               [](const auto& one, const auto& other) { return one.same_as(other); });
+  if (!same) {
+    deadlock_ = std::move(seen);
+    deadlock_since_ = now;
+  }
+  if (stuck.empty() || now - deadlock_since_ < kDeadlock) return;
+  // A host that says nothing looks as if nothing changed there.
+  for (const StuckWait& each : deadlock_)
+    if (ranks_.at(each.rank).looks < each.looks + kDeadlockLooks) return;
+  fail(failure_of(stuck));
+}
+
+// One cycle, from its lowest rank on.
+Failure Head::failure_of(const Stuck& stuck) const {
+  std::vector<std::pair<const Wait*, int>> path;  // each with the rank that it waits for
+  for (int number = stuck.begin()->first;;) {
+    const auto begin =
+        std::find_if(path.begin(), path.end(), [&](const auto& each) { return each.first->rank == number; });
+    if (begin != path.end()) {
+      path.erase(path.begin(), begin);
+      break;
+    }
+    const Wait* wait = stuck.at(number).front();
+    number = *std::find_if(wait->missing.begin(), wait->missing.end(),
+                           [&](int r) { return stuck.contains(r) && tells_of(r, wait->row->key); });
+    path.emplace_back(wait, number);
+  }
+  std::rotate(path.begin(),
+              std::min_element(
+                  path.begin(), path.end(),
+                  [](const auto& one, const auto& other) { return one.first->rank < other.first->rank; }),
+              path.end());
+  std::vector<std::string> sides;
+  for (const auto& [wait, other] : path) {
+    if (sides.size() == kMostSides && path.size() > kMostSides + 1) {
+      sides.push_back(fmt::format("and so on, over {} ranks", path.size()));
+      break;
+    }
+    sides.push_back(fmt::format("rank {}{} waits for rank {} in {}", wait->rank, pid_text(wait->rank), other,
+                                call_text(*wait->row, wait->row->waits_for)));
+  }
+  Failure failure;
+  failure.cause = fmt::format("deadlock: {}", fmt::join(sides, "; "));
+  if (stuck.size() > path.size())
+    failure.cause += fmt::format("; {} more cannot go on because of these", stuck.size() - path.size());
+  failure.cause += ". Every rank must call the operations of its groups in the same order";
+  return failure;
 }
 
 void Head::note_steps(int number, Rank& rank) {

@@ -134,7 +134,8 @@ Fault Fault::decode(std::string_view payload) {
 
 std::string Rows::encode() const {
   Writer out;
-  out.number(step).number(committed).number(static_cast<std::int64_t>(rows.size()));
+  out.number(step).number(committed).number(threads).number(blocked);
+  out.number(static_cast<std::int64_t>(rows.size()));
   for (const Row& row : rows)
     out.number(row.key)
         .text(row.group)
@@ -161,6 +162,8 @@ Rows Rows::decode(std::string_view payload) {
   Rows rows;
   rows.step = in.number_from(-1);
   rows.committed = in.number_from(-1);
+  rows.threads = in.integer(0, kAny);
+  rows.blocked = in.integer(0, kAny);
   for (auto left = in.number(0, 256); left > 0; --left) {
     Row row;
     row.key = in.number();

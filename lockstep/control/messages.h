@@ -94,6 +94,8 @@ struct Rows {
   // Number of steps that the last checkpoint holds which this process saved: 1 + step, 0 before the first one.
   // -1: it has saved none.
   std::int64_t committed = -1;
+  // Number of threads of the process that issue operations, and of those that are blocked in a wait for one.
+  int threads = 0, blocked = 0;
   std::vector<Row> rows = {};
   std::vector<StepTime> times = {};  // that were not told before
   std::vector<Metric> metrics = {};

@@ -1,10 +1,13 @@
 #include <lockstep/control/process.h>
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <memory>
 #include <sstream>
 #include <string>
 
@@ -22,6 +25,30 @@ std::string proc_text(int pid, const char* file) {
     text.append(bytes, static_cast<std::size_t>(n));
   ::close(fd);
   return text;
+}
+
+bool has_active_thread(int pid) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> threads(::opendir(fmt::format("/proc/{}/task", pid).c_str()),
+                                                    ::closedir);
+  while (const dirent* thread = threads ? ::readdir(threads.get()) : nullptr) {
+    if (thread->d_name[0] == '.') continue;
+    const auto file = [&](const char* name) {
+      return proc_text(pid, fmt::format("task/{}/{}", thread->d_name, name).c_str());
+    };
+    const auto stat = file("stat");
+    const auto begin = stat.find('('), close = stat.rfind(')');
+    if (close == std::string::npos || close + 2 >= stat.size()) continue;
+    if (stat.compare(begin + 1, 9, "lockstep-") == 0) continue;
+    const char state = stat[close + 2];
+    if (state == 'R' || state == 'D') return true;
+    const auto waits_in = file("wchan");  // a function of the kernel; "0" where it is secret
+    const auto idle = {"0",           "futex_",  "poll_",    "do_poll",
+                       "do_sys_poll", "ep_poll", "do_epoll", "do_sigtimedwait"};
+    if (!waits_in.empty() &&
+        std::none_of(idle.begin(), idle.end(), [&](const char* each) { return waits_in.starts_with(each); }))
+      return true;
+  }
+  return false;
 }
 
 std::optional<ProcessState> look_at(int pid) {

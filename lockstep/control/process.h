@@ -24,6 +24,11 @@ std::string proc_text(int pid, const char* file);
 
 std::optional<ProcessState> look_at(int pid);  // nothing: there is no such process
 
+// Whether some thread of the process does something of its own at this moment: it runs, reads, sleeps for a
+// time. Idle are those that wait for a lock, a condition, a signal or a connection, and those whose name begins
+// with "lockstep-". False where the kernel does not tell what threads wait for.
+bool has_active_thread(int pid);
+
 // How it ended or is ending, from one look; only the pid where that is not to be known.
 Ended how_it_ended(int pid, const std::optional<ProcessState>& process);
 

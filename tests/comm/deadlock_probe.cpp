@@ -1,0 +1,53 @@
+// Ranks with two groups of all ranks.
+//   deadlock_probe opposite   rank 0 waits in one group, the others in the other one
+//   deadlock_probe issued     the same, but rank 0 has issued the others' operation without waiting for it
+//   deadlock_probe thread     the same, but another thread of rank 0 comes to the others' operation later
+//   deadlock_probe fresh      and that thread has issued no operation before
+#include <cstdio>
+#include <future>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <lockstep/lockstep.h>
+#include "support/probe.h"
+
+namespace lockstep::testing::deadlock_probe {
+
+PROBE(deadlock_probe) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  auto world = lockstep::World::from_environment();
+  std::vector<int> all;
+  for (int r = 0; r < world.size(); ++r) all.push_back(r);
+  auto first = world.group(), second = world.group(all, {.name = "second"});
+  auto third = world.group(all, {.name = "third"});
+  auto one = at::ones({4}), two = at::ones({4});
+  if (world.rank() != 0) {
+    if (mode == "thread") third.barrier().wait();
+    first.all_reduce(one).wait();
+    second.all_reduce(two).wait();
+  } else if (mode == "opposite") {
+    second.all_reduce(two).wait();
+    first.all_reduce(one).wait();
+  } else if (mode == "issued") {
+    auto work = first.all_reduce(one);
+    second.all_reduce(two).wait();
+    work.wait();
+  } else {
+    std::promise<void> begun;
+    std::thread other([&] {
+      if (mode == "thread") third.barrier().wait();
+      begun.set_value();
+      std::this_thread::sleep_for(std::chrono::seconds(3));
+      first.all_reduce(one).wait();
+    });
+    begun.get_future().wait();
+    second.all_reduce(two).wait();
+    other.join();
+  }
+  std::printf("rank %d ended\n", world.rank());
+  return 0;
+}
+
+}  // namespace lockstep::testing::deadlock_probe
