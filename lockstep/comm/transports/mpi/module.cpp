@@ -138,7 +138,8 @@ class MpiTransport final : public Transport {
 
   ~MpiTransport() override {
     if (!link_->drain(patience_))
-      interrupt(fmt::format("group '{}' was destroyed while an operation on it had not finished", group_));
+      interrupt(fmt::format("group '{}' was destroyed while an operation on it had not finished", group_),
+                CommError::Kind::stopped);
     const bool clean = !link_->failed();
     link_->fail(fmt::format("group '{}' is gone", group_));
     // MPI_Comm_free is a collective by the standard, local in both libraries: who comes first goes on.
