@@ -3,8 +3,9 @@
 usage: faults_table.py check PAGE | write RESULTS... PAGE
 
 RESULTS are the files that faults.py wrote, of all parts or of each part: build/test-results/faults*.json. `write` keeps
-the rows of PAGE that are not in them. `check` fails where PAGE lacks a row for a fault that is tested; it does not look
-at numbers, which differ from run to run.
+what was measured for the rows of PAGE that are not in them. `check` fails where PAGE lacks a row for a fault that is
+tested, or says something else of what must show and until when; it does not look at numbers, which differ from run to
+run.
 """
 import json
 import pathlib
@@ -73,10 +74,16 @@ def of_torchrun(result, torchrun):
     return ", ".join(part for part in (value, cell["remark"]) if part)
 
 
-def lines_of(page):
-    """The page's own row of each fault and number of ranks."""
+def cells_of(page):
+    """The cells of the page's row of each fault and number of ranks."""
     lines = [line for line in page.read_text().splitlines() if line.startswith("|")] if page.exists() else []
-    return {tuple(cell.strip() for cell in line.strip("|").split("|")[:2]): line for line in lines}
+    rows = [[cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return {tuple(cells[:2]): cells for cells in rows}
+
+
+def tested():
+    """The first four cells of each row: the fault, its ranks, what must show, until when."""
+    return [[fault.name, str(ranks), fault.must, fault.measures] for fault in faults.FAULTS for ranks in fault.ranks]
 
 
 def rows_of(files):
@@ -108,25 +115,30 @@ def write(files, page):
     torchrun = json.loads((FAULTS / "torchrun.json").read_text())
     text = HEAD.format(kills=about_kills(rows, page), processors=processors, torch=torchrun["torch"],
                        limit=torchrun["limit"])
-    before = lines_of(page)
-    for key in ((fault.name, str(ranks)) for fault in faults.FAULTS for ranks in fault.ranks):
+    before = cells_of(page)
+    for cells in tested():
+        key = tuple(cells[:2])
         if row := rows.get(key):
-            cells = [row["fault"], row["ranks"], row["must"], row["measures"], measured(row), of_torchrun(row, torchrun)]
-            text += "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |\n"
+            cells += [measured(row), of_torchrun(row, torchrun)]
         elif key in before:
-            text += before[key] + "\n"
+            cells += before[key][4:]
+        else:
+            continue
+        text += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
     page.write_text(text)
 
 
 def check(page):
-    present = lines_of(page)
-    missing = [f"{fault.name} ({ranks} ranks)" for fault in faults.FAULTS for ranks in fault.ranks
-               if (fault.name, str(ranks)) not in present]
-    for each in missing:
-        print(f"{page.name} has no row for: {each}")
-    if missing:
+    present = cells_of(page)
+    wrong = 0
+    for cells in tested():
+        row = present.get(tuple(cells[:2]))
+        if row is None or row[2:4] != cells[2:4]:
+            wrong += 1
+            print(f"{page.name}: expected a row that begins with {cells}, got {row[:4] if row else 'none'}")
+    if wrong:
         print("./dev docs writes the table anew, from a run of the tests `faults.*`")
-    return 1 if missing else 0
+    return 1 if wrong else 0
 
 
 def main():
