@@ -8,6 +8,21 @@ import socket
 FIRST, LAST = 10000, 19999
 
 
+reserved = []  # sockets that keep the ports of this process
+
+
+def reserve(port):
+    """True if this process has the port from now on. tests/support/process.cpp reserves with the same name."""
+    sign = socket.socket(socket.AF_UNIX)
+    try:
+        sign.bind(f"\0lockstep-test-port-{port}")
+    except OSError:
+        sign.close()
+        return False
+    reserved.append(sign)
+    return True
+
+
 def is_free(port):
     with socket.socket() as probe:
         try:
@@ -19,7 +34,7 @@ def is_free(port):
 
 def free_port():
     """A port of 127.0.0.1 that nobody uses. It is outside of the range from which the system takes ports, so that no
-    other program gets it by chance before it is used."""
+    other program gets it by chance before it is used, and no other test that asks gets it as long as this process lives."""
     own = range(FIRST, LAST + 1)
     try:
         low, high = map(int, pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -27,4 +42,4 @@ def free_port():
     except OSError:
         pass
     chosen = random.SystemRandom()
-    return next(port for port in iter(lambda: chosen.choice(own), None) if is_free(port))
+    return next(port for port in iter(lambda: chosen.choice(own), None) if reserve(port) and is_free(port))

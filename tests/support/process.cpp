@@ -84,7 +84,7 @@ Outcome run(const Program& program, std::chrono::seconds limit) { return run_tog
 
 namespace {
 
-// True if this process has the port from now on. The sign is an abstract unix socket, which goes with the
+// True if this process has the port from now on. tests/support/ports.py reserves with the same name. The sign is an abstract unix socket, which goes with the
 // process.
 bool reserve(int port) {
   const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
