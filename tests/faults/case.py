@@ -9,11 +9,6 @@ import harness
 from harness import Job, Surroundings
 
 FAULTS = []
-# Limits are those of a quiet machine. On a busy one a fault may take at most this many times as long, and no more than
-# what the lateness that is measured meanwhile explains: what does not work takes minutes, or never ends.
-PATIENCE = 10
-QUIET = 0.02  # seconds that a process may get its processor late on a quiet machine
-TURNS = 20  # processes take turns from an injection to what it shows
 
 
 @dataclasses.dataclass
@@ -59,8 +54,7 @@ class Case:
 
     def allowed(self, limit):
         """The limit, or more where this machine was busy since the case began."""
-        late = self.lateness.most
-        return limit if late < QUIET else min(PATIENCE * limit, 2 * limit + TURNS * late)
+        return self.lateness.allowed(limit)
 
     def within(self, seconds, limit, text, job=None):
         """A promise about time. A note tells when it is kept only because the machine was busy."""

@@ -79,6 +79,13 @@ def command_of(pid):
     return "?"
 
 
+# Limits are those of a quiet machine. On a busy one something may take at most this many times as long, and no more than
+# what the lateness that is measured meanwhile explains: what does not work takes minutes, or never ends.
+PATIENCE = 10
+QUIET = 0.02  # seconds that a process may get its processor late on a quiet machine
+TURNS = 20  # processes take turns from an injection to what it shows
+
+
 class Lateness:
     """How late this process gets a processor meanwhile: a control for what others do on this machine."""
 
@@ -87,6 +94,10 @@ class Lateness:
         self.thread = threading.Thread(target=self._watch, daemon=True)
         self.thread.start()
         return self
+
+    def allowed(self, limit):
+        """The limit, or more where this machine was busy."""
+        return limit if self.most < QUIET else min(PATIENCE * limit, 2 * limit + TURNS * self.most)
 
     def _watch(self):
         begin = now()
