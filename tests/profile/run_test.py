@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 lockstep, probe, gpt = sys.argv[1:4]
-failures = []
+failures, unjudged = [], []
 folders = tempfile.TemporaryDirectory(prefix="lockstep-profile-")  # of all runs; gone with this process
 
 
@@ -69,21 +69,21 @@ PLANTED_MS = 60  # far more than the rest of a step
 
 
 def planted(what, words, numbers, words_told):
-    """The numbers hold on any machine. What is told is about the largest part, which on a very busy one is another. A few
-    attempts: some machines do not tell for how long a thread waited for its turn."""
+    """The numbers hold on any machine. What is told is about the largest part, which on a very busy one is another, so later
+    attempts plant more. A few attempts: some machines do not tell for how long a thread waited for its turn."""
     problem = None
-    for _ in range(6):
-        summary, text, _ = profile(2, [probe, "14", *words])
+    for ms in (PLANTED_MS, PLANTED_MS, 2 * PLANTED_MS, 4 * PLANTED_MS, 8 * PLANTED_MS, 8 * PLANTED_MS):
+        summary, text, _ = profile(2, [probe, "14", *words, str(ms)])
         control = Control(text)
         right, told = numbers(summary, control), words_told(summary)
         if all(right) and all(told):
             return
-        if not all(right) or control.slack() < PLANTED_MS / 3:
+        if not all(right) or control.slack() < ms / 3:
             problem = (right, told, control.steps, summary["ranks"], summary["hints"])
     if problem:
         check(what, False, problem)
     else:
-        print(f"{what}: the numbers are right; what is told cannot be judged on so busy a machine")
+        unjudged.append(what)
 
 
 def arrival(summary, rank):
@@ -189,20 +189,19 @@ def main():
     def of(summary, number):
         return summary["ranks"][number]
 
-    ms = str(PLANTED_MS)
-    planted("a sleep in one rank is idle there, and waiting for a late rank on the other", ["sleep", "1", ms], lambda s, c: [
+    planted("a sleep in one rank is idle there, and waiting for a late rank on the other", ["sleep", "1"], lambda s, c: [
         near(of(s, 1)["parts_ms"]["idle"], c.mean(1, "slept"), c.slack(1)), of(s, 0)["parts_ms"]["idle"] < c.slack(0),
         near(of(s, 0)["communication"]["waiting_ms"], c.late(1), c.slack()),
         near(of(s, 1)["communication"]["waiting_ms"], c.late(0), c.slack())], lambda s: [
         s["overall"].get("slowest", {}).get("rank") == 1, any("rank 1" in hint and "sleeping" in hint for hint in s["hints"])])
-    planted("code of the program's own is code there", ["late", "0", ms], lambda s, c: [
+    planted("code of the program's own is code there", ["late", "0"], lambda s, c: [
         near(of(s, 0)["parts_ms"]["code"], c.mean(0, "code"), c.slack(0)),
         near(of(s, 1)["communication"]["waiting_ms"], c.late(0), c.slack()),
         # The collective's own figures say the same: rank 1 comes first, rank 0 last, each time.
         near(arrival(s, 0)["mean_ms"], c.late(0), c.slack()), near(arrival(s, 1)["mean_ms"], c.late(1), c.slack()),
         abs(arrival(s, 0)["last_times"] - sum(each > 0 for each in c.behind(0))) <= sum(abs(each) < 10 * c.slack() for each in c.behind(0))],
         lambda s: [any("rank 0" in hint and "own code" in hint for hint in s["hints"])])
-    planted("a loader that waits is data", ["data", ms], lambda s, c: [
+    planted("a loader that waits is data", ["data"], lambda s, c: [
         near(of(s, each)["parts_ms"]["data"], c.mean(each, "data"), c.slack(each)) for each in (0, 1)],
         lambda s: [any("wait for data" in hint for hint in s["hints"])])
 
@@ -234,8 +233,10 @@ def main():
     run = subprocess.run([lockstep, "trace", "summary", directory], capture_output=True, text=True)
     check("a bad file is named", run.returncode == 2 and "rank-0.json" in run.stderr and "rank 3 of 2" in run.stderr, run.stderr)
 
+    for what in unjudged:
+        print(f"skipped: {what}: the numbers are right, but this machine is too busy to judge what is told")
     print(f"{len(failures)} failures")
-    sys.exit(1 if failures else 0)
+    sys.exit(1 if failures else 77 if unjudged else 0)
 
 
 main()
