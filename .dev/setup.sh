@@ -186,6 +186,17 @@ reachable() {
   python3 -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=10)' "$1/" 2>/dev/null
 }
 
+# True if the torch in .venv/ has CUDA or, where there is none yet, setup_torch will install one that has. Without a GPU
+# that depends on pip's indexes, and the answer is no.
+torch_has_cuda() {
+  [[ ! ${LOCKSTEP_TORCH:-} ]] || return 1
+  if venv_has "torch==$TORCH_PIN"; then
+    compgen -G '.venv/lib/python3*/site-packages/torch/lib/libtorch_cuda.so' >/dev/null
+  else
+    ((!OFFLINE)) && [[ -e /dev/nvidiactl ]]
+  fi
+}
+
 # setup_torch PYTHON-PACKAGE...: LibTorch, and in .venv/ these packages too.
 setup_torch() {
   local index=() size="about 200 MB"

@@ -97,14 +97,15 @@ Without a network, use --offline with a .pack/ made by './dev pack' on another m
 
 free_mb() { df -Pm "$1" | awk 'NR == 2 { print $4 }'; }
 
-# need_space VERB MB: MB is what .venv/ and build/ take when the verb is done.
+# need_space VERB MB: MB is what .venv/ and build/ take when the verb is done, without CUDA.
 need_space() {
-  local free used=0
+  local free needed=$2 used=0
   free=$(free_mb .)
-  ((free < $2)) || return 0
-  used=$({ du -scm .venv build 2>/dev/null || true; } | tail -n 1 | cut -f 1)
-  ((free + used >= $2)) ||
-    die "'$1' needs about $2 MB in $PWD, and $((free + used)) MB are free or used by it already. Free some space and run it again."
+  ((free < needed + CUDA_MB)) || return 0
+  ! torch_has_cuda || needed=$((needed + CUDA_MB))
+  used=$({ du -scm .venv/ build 2>/dev/null || true; } | tail -n 1 | cut -f 1)
+  ((free + used >= needed)) ||
+    die "'$1' needs about $needed MB in $PWD, and $((free + used)) MB are free or used by it already. Free some space and run it again."
 }
 
 finish() {
