@@ -235,7 +235,7 @@ TEST(ShmProcesses, a_death_is_known_within_100_ms_whatever_the_size_of_the_dead)
       control.push_back(static_cast<double>(times->control - killed) / 1e6);
     }
     RecordProperty("of_" + std::to_string(megabytes) + "_mib_ms", std::to_string(median_of(known)));
-    EXPECT_LT(median_of(known), 100 + 20 * median_of(control)) << megabytes << " MiB";
+    EXPECT_LT(median_of(known), 100 + 5 * median_of(control)) << megabytes << " MiB";
   }
   ::munmap(times, sizeof(WakeTimes));
 }
