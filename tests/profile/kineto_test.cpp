@@ -123,8 +123,9 @@ TEST(KinetoOperators, make_the_same_parts_of_a_step) {
 // attempts.
 TEST(KinetoClock, is_the_profiles) {
   constexpr std::int64_t kWithin = 50'000;  // ns
-  bool within = false;
-  for (int attempt = 0; attempt < 10 && !within; ++attempt) {
+  constexpr int kAttempts = 10;
+  int within = 0;
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
     profile::Kineto kineto;
     ASSERT_EQ(kineto.start(profile::Kineto::Of::operators), std::nullopt);
     auto input = torch::ones({64, 64});
@@ -138,14 +139,15 @@ TEST(KinetoClock, is_the_profiles) {
     for (const auto& each : activities->operators) {
       if (each.name != "aten::mm") continue;
       ++seen;
-      within = kineto.clock().steady(each.begin) >= before - kWithin &&
-               kineto.clock().steady(each.end) <= after + kWithin;
+      within += kineto.clock().steady(each.begin) >= before - kWithin &&
+                kineto.clock().steady(each.end) <= after + kWithin;
     }
     EXPECT_EQ(seen, 1);
     EXPECT_FALSE(kineto.running());
     EXPECT_EQ(kineto.stop(), std::nullopt);
   }
-  EXPECT_TRUE(within);
+  // LibTorch's conversion to the epoch is worse where somebody took the processor while it was calibrated.
+  EXPECT_GT(within, kAttempts / 2);
 }
 
 TEST(KinetoOperators, of_all_threads_are_there) {
