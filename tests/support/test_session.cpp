@@ -1,14 +1,15 @@
 // Runs a test program in a session of its own and cleans up after it:
 //
-//   test_session PROGRAM [ARGUMENT...]
+//   test_session [--limit SECONDS] PROGRAM [ARGUMENT...]
 //
 // - No signal meant for the caller's terminal or process group reaches the program, except INT, TERM and HUP, which
 //   are forwarded to its process group.
 // - The program and its descendants are killed when this process or its parent dies.
 // - Descendants that outlive the program get two seconds to end, and are then killed and named.
+// - After SECONDS the program gets TERM, and what has not ended 10 s later is killed. CTest cannot send TERM before 3.27.
 // - TMPDIR is a new folder, which is removed afterwards, so that tests that run side by side share no files.
 //
-// Exits with the program's status, or 128 + the number of the signal that ended it.
+// Exits with the program's status, 128 + the number of the signal that ended it, or 124 after the limit.
 #include <dirent.h>
 #include <errno.h>
 #include <signal.h>
@@ -110,7 +111,7 @@ class TemporaryFolder {
   std::string path_;
 };
 
-int run(char** command) {
+int run(char** command, std::chrono::seconds limit) {
   const pid_t parent = ::getppid();
   ::prctl(PR_SET_PDEATHSIG, SIGTERM);
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
@@ -139,7 +140,8 @@ int run(char** command) {
 
   int status = -1;
   auto kill_at = Clock::time_point::max();
-  bool ended = false, killed = false;
+  const auto begin = Clock::now();
+  bool ended = false, killed = false, timed_out = false;
   for (;;) {
     const bool children = reap(program, &status);
     if (!ended && status != -1) {
@@ -150,6 +152,12 @@ int run(char** command) {
     if (Clock::now() >= kill_at) {
       killed = true;
       break;
+    }
+    if (!ended && !timed_out && Clock::now() - begin >= limit) {
+      timed_out = true;
+      ::fprintf(stderr, "test_session: the test took longer than %ld s\n", static_cast<long>(limit.count()));
+      ::kill(-program, SIGTERM);
+      kill_at = std::min(kill_at, Clock::now() + kGraceAfterSignal);
     }
     const timespec look{0, ended ? 10'000'000 : 200'000'000};
     const int signal = ::sigtimedwait(&signals, nullptr, &look);
@@ -162,6 +170,7 @@ int run(char** command) {
     if (!ended) ::kill(-program, SIGKILL);
     kill_all(ended);
   }
+  if (timed_out) return 124;
   if (status == -1) return 128 + SIGKILL;
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
@@ -169,9 +178,12 @@ int run(char** command) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 2) {
-    ::fprintf(stderr, "usage: %s PROGRAM [ARGUMENT...]\n", argv[0]);
+  const bool limited = argc > 2 && std::string(argv[1]) == "--limit";
+  char** const command = argv + (limited ? 3 : 1);
+  const std::chrono::seconds limit(limited ? std::atol(argv[2]) : 1'000'000);
+  if (*command == nullptr || limit.count() <= 0) {
+    ::fprintf(stderr, "usage: %s [--limit SECONDS] PROGRAM [ARGUMENT...]\n", argv[0]);
     return 2;
   }
-  return run(argv + 1);
+  return run(command, limit);
 }

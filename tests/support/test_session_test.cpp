@@ -20,7 +20,7 @@ using ::testing::HasSubstr;
 class Session {
  public:
   // With a middleman, a shell is the parent of test_session.
-  explicit Session(const std::string& script, bool middleman = false) {
+  explicit Session(const std::string& script, bool middleman = false, const char* limit = "600") {
     int ends[2];
     if (::pipe2(ends, O_CLOEXEC) != 0) std::abort();
     pid_ = ::fork();
@@ -31,7 +31,7 @@ class Session {
         ::execlp("sh", "sh", "-c", "\"$0\" sh -c \"$1\" & wait", LOCKSTEP_TEST_SESSION, script.c_str(),
                  nullptr);
       else
-        ::execl(LOCKSTEP_TEST_SESSION, "test_session", "sh", "-c", script.c_str(), nullptr);
+        ::execl(LOCKSTEP_TEST_SESSION, "test_session", "--limit", limit, "sh", "-c", script.c_str(), nullptr);
       ::_exit(99);
     }
     ::close(ends[1]);
@@ -97,6 +97,15 @@ TEST(TestSession, waits_for_a_process_that_ends_soon_after_the_program) {
   Session session("(sleep 0.2; echo late) & exit 3");
   EXPECT_EQ(session.line(), "late\n");
   EXPECT_EQ(session.wait(), 3);
+}
+
+TEST(TestSession, ends_a_program_that_takes_too_long) {
+  Session session("trap 'echo ending' TERM; echo $$; sleep 1234 & wait; exit 0", false, "1");
+  const pid_t program = session.read_pid();
+  EXPECT_THAT(session.line(), HasSubstr("took longer than 1 s"));
+  EXPECT_EQ(session.line(), "ending\n");
+  EXPECT_EQ(session.wait(), 124);
+  EXPECT_TRUE(ends(program));
 }
 
 TEST(TestSession, the_folder_for_temporary_files_is_removed) {
