@@ -64,7 +64,7 @@ format() {
   [[ $* == "" || $* == --check ]] || misuse "format: expected nothing or --check, got: $*"
   setup_clang_format || die "--offline installs nothing, and clang-format $CLANG_FORMAT_PIN is missing."
   # Not from git, which an unpacked archive or a container may not have.
-  mapfile -t files < <(find lockstep cli tests examples bench fuzz python -path python/build -prune -o \
+  mapfile -t files < <(find lockstep cli tests examples bench cmake fuzz python -path python/build -prune -o \
     -type f -regex '.*\.\(h\|cpp\|cu\|cuh\)' -print | sort)
   if ((!check)); then
     printf '%s\0' "${files[@]}" | xargs -0 -n 16 -P "$(nproc)" "$CLANG_FORMAT" -i

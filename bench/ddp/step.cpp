@@ -11,8 +11,9 @@
 
 #include "bench/ddp/models.h"
 #include "bench/serve.h"
+#include "cmake/multicall.h"
 
-namespace lockstep::bench {
+namespace lockstep::bench::ddp {
 namespace {
 
 double mib_in(const char* file, const std::string& what) {
@@ -76,10 +77,8 @@ void run(World& world, M model, const std::string& name, const std::string& opti
 }
 
 }  // namespace
-}  // namespace lockstep::bench
 
-int main(int argc, char** argv) {
-  using namespace lockstep::bench;
+MULTICALL_MAIN(ddp_step) {
   if (argc != 4) return 2;
   const std::string name = argv[1], optimizer = argv[2], variant = argv[3];
   at::set_num_threads(1);
@@ -91,4 +90,7 @@ int main(int argc, char** argv) {
   if (name == "gpt") run(world, Gpt(), name, optimizer, variant);
   if (name == "conv") run(world, Conv(), name, optimizer, variant);
   if (name == "seed") run(world, Seed(), name, optimizer, variant);
+  return 0;
 }
+
+}  // namespace lockstep::bench::ddp

@@ -8,7 +8,7 @@
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
-namespace lockstep::bench {
+namespace lockstep::bench::gpt2 {
 
 struct Shape {
   std::int64_t layers = 12, heads = 12, width = 768, context = 1024, vocabulary = 50304;
@@ -79,4 +79,4 @@ struct Gpt2Impl : torch::nn::Module {
 };
 TORCH_MODULE(Gpt2);
 
-}  // namespace lockstep::bench
+}  // namespace lockstep::bench::gpt2

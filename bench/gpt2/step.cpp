@@ -14,8 +14,9 @@
 
 #include "bench/gpt2/model.h"
 #include "bench/serve.h"
+#include "cmake/multicall.h"
 
-namespace lockstep::bench {
+namespace lockstep::bench::gpt2 {
 namespace {
 
 void settle() {
@@ -137,15 +138,17 @@ void run(const Shape& shape, std::int64_t batch, bool captured) {
 }
 
 }  // namespace
-}  // namespace lockstep::bench
 
-int main(int argc, char** argv) {
+MULTICALL_MAIN(gpt2_step) {
   const bool captured = argc == 4 && std::string(argv[3]) == "graph";
   if (argc != 3 && !captured) {
     fmt::print(stderr, "usage: gpt2_step gpt2|tiny BATCH [graph]\n");
     return 2;
   }
   const bool tiny = std::string(argv[1]) == "tiny";
-  const lockstep::bench::Shape small{.layers = 2, .heads = 2, .width = 32, .context = 16, .vocabulary = 64};
-  lockstep::bench::run(tiny ? small : lockstep::bench::Shape{}, std::stoll(argv[2]), captured);
+  const Shape small{.layers = 2, .heads = 2, .width = 32, .context = 16, .vocabulary = 64};
+  run(tiny ? small : Shape{}, std::stoll(argv[2]), captured);
+  return 0;
 }
+
+}  // namespace lockstep::bench::gpt2

@@ -13,8 +13,11 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/lockstep.h>
+#include "cmake/multicall.h"
 
-int main(int argc, char** argv) {
+namespace lockstep::bench::hosts {
+
+MULTICALL_MAIN(hosts_rank) {
   if (argc < 4) return 2;
   const int rounds = std::atoi(argv[1]);
   std::vector<std::int64_t> sizes;
@@ -48,4 +51,7 @@ int main(int argc, char** argv) {
                       << std::flush;
         }
     }
+  return 0;
 }
+
+}  // namespace lockstep::bench::hosts

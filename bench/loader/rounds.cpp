@@ -7,7 +7,9 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
+#include "cmake/multicall.h"
 
+namespace lockstep::bench::loader {
 namespace {
 
 constexpr std::int64_t kBatch = 32;
@@ -76,7 +78,7 @@ void run(const std::string& contestant, const Data& data, int workers, std::int6
 
 }  // namespace
 
-int main() {
+MULTICALL_MAIN(loader_rounds) {
   torch::set_num_threads(1);
   std::map<std::string, Data> cases;
   std::string contestant, name;
@@ -88,4 +90,7 @@ int main() {
     run(contestant, cases[name], workers, samples);
     std::cout << std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() << std::endl;
   }
+  return 0;
 }
+
+}  // namespace lockstep::bench::loader

@@ -14,8 +14,9 @@
 
 #include "bench/ddp/models.h"
 #include "bench/serve.h"
+#include "cmake/multicall.h"
 
-namespace lockstep::bench {
+namespace lockstep::bench::pipeline {
 namespace {
 
 constexpr int kBlocks = 8, kMicrobatches = 8;
@@ -122,11 +123,8 @@ double ratio_of_parts(const std::string& what, int passes) {
 }
 
 }  // namespace
-}  // namespace lockstep::bench
 
-int main(int argc, char** argv) {
-  using namespace lockstep;
-  using namespace lockstep::bench;
+MULTICALL_MAIN(pipeline_step) {
   at::set_num_threads(1);
   at::globalContext().setFlushDenormal(true);
   auto world = World::from_environment();
@@ -146,4 +144,7 @@ int main(int argc, char** argv) {
     std::sort(points.begin(), points.end());
     return world.is_main() ? points[points.size() / 2] : 0.0;
   });
+  return 0;
 }
+
+}  // namespace lockstep::bench::pipeline

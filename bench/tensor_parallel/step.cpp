@@ -7,8 +7,9 @@
 #include <map>
 
 #include "bench/serve.h"
+#include "cmake/multicall.h"
 
-namespace lockstep::bench {
+namespace lockstep::bench::tensor_parallel {
 namespace {
 
 constexpr std::int64_t kWidth = 256, kHead = 64, kBlocks = 4, kBatch = 8, kTokens = 128;
@@ -69,11 +70,8 @@ ParallelPlan plan(bool sequence) {
 }
 
 }  // namespace
-}  // namespace lockstep::bench
 
-int main() {
-  using namespace lockstep;
-  using namespace lockstep::bench;
+MULTICALL_MAIN(tensor_parallel_step) {
   at::set_num_threads(1);
   at::globalContext().setFlushDenormal(true);
   auto world = World::from_environment();
@@ -101,4 +99,7 @@ int main() {
       optimizer->step();
     });
   });
+  return 0;
 }
+
+}  // namespace lockstep::bench::tensor_parallel

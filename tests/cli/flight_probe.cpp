@@ -10,7 +10,7 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::flight_probe {
 
@@ -45,7 +45,7 @@ int run(const std::string& what, int target, int at, const std::string& backend)
 
 }  // namespace
 
-PROBE(flight_probe) {
+MULTICALL_MAIN(flight_probe) {
   if (argc < 4) return 2;
   return run(argv[1], std::atoi(argv[2]), std::atoi(argv[3]), argc > 4 ? argv[4] : "auto");
 }

@@ -13,7 +13,7 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::steps_probe {
 
@@ -34,7 +34,7 @@ double ns_per_call(int calls, F&& call) {
 
 }  // namespace
 
-PROBE(steps_probe) {
+MULTICALL_MAIN(steps_probe) {
   const std::int64_t steps = argc > 1 ? std::atoll(argv[1]) : 10;
   const double busy = argc > 2 ? std::atof(argv[2]) : 10;
   const std::set<std::string> wants(argv + std::min(argc, 3), argv + argc);

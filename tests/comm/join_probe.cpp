@@ -15,7 +15,7 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::join_probe {
 
@@ -154,7 +154,7 @@ void await_agent() {
 
 }  // namespace
 
-PROBE(join_probe) {
+MULTICALL_MAIN(join_probe) {
   try {
     const char* rank = std::getenv("RANK");
     if (argc > 2 && std::string(argv[2]) == "stays" && rank && rank[0] != '0') await_agent();

@@ -12,7 +12,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::order_probe {
 
@@ -55,7 +55,7 @@ class Results {
 
 }  // namespace
 
-PROBE(order_probe) {
+MULTICALL_MAIN(order_probe) {
   if (argc != 2) return 2;
   auto world = lockstep::World::from_environment();
   auto group = world.group();

@@ -17,7 +17,7 @@
 #include <fmt/format.h>
 #include <lockstep/lockstep.h>
 #include <CLI/CLI.hpp>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::victim {
 
@@ -224,7 +224,7 @@ int run(const Request& request) {
 
 }  // namespace
 
-PROBE(victim) {
+MULTICALL_MAIN(victim) {
   const auto request = parse(argc, argv);
   try {
     const int status = run(request);

@@ -9,11 +9,11 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::patient {
 
-PROBE(patient) {
+MULTICALL_MAIN(patient) {
   auto say = [](const std::string& line) { std::cout << line + "\n" << std::flush; };
   try {
     auto world = lockstep::World::from_environment();

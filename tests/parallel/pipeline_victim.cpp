@@ -10,7 +10,7 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::pipeline_victim {
 
@@ -37,7 +37,7 @@ TORCH_MODULE(Stage);
 
 }  // namespace
 
-PROBE(pipeline_victim) {
+MULTICALL_MAIN(pipeline_victim) {
   auto world = lockstep::World::from_environment();
   std::vector<Stage> stages(3);
   if (world.rank() == 1) stages[1]->dies = argv[3];

@@ -8,7 +8,7 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::checkpoint_probe {
 
@@ -34,7 +34,7 @@ void write_raw(const torch::nn::Sequential& model, const std::string& path) {
 
 }  // namespace
 
-PROBE(checkpoint_probe) {
+MULTICALL_MAIN(checkpoint_probe) {
   if (argc != 4) return 2;
   const std::string what = argv[1], file = argv[2], raw = argv[3];
   auto model = make_model();

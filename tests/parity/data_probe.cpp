@@ -7,7 +7,7 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::data_probe {
 using namespace lockstep;
@@ -189,7 +189,7 @@ Numbers answer(const Case& c) {
 
 }  // namespace
 
-PROBE(data_probe) {
+MULTICALL_MAIN(data_probe) {
   for (std::string line; std::getline(std::cin, line);) {
     std::string text;
     try {

@@ -6,11 +6,11 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::ddp_probe {
 
-PROBE(ddp_probe) {
+MULTICALL_MAIN(ddp_probe) {
   if (argc != 5) return 2;
   const std::string kind = argv[1];
   const int seed = std::stoi(argv[2]), steps = std::stoi(argv[3]);

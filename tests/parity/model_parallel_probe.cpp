@@ -9,7 +9,7 @@
 
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::model_parallel_probe {
 
@@ -101,7 +101,7 @@ int tensor(World& world, const std::string& name) {
 
 }  // namespace
 
-PROBE(model_parallel_probe) {
+MULTICALL_MAIN(model_parallel_probe) {
   if (argc != 3) return 2;
   at::set_num_threads(1);
   auto world = World::from_environment();

@@ -7,7 +7,7 @@
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 #include <nlohmann/json.hpp>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::train_probe {
 
@@ -208,7 +208,7 @@ void run_schedule(const json& each) {
 
 }  // namespace
 
-PROBE(train_probe) {
+MULTICALL_MAIN(train_probe) {
   if (argc != 2) {
     std::cerr << "usage: train_probe DIR\n";
     return 2;

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::profile_probe {
 
@@ -97,7 +97,7 @@ Planted read(int argc, char** argv) {
 
 }  // namespace
 
-PROBE(profile_probe) {
+MULTICALL_MAIN(profile_probe) {
   auto world = lockstep::World::from_environment();
   at::set_num_threads(1);
   const auto planted = read(argc, argv);

@@ -1,20 +1,22 @@
-// Programs that tests start. They are one binary, because each of them would take as long to compile and link as
-// all of them: it has a symbolic link per probe and runs the probe it was started as.
+// Programs that scripts and tests start. Several are one binary, because each of them would take as long to compile and
+// link as all of them: the binary has a symbolic link per program and runs the one that it was started as. CMake's
+// lockstep_multicall() declares such a binary.
 #pragma once
 
-namespace lockstep::testing {
+namespace lockstep::multicall {
 
-using ProbeMain = int (*)(int argc, char** argv);
+using Main = int (*)(int argc, char** argv);
 
-// Registers a probe under its name.
-struct Probe {
-  Probe(const char* name, ProbeMain run);
+// Registers a program under its name.
+struct Program {
+  Program(const char* name, Main main);
 };
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::multicall
 
-// PROBE(name) { ... } is the main() of the probe.
-#define PROBE(name)                                         \
-  int run_probe(int argc, char** argv);                     \
-  const ::lockstep::testing::Probe probe(#name, run_probe); \
-  int run_probe([[maybe_unused]] int argc, [[maybe_unused]] char** argv)
+// MULTICALL_MAIN(name) { ... } is the main() of a program. It stands in a namespace of the program's own, because the
+// sources are compiled in batches.
+#define MULTICALL_MAIN(name)                                                     \
+  int multicall_main(int argc, char** argv);                                     \
+  const ::lockstep::multicall::Program multicall_program(#name, multicall_main); \
+  int multicall_main([[maybe_unused]] int argc, [[maybe_unused]] char** argv)

@@ -1,29 +1,30 @@
-// Runs the probe whose name the program was started by.
+// Runs the program whose name the binary was started by.
+#include "cmake/multicall.h"
+
 #include <cstdio>
-#include <filesystem>
 #include <map>
 #include <string>
 
-#include "support/probe.h"
-
-namespace lockstep::testing {
+namespace lockstep::multicall {
 namespace {
 
-std::map<std::string, ProbeMain>& probes() {
-  static std::map<std::string, ProbeMain> all;
+std::map<std::string, Main>& programs() {
+  static std::map<std::string, Main> all;
   return all;
 }
 
 }  // namespace
 
-Probe::Probe(const char* name, ProbeMain run) { probes().emplace(name, run); }
+Program::Program(const char* name, Main main) { programs().emplace(name, main); }
 
-}  // namespace lockstep::testing
+}  // namespace lockstep::multicall
 
 int main(int argc, char** argv) {
   const std::string path = argv[0];
-  const auto found = lockstep::testing::probes().find(path.substr(path.rfind('/') + 1));
-  if (found != lockstep::testing::probes().end()) return found->second(argc, argv);
-  std::fprintf(stderr, "probes: expected the name of a probe as argv[0], got '%s'\n", argv[0]);
+  const auto& programs = lockstep::multicall::programs();
+  const auto found = programs.find(path.substr(path.rfind('/') + 1));
+  if (found != programs.end()) return found->second(argc, argv);
+  std::fprintf(stderr, "expected argv[0] to end in one of these names, got '%s':\n", argv[0]);
+  for (const auto& [name, unused] : programs) std::fprintf(stderr, "  %s\n", name.c_str());
   return 2;
 }
