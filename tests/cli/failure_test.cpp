@@ -74,11 +74,11 @@ TEST(Failure, ranks_have_time_to_say_why_they_end) {
 TEST(Failure, a_stopped_rank_does_not_hold_up_the_end) {
   const Folder folder;
   const auto pid = folder / "pid";
-  const auto until_stopped = "until [ -s " + pid.string() + " ] && grep -q '^State:.T' /proc/$(cat " +
-                             pid.string() + ")/status; do sleep 0.02; done";
+  const auto until_stopped = "until [ -s " + word(pid) + " ] && grep -q '^State:.T' /proc/$(cat " +
+                             word(pid) + ")/status; do sleep 0.02; done";
   const auto outcome = run({command(
       {"-n", "2", "--grace", "10m", "--stop-grace", "10m"},
-      "[ $RANK = 1 ] && { " + until_stopped + "; exit 3; }; echo $$ > " + pid.string() + "; kill -STOP $$")});
+      "[ $RANK = 1 ] && { " + until_stopped + "; exit 3; }; echo $$ > " + word(pid) + "; kill -STOP $$")});
   EXPECT_EQ(outcome.status, 3);
 }
 
@@ -127,7 +127,7 @@ TEST(Failure, out_of_memory_is_told_with_usage_and_limit) {
     ::rmdir(group.c_str());
     GTEST_SKIP() << "memory cannot be limited in " << group;
   }
-  const auto inside = "echo $$ > " + (group / "cgroup.procs").string() + "; exec \"$@\"";
+  const auto inside = "echo $$ > " + word(group / "cgroup.procs") + "; exec \"$@\"";
   std::vector<std::string> all = {"sh", "-c", inside, "sh"};
   const auto job = command({"-n", "2"}, "[ $RANK = 1 ] && exec tail /dev/zero; exec sleep 300");
   all.insert(all.end(), job.begin(), job.end());

@@ -18,7 +18,7 @@ const std::string kProgram = LOCKSTEP_PROGRAM;
 
 class Hosts : public ::testing::Test {
  protected:
-  Hosts() { EXPECT_EQ(run({{"sh", "-c", "umask 077; " + kProgram + " key > " + key_.string()}}).status, 0); }
+  Hosts() { EXPECT_EQ(run({{"sh", "-c", "umask 077; " + kProgram + " key > " + word(key_)}}).status, 0); }
 
   std::vector<std::string> node(int number, int ranks, const std::string& script,
                                 const std::vector<std::string>& options = {}) const {

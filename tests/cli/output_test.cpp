@@ -62,10 +62,9 @@ TEST(Output, has_the_rank_before_each_line_unless_there_is_one) {
 TEST(Output, of_a_rank_that_is_alone_goes_through_as_it_is) {
   Folder folder;
   const auto in = folder / "in", out = folder / "out";
-  ASSERT_EQ(run({{"sh", "-c", "head -c 300000 /dev/urandom > " + in.string()}}).status, 0);
-  ASSERT_EQ(
-      run({{"sh", "-c", quoted(command({"-n", "1"}, "cat " + in.string())) + " > " + out.string()}}).status,
-      0);
+  ASSERT_EQ(run({{"sh", "-c", "head -c 300000 /dev/urandom > " + word(in)}}).status, 0);
+  ASSERT_EQ(run({{"sh", "-c", quoted(command({"-n", "1"}, "cat " + word(in))) + " > " + word(out)}}).status,
+            0);
   EXPECT_TRUE(text_of(in) == text_of(out));
 }
 
@@ -211,7 +210,7 @@ TEST(Output, to_a_file_that_may_not_grow_is_told) {
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   EXPECT_THAT(outcome.output, ContainsRegex("the log '.*rank-0.log' ends here: File too large"));
   // The ranks have the signal as it was.
-  const auto own = quoted(command({"-n", "1"}, "seq 1 10000 > " + (folder / "own").string()));
+  const auto own = quoted(command({"-n", "1"}, "seq 1 10000 > " + word(folder / "own")));
   EXPECT_THAT(run({{"bash", "-c", "ulimit -f 4; " + own}}).output, HasSubstr("File size limit exceeded"));
 }
 
@@ -222,7 +221,7 @@ TEST(Output, that_nobody_reads_ends_no_rank) {
       command({"-n", "2"},
               "for i in $(seq 20000); do echo a line that is quite long, so that it fills the pipe; done; "
               "[ $RANK = 0 ] || echo done > " +
-                  end.string()));
+                  word(end)));
   const auto outcome = run({{"bash", "-c", line + " | head -n 1; echo ${PIPESTATUS[0]}"}});
   EXPECT_THAT(outcome.output, ContainsRegex("\n0\n$"));
   // A line of its own, before or after what head has read.
@@ -243,10 +242,10 @@ TEST(Output, that_a_stranger_holds_open_is_not_waited_for) {
   ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
   const auto marker = unique_marker();
   Session stranger({"bash", "-c",
-                    "read pid < " + fifo.string() + "; exec 5> /proc/$pid/fd/2; touch " + fifo.string() +
+                    "read pid < " + word(fifo) + "; exec 5> /proc/$pid/fd/2; touch " + word(fifo) +
                         ".held; exec -a " + marker + " sleep 300"});
-  const auto outcome = shell({"-n", "2"}, "[ $RANK = 0 ] && { echo $$ > " + fifo.string() + "; until [ -e " +
-                                              fifo.string() + ".held ]; do sleep 0.1; done; }; echo end");
+  const auto outcome = shell({"-n", "2"}, "[ $RANK = 0 ] && { echo $$ > " + word(fifo) + "; until [ -e " +
+                                              word(fifo) + ".held ]; do sleep 0.1; done; }; echo end");
   EXPECT_EQ(outcome.status, 0);
   EXPECT_THAT(processes_with(marker), Not(::testing::IsEmpty()));
 }

@@ -177,8 +177,8 @@ TEST(Run, ranks_are_not_bound_where_a_quota_shares_out_time) {
     ::rmdir(group.c_str());
     GTEST_SKIP() << "time cannot be limited in " << group;
   }
-  const auto outcome = run({{"sh", "-c", "echo $$ > " + (group / "cgroup.procs").string() + "; exec \"$@\"",
-                             "sh", LOCKSTEP_PROGRAM, "run", "-n", "2", "sh", "-c", "echo $LOCKSTEP_THREADS"},
+  const auto outcome = run({{"sh", "-c", "echo $$ > " + word(group / "cgroup.procs") + "; exec \"$@\"", "sh",
+                             LOCKSTEP_PROGRAM, "run", "-n", "2", "sh", "-c", "echo $LOCKSTEP_THREADS"},
                             {{"OMP_NUM_THREADS", ""}}});
   EXPECT_TRUE(eventually([&] { return ::rmdir(group.c_str()) == 0; }));
   EXPECT_THAT(outcome.output,

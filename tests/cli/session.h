@@ -47,12 +47,15 @@ class Session {
   std::size_t found_ = 0;
 };
 
+// The name of a file as a word of a shell command, which may stand between single quotes.
+inline std::string word(const std::filesystem::path& file) { return '"' + file.string() + '"'; }
+
 // A file by which one process tells another to go on.
 class Sign {
  public:
   // Shell commands that give the sign and that wait for it.
-  std::string give() const { return "touch " + file_.string(); }
-  std::string await() const { return "until [ -e " + file_.string() + " ]; do sleep 0.02; done"; }
+  std::string give() const { return "touch " + word(file_); }
+  std::string await() const { return "until [ -e " + word(file_) + " ]; do sleep 0.02; done"; }
   void show() const { std::ofstream(file_).close(); }
 
  private:
