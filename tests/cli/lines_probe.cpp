@@ -9,7 +9,7 @@
 #include <string>
 
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::lines_probe {
 
@@ -21,7 +21,7 @@ const bool kPrinted =
 
 }  // namespace
 
-PROBE(lines_probe) {
+MULTICALL_MAIN(lines_probe) {
   const std::string mode = argc > 1 ? argv[1] : "";
   if (mode == "blocks") std::setvbuf(stdout, nullptr, _IOFBF, 1 << 16);
   std::printf("by stdio, before the World%s\n", kPrinted ? "" : "?");

@@ -11,11 +11,11 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::restart_probe {
 
-PROBE(restart_probe) {
+MULTICALL_MAIN(restart_probe) {
   const std::string file = argc > 1 ? argv[1] : "none";
   const int killed_at = argc > 2 ? std::atoi(argv[2]) : 5;
   const int attempt = std::atoi(std::getenv("LOCKSTEP_RESTART_COUNT"));

@@ -6,7 +6,7 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::throw_probe {
 
@@ -26,7 +26,7 @@ void train(const std::string& mode) {
 
 }  // namespace
 
-PROBE(throw_probe) {
+MULTICALL_MAIN(throw_probe) {
   const std::string mode = argc > 1 ? argv[1] : "";
   if (mode != "caught") {
     train(mode);

@@ -11,11 +11,11 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/lockstep.h>
-#include "support/probe.h"
+#include "cmake/multicall.h"
 
 namespace lockstep::testing::deadlock_probe {
 
-PROBE(deadlock_probe) {
+MULTICALL_MAIN(deadlock_probe) {
   const std::string mode = argc > 1 ? argv[1] : "";
   auto world = lockstep::World::from_environment();
   std::vector<int> all;
