@@ -64,16 +64,16 @@ struct Call {
   std::uint64_t sequence = 0;  // collectives of a group count from 0; so do sends and receives, apart
   std::int64_t count = 0;      // elements of this rank's tensor
   std::int64_t bytes = 0;
-  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> shape = {};
   // Elements to and from each rank, where ranks may differ: to of scatter's root, reduce_scatter and
   // all_to_all; from of gather's root, all_gather and all_to_all.
-  std::vector<std::int64_t> to, from;
-  std::string tag;
+  std::vector<std::int64_t> to = {}, from = {};
+  std::string tag = {};
   std::chrono::milliseconds timeout{};  // of send and recv, where one was given: c10d's have no room for it
-  std::string group;
+  std::string group = {};
   std::int64_t group_key = 0;  // the same on every member, and of no other group
   std::source_location site = std::source_location::current();
-  std::string far_site;  // instead of site, where another process made the call
+  std::string far_site = {};  // instead of site, where another process made the call
 };
 
 namespace detail {

@@ -99,8 +99,8 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   // A backward pass that ended with an exception, here or on another rank, when the ranks were not all at its end.
   struct BrokenPass {
     std::string text;
-    std::optional<std::size_t> missing;  // collectives that the peers still issue in it, if known
-    std::vector<Work> started;
+    std::optional<std::size_t> missing = {};  // collectives that the peers still issue in it, if known
+    std::vector<Work> started = {};
     bool known_to_all = false;
   };
   // What ranks exchange at the start of a round inside join().
