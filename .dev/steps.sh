@@ -2,13 +2,39 @@
 
 readonly REPORT_SECONDS=30 # how often a log file gets a line of progress; a terminal is updated every second
 
-TIMES=()
+TIMES=() PART='' PART_BEGIN=0 GROUP=''
 
-# timed NAME COMMAND...: notes how long a part took, which the last line of output states.
+# timed NAME COMMAND...: the last line of output states how long each part took, also the part that failed.
 timed() {
-  local begin=$SECONDS status=0
-  "${@:2}" || status=$?
-  TIMES+=("$1 $((SECONDS - begin)) s")
+  PART=$1 PART_BEGIN=$SECONDS
+  "${@:2}"
+  end_part
+}
+
+end_part() {
+  [[ ! $PART ]] || TIMES+=("$PART $((SECONDS - PART_BEGIN)) s")
+  PART=''
+}
+
+# only_one: waits for another call of this script in the same tree. Two of them would write the same files.
+only_one() {
+  exec 9<.
+  flock -n 9 2>/dev/null || {
+    echo "dev: another call of ./dev works in $PWD; waiting until it ends" >&2
+    flock 9
+  }
+}
+
+# in_group COMMAND...: runs the command in a process group of its own and waits for it. Bash handles a signal at once
+# while it waits, and only after the command while the command is in the foreground.
+in_group() {
+  local status=0
+  set -m
+  "$@" 9<&- &
+  GROUP=$!
+  set +m
+  wait "$GROUP" || status=$?
+  GROUP=''
   return "$status"
 }
 
@@ -27,10 +53,9 @@ step() {
   local heading=$1 begin=$SECONDS status=0 watcher
   shift
   printf '==> %s\n' "$heading"
-  watch $$ "${PROGRESS:-last_line}" &
+  watch $$ "${PROGRESS:-last_line}" 9<&- &
   watcher=$!
-  # In a subshell: during a function's redirection the message of an interrupt would go to the log.
-  ("$@") >"$LOG" 2>&1 </dev/null || status=$?
+  in_group into_log "$@" || status=$?
   kill "$watcher" 2>/dev/null || true
   wait "$watcher" 2>/dev/null || true
   [[ ! -t 1 ]] || printf '\r\e[K'
@@ -42,6 +67,8 @@ step() {
   fi
   return "$status"
 }
+
+into_log() { "$@" >"$LOG" 2>&1 </dev/null; }
 
 # watch PARENT FUNCTION: reports progress until it is killed or the parent is gone.
 watch() {
@@ -79,17 +106,19 @@ downloads() { printf '%d s, %d MB downloaded: %s' "$1" "$(du -sm "$SCRATCH" | cu
 
 # explain WHAT: ends the script, after a failed step, with the cause that its log shows.
 explain() {
-  local again="Run the same command again to continue where it stopped."
-  if grep -qE 'No space left on device|Disk quota exceeded|enough free space' "$LOG"; then
+  local again="Run the same command again to continue where it stopped." causes
+  # Without the lines of source that a compiler quotes, which may contain any of these words.
+  causes=$(grep -vE '^ *[0-9]* +\|' "$LOG" || true)
+  if grep -qE 'No space left on device|Disk quota exceeded|enough free space' <<<"$causes"; then
     die "$1: the disk is full ($(free_mb .) MB free in $PWD, $(free_mb "$SCRATCH") MB in ${SCRATCH%/*}, $(free_mb /var) MB in /var). Free some space. $again"
-  elif grep -qE 'Killed signal terminated program|fatal error: Killed|internal compiler error: Killed|(out of|exhausted:) memory|virtual memory exhausted' "$LOG"; then
+  elif grep -qE 'Killed signal terminated program|fatal error: Killed|internal compiler error: Killed|terminated with signal 9|^(/[^ ]*: line [0-9]+: *)?[0-9]* *Killed|(out of|exhausted:) memory|virtual memory exhausted' <<<"$causes"; then
     die "$1: memory ran out and the compiler was killed. Run the same command again with LOCKSTEP_JOBS=1; it continues where it stopped."
-  elif grep -qE '^E: (Could not get lock|Unable to (acquire|lock))|locked by another process' "$LOG"; then
+  elif grep -qE '^E: (Could not get lock|Unable to (acquire|lock))|locked by another process' <<<"$causes"; then
     die "$1: another program is installing packages. Wait until it is done. $again"
-  elif grep -qE 'Temporary failure (in name resolution|resolving)|Could not resolve|Failed to (fetch|establish)|Connection (timed out|refused|reset|broken)|[Cc]ould not connect to|Network is unreachable|Max retries|[Rr]ead timed out|IncompleteRead|Name or service not known|ConnectionError|incomplete-download|DO NOT MATCH THE HASHES' "$LOG"; then
+  elif grep -qE 'Temporary failure (in name resolution|resolving)|Could not resolve|Failed to (fetch|establish)|Connection (timed out|refused|reset|broken)|[Cc]ould not connect to|Network is unreachable|Max retries|[Rr]ead timed out|IncompleteRead|Name or service not known|ConnectionError|incomplete-download|DO NOT MATCH THE HASHES' <<<"$causes"; then
     die "$1: the network failed or the download was interrupted. Check the network. $again
 Without a network, use --offline with a .pack/ made by './dev pack' on another machine."
-  elif grep -q '^ninja: build stopped: interrupted by user' "$LOG"; then
+  elif grep -q '^ninja: build stopped: interrupted by user' <<<"$causes"; then
     die "$1: something interrupted it. $again"
   fi
   die "$1; the first error above says why."
@@ -109,12 +138,15 @@ need_space() {
 }
 
 finish() {
+  end_part
   ((${#TIMES[@]} == 0)) || printf 'time: %s\n' "$(printf '%s, ' "${TIMES[@]}" | sed 's/, $//')"
   rm -rf "$SCRATCH"
 }
 
 interrupted() {
   trap '' INT TERM HUP
+  # As Ctrl-C does, so that apt-get, pip, Ninja and CTest end in their own way.
+  [[ ! $GROUP ]] || { kill -INT -- "-$GROUP" && wait "$GROUP"; } 2>/dev/null || true
   jobs -p | xargs -r kill 2>/dev/null || true
   [[ ! -t 1 ]] || printf '\r\e[K'
   printf 'dev: interrupted; run the same command again to continue where it stopped\n' >&2

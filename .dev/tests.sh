@@ -44,12 +44,16 @@ run_ctest() {
   # The reasons for skips stand in the programs' output, which ctest would cut off after 1 KiB.
   # Of a program that fails, the hundreds of cases that passed are left out: the one that did not stands alone.
   # sed stays until ctest ends: without a reader, an interrupted ctest would die before its tests.
-  ctest --test-dir build --output-on-failure --no-tests=error --test-output-size-passed 10000000 \
-    --output-junit "$PWD/$results/ctest.xml" -j "$(test_jobs)" "$@" |
-    (trap '' INT TERM && exec sed -uE '/^\[ (RUN     |      OK) \] |^\[-{10}\] [0-9]/d') || status=${PIPESTATUS[0]}
+  in_group show_ctest --test-dir build --output-on-failure --no-tests=error --test-output-size-passed 10000000 \
+    --output-junit "$PWD/$results/ctest.xml" -j "$(test_jobs)" "$@" || status=$?
   [[ ! -f $results/ctest.xml ]] || python3 -B .dev/summary.py "$results" build/test-budgets.txt || true
   (($#)) || echo $((SECONDS - begin)) >"$last"
   return "$status"
+}
+
+show_ctest() {
+  ctest "$@" </dev/null | (trap '' INT TERM && exec sed -uE '/^\[ (RUN     |      OK) \] |^\[-{10}\] [0-9]/d') ||
+    return "${PIPESTATUS[0]}"
 }
 
 write_docs() {
