@@ -17,7 +17,7 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/c10d/transport.h>
 #include <lockstep/lockstep.h>
 #include <torch/cuda.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>

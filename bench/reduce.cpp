@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/comm/reduce.h>
-#include <lockstep/comm/reduce_level.h>
+#include <lockstep/comm/reduce/level.h>
+#include <lockstep/comm/reduce/reduce.h>
 
 namespace {
 

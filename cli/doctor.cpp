@@ -14,7 +14,7 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
-#include <lockstep/base/host.h>
+#include <lockstep/os/host.h>
 #include <lockstep/version.h>
 
 #include "doctor_rows.h"

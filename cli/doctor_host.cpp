@@ -19,7 +19,7 @@
 #include <fmt/ranges.h>
 #include <hwloc.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/base/host.h>
+#include <lockstep/os/host.h>
 
 #include "doctor_rows.h"
 

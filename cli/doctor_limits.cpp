@@ -5,7 +5,7 @@
 #include <filesystem>
 
 #include <fmt/format.h>
-#include <lockstep/base/host.h>
+#include <lockstep/os/host.h>
 
 #include "doctor_rows.h"
 

@@ -20,7 +20,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/base/host.h>
+#include <lockstep/os/host.h>
 
 #include "doctor_rows.h"
 

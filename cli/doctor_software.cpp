@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/base/host.h>
+#include <lockstep/os/host.h>
 #include <lockstep/version.h>
 
 #include "doctor_child.h"

@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/comm/transports/hierarchy/hosts.h>
+#include <lockstep/comm/transports/hierarchy/engine/hosts.h>
 
 #include "doctor_rows.h"
 

@@ -2,7 +2,7 @@
 #include <memory>
 #include <string>
 
-#include <lockstep/control/key.h>
+#include <lockstep/control/link/key.h>
 
 #include "verbs.h"
 

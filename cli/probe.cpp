@@ -21,7 +21,7 @@
 #include <ATen/Version.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <fmt/format.h>
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/c10d/transport.h>
 #include <lockstep/lockstep.h>
 #include <lockstep/version.h>
 #include <torch/cuda.h>

@@ -9,13 +9,13 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
-#include <lockstep/base/host.h>
-#include <lockstep/base/metric_log.h>
-#include <lockstep/control/key.h>
+#include <lockstep/control/link/key.h>
 #include <lockstep/launch/network.h>
 #include <lockstep/launch/rank_process.h>
 #include <lockstep/launch/supervisor.h>
-#include <lockstep/profile/rank_profile.h>
+#include <lockstep/metrics/metric_log.h>
+#include <lockstep/os/host.h>
+#include <lockstep/profile/record/rank_profile.h>
 
 #include "verbs.h"
 

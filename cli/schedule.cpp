@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
-#include <lockstep/parallel/pipeline_schedule.h>
+#include <lockstep/schedule/schedule.h>
 #include <nlohmann/json.hpp>
 
 #include "schedule_drawing.h"

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include <lockstep/parallel/pipeline_schedule.h>
+#include <lockstep/schedule/schedule.h>
 
 namespace lockstep::cli {
 

@@ -12,8 +12,8 @@
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/launch/flight_file.h>
-#include <lockstep/launch/flight_verdict.h>
+#include <lockstep/launch/flight/flight_file.h>
+#include <lockstep/launch/flight/flight_verdict.h>
 
 #include "verbs.h"
 

@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/profile/merge.h>
+#include <lockstep/profile/report/merge.h>
 #include <nlohmann/json.hpp>
 
 #include "verbs.h"

@@ -2,7 +2,7 @@
 #include <string>
 
 #include <lockstep/base/error.h>
-#include <lockstep/data/formats.h>
+#include <lockstep/data/core/formats.h>
 
 #include "input.h"
 

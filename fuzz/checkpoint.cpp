@@ -3,9 +3,9 @@
 // Input: a file from its first byte; and the same bytes again as a manifest alone.
 #include <string>
 
-#include <lockstep/checkpoint/format_error.h>
-#include <lockstep/checkpoint/manifest.h>
-#include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/checkpoint/format/format_error.h>
+#include <lockstep/checkpoint/format/manifest.h>
+#include <lockstep/checkpoint/format/safetensors.h>
 
 #include "input.h"
 

@@ -3,9 +3,9 @@
 // Input: how many bytes come at a time, then what comes.
 #include <string>
 
-#include <lockstep/control/flight.h>
-#include <lockstep/control/messages.h>
-#include <lockstep/control/store.h>
+#include <lockstep/control/board/flight.h>
+#include <lockstep/control/coordinator/store.h>
+#include <lockstep/control/wire/messages.h>
 
 #include "input.h"
 

@@ -2,7 +2,7 @@
 #include <string>
 
 #include <lockstep/base/error.h>
-#include <lockstep/launch/nodelist.h>
+#include <lockstep/launch/identity/nodelist.h>
 
 #include "input.h"
 

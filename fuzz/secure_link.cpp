@@ -11,7 +11,7 @@
 
 #include <sodium.h>
 
-#include <lockstep/control/secure_link.h>
+#include <lockstep/control/link/secure_link.h>
 
 #include "input.h"
 

@@ -4,7 +4,7 @@
 #include <map>
 #include <string>
 
-#include <lockstep/control/store.h>
+#include <lockstep/control/coordinator/store.h>
 
 #include "input.h"
 

@@ -2,7 +2,7 @@
 #include <cstdio>
 #include <exception>
 
-#include <lockstep/comm/transports/mpi/mpi_api.h>
+#include <lockstep/comm/transports/mpi/module/mpi_api.h>
 
 #include "rank.h"
 

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include <ATen/ATen.h>
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/c10d/transport.h>
 #include <lockstep/lockstep.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 

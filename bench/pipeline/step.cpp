@@ -5,7 +5,7 @@
 // "split:linear 10" and "split:blocks 10": how many times as long the two parts of a backward pass take as
 // the whole, of as many passes in turns, through nothing but nn::Linear, and through transformer blocks.
 #include <lockstep/lockstep.h>
-#include <lockstep/parallel/pipeline_backward.h>
+#include <lockstep/parallel/pipeline/backward.h>
 #include <torch/torch.h>
 
 #include <algorithm>

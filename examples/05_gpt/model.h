@@ -18,10 +18,10 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/modules/unit.h>
 #include <lockstep/nn/dropout.h>
 #include <lockstep/nn/linear.h>
 #include <lockstep/parallel/pipeline_stage.h>
-#include <lockstep/parallel/unit.h>
 #include <torch/torch.h>
 
 namespace gpt {

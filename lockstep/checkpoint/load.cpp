@@ -6,12 +6,12 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
 #include <lockstep/checkpoint/checkpoint.h>
-#include <lockstep/checkpoint/contents.h>
-#include <lockstep/checkpoint/file.h>
-#include <lockstep/checkpoint/format_error.h>
-#include <lockstep/checkpoint/manifest.h>
-#include <lockstep/checkpoint/safetensors.h>
-#include <lockstep/train/distributed_optimizer.h>
+#include <lockstep/checkpoint/detail/contents.h>
+#include <lockstep/checkpoint/format/format_error.h>
+#include <lockstep/checkpoint/format/manifest.h>
+#include <lockstep/checkpoint/format/safetensors.h>
+#include <lockstep/optim/distributed_optimizer.h>
+#include <lockstep/os/file.h>
 
 namespace lockstep {
 namespace {

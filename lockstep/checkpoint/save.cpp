@@ -4,13 +4,13 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/checkpoint/checkpoint.h>
-#include <lockstep/checkpoint/contents.h>
-#include <lockstep/checkpoint/file.h>
-#include <lockstep/checkpoint/manifest.h>
-#include <lockstep/checkpoint/safetensors.h>
-#include <lockstep/comm/stop.h>
-#include <lockstep/control/frame.h>
-#include <lockstep/train/distributed_optimizer.h>
+#include <lockstep/checkpoint/detail/contents.h>
+#include <lockstep/checkpoint/format/manifest.h>
+#include <lockstep/checkpoint/format/safetensors.h>
+#include <lockstep/comm/job/stop.h>
+#include <lockstep/control/wire/frame.h>
+#include <lockstep/optim/distributed_optimizer.h>
+#include <lockstep/os/file.h>
 
 namespace lockstep {
 namespace {

@@ -10,7 +10,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <lockstep/base/log.h>
-#include <lockstep/comm/transports/shm/arena.h>
+#include <lockstep/comm/transports/shm/engine/arena.h>
 #include <lockstep/memory/system.h>
 #include <torch/csrc/autograd/graph_task.h>
 

@@ -7,8 +7,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
-#include <lockstep/comm/group_state.h>
-#include <lockstep/comm/world_state.h>
+#include <lockstep/comm/group/group_state.h>
+#include <lockstep/comm/job/world_state.h>
 
 namespace lockstep {
 namespace {

@@ -6,8 +6,8 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/log.h>
+#include <lockstep/comm/job/world_state.h>
 #include <lockstep/comm/transports/threads/threads.h>
-#include <lockstep/comm/world_state.h>
 
 namespace lockstep {
 namespace {

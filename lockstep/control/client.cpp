@@ -13,7 +13,7 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/start_thread.h>
-#include <lockstep/control/process.h>
+#include <lockstep/control/agent/process.h>
 
 namespace lockstep::control {
 

@@ -11,10 +11,10 @@
 #include <string>
 #include <thread>
 
-#include <lockstep/control/board.h>
-#include <lockstep/control/messages.h>
-#include <lockstep/control/socket.h>
-#include <lockstep/control/store.h>
+#include <lockstep/control/board/board.h>
+#include <lockstep/control/coordinator/store.h>
+#include <lockstep/control/wire/messages.h>
+#include <lockstep/os/socket.h>
 
 namespace lockstep::control {
 

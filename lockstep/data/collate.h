@@ -22,7 +22,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <lockstep/data/fields.h>
+#include <lockstep/data/pass/fields.h>
 
 namespace lockstep {
 

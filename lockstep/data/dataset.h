@@ -28,7 +28,7 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <lockstep/data/dataset_traits.h>
+#include <lockstep/data/pass/dataset_traits.h>
 
 namespace lockstep {
 

@@ -8,7 +8,7 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <lockstep/base/error.h>
-#include <lockstep/data/permutation.h>
+#include <lockstep/data/core/permutation.h>
 
 namespace lockstep {
 namespace detail {

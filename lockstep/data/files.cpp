@@ -6,8 +6,8 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/base/error.h>
-#include <lockstep/data/formats.h>
-#include <lockstep/data/mapped_file.h>
+#include <lockstep/data/core/formats.h>
+#include <lockstep/os/mapped_file.h>
 
 namespace lockstep {
 namespace {

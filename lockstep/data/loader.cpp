@@ -10,8 +10,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <lockstep/base/log.h>
-#include <lockstep/comm/error_text.h>
-#include <lockstep/data/permutation.h>
+#include <lockstep/comm/group/error_text.h>
+#include <lockstep/data/core/permutation.h>
 
 namespace lockstep::detail {
 namespace {

@@ -26,7 +26,7 @@
 
 #include <lockstep/data/collate.h>
 #include <lockstep/data/loader_options.h>
-#include <lockstep/data/loader_pass.h>
+#include <lockstep/data/pass/loader_pass.h>
 #include <lockstep/data/sampler.h>
 
 namespace lockstep {

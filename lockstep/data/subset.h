@@ -20,7 +20,7 @@
 #include <vector>
 
 #include <ATen/core/Generator.h>
-#include <lockstep/data/dataset_traits.h>
+#include <lockstep/data/pass/dataset_traits.h>
 
 namespace lockstep {
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include <lockstep/data/dataset_traits.h>
+#include <lockstep/data/pass/dataset_traits.h>
 #include <lockstep/data/sampler.h>
 
 namespace lockstep::detail {

@@ -14,7 +14,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/control/process.h>
+#include <lockstep/control/agent/process.h>
 
 namespace lockstep::detail {
 namespace {

@@ -19,16 +19,16 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <lockstep/control/agent.h>
-#include <lockstep/control/flight.h>
+#include <lockstep/control/agent/agent.h>
+#include <lockstep/control/board/flight.h>
 #include <lockstep/launch/descendants.h>
-#include <lockstep/launch/flight_keeper.h>
+#include <lockstep/launch/flight/flight_keeper.h>
 #include <lockstep/launch/local_ranks.h>
 #include <lockstep/launch/out_of_memory.h>
 #include <lockstep/launch/output.h>
 #include <lockstep/launch/screen.h>
-#include <lockstep/launch/signals.h>
 #include <lockstep/launch/status_line.h>
+#include <lockstep/os/signals.h>
 
 namespace lockstep::detail {
 namespace {

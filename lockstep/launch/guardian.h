@@ -5,8 +5,8 @@
 
 #include <csignal>
 
-#include <lockstep/control/socket.h>
 #include <lockstep/launch/plan.h>
+#include <lockstep/os/socket.h>
 
 namespace lockstep::detail {
 

@@ -13,7 +13,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/control/process.h>
+#include <lockstep/control/agent/process.h>
 #include <lockstep/launch/descendants.h>
 #include <lockstep/launch/network.h>
 

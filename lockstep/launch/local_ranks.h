@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/control/agent.h>
-#include <lockstep/control/socket.h>
+#include <lockstep/control/agent/agent.h>
 #include <lockstep/launch/output.h>
 #include <lockstep/launch/placement.h>
 #include <lockstep/launch/plan.h>
 #include <lockstep/launch/rank_process.h>
+#include <lockstep/os/socket.h>
 
 namespace lockstep::detail {
 

@@ -11,7 +11,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/control/socket.h>
+#include <lockstep/os/socket.h>
 
 namespace lockstep::detail {
 

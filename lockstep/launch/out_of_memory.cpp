@@ -1,7 +1,7 @@
 #include <lockstep/launch/out_of_memory.h>
 
 #include <fmt/format.h>
-#include <lockstep/base/host.h>
+#include <lockstep/os/host.h>
 
 namespace lockstep::detail {
 

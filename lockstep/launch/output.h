@@ -15,9 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include <lockstep/control/socket.h>
 #include <lockstep/launch/plan.h>
 #include <lockstep/launch/screen.h>
+#include <lockstep/os/socket.h>
 
 namespace lockstep::detail {
 

@@ -13,7 +13,7 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
-#include <lockstep/base/host.h>
+#include <lockstep/os/host.h>
 
 namespace lockstep::detail {
 namespace {

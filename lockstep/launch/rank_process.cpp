@@ -22,8 +22,8 @@ namespace lockstep::detail {
 namespace {
 
 // What another launcher around this one may have left, and what is none of a rank's business.
-constexpr const char* kRemoved[] = {"LOCKSTEP_KEY", "LOCKSTEP_KEY_FILE", "LOCKSTEP_LISTEN_FD",
-                                    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"};
+constexpr const char* kRemoved[] = {"LOCKSTEP_KEY", "LOCKSTEP_KEY_FILE", "TORCHELASTIC_RUN_ID",
+                                    "TORCHELASTIC_USE_AGENT_STORE"};
 
 std::map<std::string, std::string> current_environment() {
   std::map<std::string, std::string> variables;
@@ -104,8 +104,7 @@ std::vector<std::string> rank_environment(const LaunchPlan& plan, const RankPlac
   if (plan.join_timeout) variables["LOCKSTEP_JOIN_TIMEOUT"] = fmt::format("{}ms", plan.join_timeout->count());
   if (!plan.metrics.empty()) variables["LOCKSTEP_METRICS"] = plan.metrics;
   if (!plan.metrics_format.empty()) variables["LOCKSTEP_METRICS_FORMAT"] = plan.metrics_format;
-  if (!plan.interface.empty())
-    variables["LOCKSTEP_INTERFACE"] = variables["GLOO_SOCKET_IFNAME"] = plan.interface;
+  if (!plan.interface.empty()) variables["GLOO_SOCKET_IFNAME"] = plan.interface;
   for (const auto& name : plan.unset_environment) variables.erase(name);
   for (const auto& [name, value] : plan.set_environment) variables[name] = value;
   std::vector<std::string> list;

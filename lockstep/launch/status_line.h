@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include <lockstep/control/steps.h>
+#include <lockstep/control/board/steps.h>
 
 namespace lockstep::detail {
 

@@ -18,12 +18,12 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/start_thread.h>
-#include <lockstep/control/failure.h>
-#include <lockstep/control/process.h>
+#include <lockstep/control/agent/process.h>
+#include <lockstep/control/wire/failure.h>
 #include <lockstep/launch/descendants.h>
 #include <lockstep/launch/guardian.h>
 #include <lockstep/launch/screen.h>
-#include <lockstep/launch/signals.h>
+#include <lockstep/os/signals.h>
 
 namespace lockstep::detail {
 namespace {

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <lockstep/base/host.h>
 #include <lockstep/memory/align.h>
 #include <lockstep/memory/fork.h>
+#include <lockstep/os/host.h>
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>

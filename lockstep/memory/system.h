@@ -4,9 +4,9 @@
 
 #include <mutex>
 
-#include <lockstep/base/host.h>
 #include <lockstep/memory/cache.h>
 #include <lockstep/memory/heap.h>
+#include <lockstep/os/host.h>
 
 namespace lockstep::memory {
 

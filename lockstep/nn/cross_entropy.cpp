@@ -7,7 +7,7 @@
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/log.h>
-#include <lockstep/nn/fused.h>
+#include <lockstep/nn/detail/fused.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 namespace lockstep::nn {

@@ -12,7 +12,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
-#include <lockstep/nn/philox.h>
+#include <lockstep/nn/detail/philox.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 namespace lockstep::nn {

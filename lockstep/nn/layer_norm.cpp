@@ -1,7 +1,7 @@
 #include <lockstep/nn/layer_norm.h>
 
 #include <ATen/ATen.h>
-#include <lockstep/nn/fused.h>
+#include <lockstep/nn/detail/fused.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 namespace lockstep::nn {

@@ -25,7 +25,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <lockstep/base/error.h>
-#include <lockstep/parallel/data_parallel_tensors.h>
+#include <lockstep/parallel/data_parallel/tensors.h>
 
 namespace torch::nn {
 class Module;

@@ -28,9 +28,9 @@
 #include <vector>
 
 #include <lockstep/comm/group.h>
-#include <lockstep/parallel/ddp_bucket.h>
-#include <lockstep/parallel/module_call.h>
-#include <lockstep/parallel/tensors_in.h>
+#include <lockstep/modules/detail/module_call.h>
+#include <lockstep/modules/detail/tensors_in.h>
+#include <lockstep/parallel/ddp/bucket.h>
 #include <torch/nn/module.h>
 
 namespace lockstep {

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include <lockstep/parallel/ddp_bucket.h>
+#include <lockstep/parallel/ddp/bucket.h>
 
 namespace lockstep {
 

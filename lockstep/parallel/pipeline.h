@@ -33,8 +33,8 @@
 #include <vector>
 
 #include <lockstep/comm/group.h>
-#include <lockstep/parallel/pipeline_schedule.h>
 #include <lockstep/parallel/pipeline_stage.h>
+#include <lockstep/schedule/schedule.h>
 #include <torch/nn/modules/container/sequential.h>
 
 namespace lockstep {

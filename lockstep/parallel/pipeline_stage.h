@@ -15,7 +15,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <lockstep/parallel/tensors_in.h>
+#include <lockstep/modules/detail/tensors_in.h>
 #include <torch/nn/module.h>
 
 namespace lockstep {

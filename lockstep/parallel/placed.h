@@ -19,7 +19,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <lockstep/parallel/tensors_in.h>
+#include <lockstep/modules/detail/tensors_in.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 

@@ -20,8 +20,8 @@
 #include <vector>
 
 #include <lockstep/comm/group.h>
+#include <lockstep/modules/unit.h>
 #include <lockstep/nn/rms_norm.h>
-#include <lockstep/parallel/unit.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/normalization.h>
 

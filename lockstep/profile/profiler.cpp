@@ -14,14 +14,14 @@
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
-#include <lockstep/base/host.h>
 #include <lockstep/base/log.h>
 #include <lockstep/comm/cpu_memory.h>
-#include <lockstep/comm/world_state.h>
-#include <lockstep/profile/flops.h>
-#include <lockstep/profile/kineto.h>
-#include <lockstep/profile/merge.h>
-#include <lockstep/profile/recorder.h>
+#include <lockstep/comm/job/world_state.h>
+#include <lockstep/os/host.h>
+#include <lockstep/profile/libtorch/flops.h>
+#include <lockstep/profile/libtorch/kineto.h>
+#include <lockstep/profile/record/recorder.h>
+#include <lockstep/profile/report/merge.h>
 
 namespace lockstep {
 namespace profile {

@@ -8,9 +8,9 @@
 #include <fmt/format.h>
 #include <fmt/ostream.h>
 #include <lockstep/base/error.h>
-#include <lockstep/parallel/unready_gradient.h>
+#include <lockstep/modules/detail/unready_gradient.h>
+#include <lockstep/optim/distributed_optimizer.h>
 #include <lockstep/train/autocast.h>
-#include <lockstep/train/distributed_optimizer.h>
 #include <lockstep/train/grad_scaler.h>
 #include <torch/optim/optimizer.h>
 

@@ -12,8 +12,8 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
-#include <lockstep/train/cuda_graph.h>
-#include <lockstep/train/step_watch.h>
+#include <lockstep/optim/detail/cuda_graph.h>
+#include <lockstep/optim/detail/step_watch.h>
 
 namespace lockstep::detail {
 namespace {

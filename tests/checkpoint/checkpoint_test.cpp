@@ -4,9 +4,9 @@
 #include <random>
 #include <sstream>
 
-#include <lockstep/checkpoint/file.h>
-#include <lockstep/checkpoint/safetensors.h>
+#include <lockstep/checkpoint/format/safetensors.h>
 #include <lockstep/lockstep.h>
+#include <lockstep/os/file.h>
 #include <torch/torch.h>
 
 #include "support/errors.h"

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include <lockstep/base/host.h>
+#include <lockstep/os/host.h>
 
 #include "cli/session.h"
 #include "support/errors.h"

@@ -2,7 +2,7 @@
 // as it is in life.
 #include <signal.h>
 
-#include <lockstep/control/process.h>
+#include <lockstep/control/agent/process.h>
 
 #include "cli/session.h"
 #include "support/errors.h"

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include <c10/core/CPUAllocator.h>
-#include <lockstep/comm/transports/shm/arena.h>
+#include <lockstep/comm/transports/shm/engine/arena.h>
 #include <torch/torch.h>
 
 #include "support/ranks.h"

@@ -10,7 +10,7 @@
 #include <memory>
 #include <thread>
 
-#include <lockstep/control/process.h>
+#include <lockstep/control/agent/process.h>
 
 #include "support/eventually.h"
 #include "support/quiet_limit.h"

@@ -10,7 +10,7 @@
 #include <latch>
 #include <thread>
 
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/c10d/transport.h>
 
 #include "support/environment.h"
 #include "support/ranks.h"

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include <lockstep/control/process.h>
+#include <lockstep/control/agent/process.h>
 
 #include "support/errors.h"
 

@@ -1,7 +1,7 @@
 #include <lockstep/launch/placement.h>
 
 #include <lockstep/base/error.h>
-#include <lockstep/base/host.h>
+#include <lockstep/os/host.h>
 
 #include "support/environment.h"
 #include "support/errors.h"

@@ -4,7 +4,7 @@
 #include <exception>
 
 #include <fmt/format.h>
-#include <lockstep/launch/identity.h>
+#include <lockstep/launch/identity/identity.h>
 
 int main() {
   std::string line;

@@ -1,9 +1,9 @@
 // Layers that LibTorch's C++ API lacks, or has otherwise: dropout by counters, Linear, RMSNorm.
 #include <thread>
 
+#include <lockstep/nn/detail/philox.h>
 #include <lockstep/nn/dropout.h>
 #include <lockstep/nn/linear.h>
-#include <lockstep/nn/philox.h>
 #include <lockstep/nn/rms_norm.h>
 
 #include "parallel/models.h"

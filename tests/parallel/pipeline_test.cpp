@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include <lockstep/parallel/pipeline_backward.h>
+#include <lockstep/parallel/pipeline/backward.h>
 
 #include "parallel/models.h"
 #include "support/ranks.h"

@@ -1,8 +1,8 @@
 // parallelize_module: whole models beside one rank's, what it refuses, and the state of what it splits.
 #include <lockstep/nn/dropout.h>
 #include <lockstep/nn/linear.h>
+#include <lockstep/parallel/tensor/plan.h>
 #include <lockstep/parallel/tensor_parallel.h>
-#include <lockstep/parallel/tensor_parallel_plan.h>
 
 #include "parallel/models.h"
 #include "parallel/tensor_parallel_models.h"

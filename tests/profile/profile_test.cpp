@@ -8,8 +8,8 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/profile/merge.h>
-#include <lockstep/profile/recorder.h>
+#include <lockstep/profile/record/recorder.h>
+#include <lockstep/profile/report/merge.h>
 #include <nlohmann/json.hpp>
 
 #include "support/folder.h"

@@ -7,7 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
-#include <lockstep/profile/rank_profile.h>
+#include <lockstep/profile/record/rank_profile.h>
 #include <nlohmann/json.hpp>
 
 #include "support/folder.h"

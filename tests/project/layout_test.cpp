@@ -1,10 +1,13 @@
-// The dependency law: folder order is dependency order, and light folders stay light.
+// The layout rules in ARCHITECTURE.md: folder order is dependency order, plain folders use no LibTorch, techniques do
+// not include one another, and the tests mirror the tree.
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <regex>
 #include <set>
+#include <sstream>
 
 #include "support/errors.h"
 
@@ -13,103 +16,176 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A folder may include itself and those before it.
-const std::vector<std::string> kOrder = {"base",  "memory",     "control", "launch", "kernels",
-                                         "comm",  "mesh",       "data",    "nn",     "parallel",
-                                         "train", "checkpoint", "profile", "plan"};
+const fs::path kRoot = LOCKSTEP_SOURCE;
 
-struct Include {
-  fs::path file;
-  std::string target;  // as written between the brackets
-};
+std::string text_of(const fs::path& file) {
+  std::ifstream in(file);
+  std::ostringstream text;
+  text << in.rdbuf();
+  return text.str();
+}
 
-std::vector<Include> includes_of(const fs::path& folder, bool headers_only) {
-  const std::regex pattern("^#include [<\"]([^>\"]+)[>\"]");
-  std::vector<Include> found;
-  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
-    const auto extension = entry.path().extension();
-    const bool source = extension == ".cpp" || extension == ".cu" || extension == ".cuh";
-    if (extension != ".h" && (headers_only || !source)) continue;
-    std::ifstream in(entry.path());
-    std::smatch match;
-    for (std::string line; std::getline(in, line);)
-      if (std::regex_search(line, match, pattern)) found.push_back({entry.path(), match[1]});
-  }
+// A folder may include itself and those before it. lockstep/CMakeLists.txt has this order.
+std::vector<std::string> folder_order() {
+  const auto text = text_of(kRoot / "lockstep/CMakeLists.txt");
+  std::smatch match;
+  EXPECT_TRUE(std::regex_search(text, match, std::regex("foreach\\(folder ([^)]*)\\)")));
+  std::istringstream words(match[1]);
+  return {std::istream_iterator<std::string>(words), {}};
+}
+
+bool is_source(const fs::path& file) {
+  static const std::set<std::string> extensions = {".h", ".cpp", ".cu", ".cuh"};
+  return extensions.contains(file.extension());
+}
+
+// Targets of the #include directives of each source in lockstep/. Files are relative to the root: "lockstep/base/log.h".
+const std::map<std::string, std::vector<std::string>>& includes() {
+  static const auto found = [] {
+    std::map<std::string, std::vector<std::string>> all;
+    const std::regex pattern("^#include [<\"]([^>\"]+)[>\"]");
+    for (const auto& entry : fs::recursive_directory_iterator(kRoot / "lockstep")) {
+      if (!is_source(entry.path())) continue;
+      auto& targets = all[fs::relative(entry.path(), kRoot)];
+      std::ifstream in(entry.path());
+      std::smatch match;
+      for (std::string line; std::getline(in, line);)
+        if (std::regex_search(line, match, pattern)) targets.push_back(match[1]);
+    }
+    return all;
+  }();
   return found;
 }
 
-std::size_t place_of(const std::string& folder) {
-  return static_cast<std::size_t>(std::find(kOrder.begin(), kOrder.end(), folder) - kOrder.begin());
+std::string part_of(const fs::path& path, int index) { return std::next(path.begin(), index)->string(); }
+
+// True if the file includes LibTorch, itself or through other headers of ours.
+bool uses_libtorch(const std::string& file, std::string& how) {
+  std::set<std::string> seen;
+  std::function<bool(const std::string&)> visit = [&](const std::string& one) {
+    if (!seen.insert(one).second || !includes().contains(one)) return false;
+    return std::any_of(includes().at(one).begin(), includes().at(one).end(), [&](const std::string& target) {
+      how = one + " includes " + target;
+      return target.starts_with("torch/") || target.starts_with("ATen/") || target.starts_with("c10/") ||
+             visit(target);
+    });
+  };
+  return visit(file);
 }
 
 TEST(Layout, every_folder_of_the_library_has_its_place) {
-  for (const auto& entry : fs::directory_iterator(fs::path(LOCKSTEP_SOURCE) / "lockstep"))
-    EXPECT_TRUE(!entry.is_directory() || place_of(entry.path().filename()) < kOrder.size()) << entry.path();
+  const auto order = folder_order();
+  for (const auto& entry : fs::directory_iterator(kRoot / "lockstep"))
+    EXPECT_TRUE(!entry.is_directory() || std::count(order.begin(), order.end(), entry.path().filename()) == 1)
+        << entry.path();
 }
 
-TEST(Layout, no_folder_includes_one_below_it) {
-  const fs::path library = fs::path(LOCKSTEP_SOURCE) / "lockstep";
+TEST(Layout, no_folder_includes_one_after_it) {
+  const auto order = folder_order();
+  const auto place = [&](const std::string& folder) {
+    return std::find(order.begin(), order.end(), folder) - order.begin();
+  };
   int seen = 0;
-  for (const auto& folder : kOrder) {
-    if (!fs::exists(library / folder)) continue;
-    for (const auto& [file, target] : includes_of(library / folder, false)) {
-      if (!target.starts_with("lockstep/")) continue;
-      const auto parts = fs::path(target);
-      const auto into = std::next(parts.begin())->string();
-      if (into == "version.h") continue;
+  for (const auto& [file, targets] : includes()) {
+    if (file == "lockstep/lockstep.h") continue;
+    for (const auto& target : targets) {
+      if (!target.starts_with("lockstep/") || target == "lockstep/version.h") continue;
       ++seen;
-      EXPECT_LE(place_of(into), place_of(folder)) << file << " includes " << target;
+      EXPECT_LE(place(part_of(target, 1)), place(part_of(file, 1))) << file << " includes " << target;
     }
   }
-  EXPECT_GT(seen, 50);  // the pattern still finds them
+  EXPECT_GT(seen, 500);  // the pattern still finds them
 }
 
-// A technique is a file and those named after it: ddp, ddp_hooks.
-std::string technique_of(const fs::path& folder, const std::string& stem) {
-  for (auto end = stem.find('_'); end != std::string::npos; end = stem.find('_', end + 1))
-    if (fs::exists(folder / (stem.substr(0, end) + ".h"))) return stem.substr(0, end);
-  return stem;
+TEST(Layout, no_folder_holds_more_than_thirty_files) {
+  std::map<fs::path, int> files;
+  for (const char* top : {"lockstep", "cli", "tests", "bench", "docs"})
+    for (const auto& entry : fs::recursive_directory_iterator(kRoot / top))
+      if (entry.is_regular_file() && entry.path().string().find("__pycache__") == std::string::npos)
+        EXPECT_LE(++files[entry.path().parent_path()], 30) << entry.path().parent_path();
+}
+
+// The parts of lockstep_plain and lockstep_launcher, as their CMakeLists.txt say.
+TEST(Layout, plain_folders_use_no_libtorch) {
+  int folders = 0;
+  for (const auto& entry : fs::recursive_directory_iterator(kRoot / "lockstep")) {
+    if (entry.path().filename() != "CMakeLists.txt") continue;
+    const auto text = text_of(entry.path());
+    const auto folder = fs::relative(entry.path().parent_path(), kRoot).string();
+    if (text.find("lockstep_sources(plain)") == std::string::npos &&
+        text.find("lockstep_sources(launcher)") == std::string::npos && folder != "lockstep/kernels" &&
+        folder != "lockstep/comm/transports/cuda_ipc/engine")
+      continue;
+    ++folders;
+    std::string how;
+    for (const auto& [file, targets] : includes())
+      if (fs::path(file).parent_path() == folder)
+        EXPECT_FALSE(uses_libtorch(file, how)) << file << ": " << how;
+  }
+  EXPECT_GT(folders, 15);
+}
+
+// "lockstep/parallel/ddp/buckets.h" and "lockstep/parallel/ddp_hooks.h" belong to ddp.
+std::string technique_of(const fs::path& file) {
+  auto name = fs::path(part_of(file, 2)).stem().string();
+  for (const char* technique : {"data_parallel", "ddp", "pipeline", "placed", "tensor"})
+    if (name.starts_with(technique)) return technique;
+  ADD_FAILURE() << file << " belongs to no technique";
+  return name;
 }
 
 TEST(Layout, techniques_do_not_include_one_another) {
-  const fs::path parallel = fs::path(LOCKSTEP_SOURCE) / "lockstep/parallel";
   int seen = 0;
-  for (const auto& [file, target] : includes_of(parallel, false)) {
-    if (!target.starts_with("lockstep/parallel/")) continue;
-    ++seen;
-    const auto other = fs::path(target).stem().string();
-    // What they share: where a call can be intercepted, what is a model and how it is called, tensors inside
-    // values, replicas made equal, many tensors in one piece of memory.
-    const bool shared = other == "unit" || other == "module_call" || other == "script_module" ||
-                        other == "tensors_in" || other == "replicas" || other == "flat_views" ||
-                        other == "held_group";
-    EXPECT_TRUE(shared || technique_of(parallel, other) == technique_of(parallel, file.stem()))
-        << file << " includes " << target;
+  for (const auto& [file, targets] : includes()) {
+    if (!file.starts_with("lockstep/parallel/")) continue;
+    for (const auto& target : targets) {
+      if (!target.starts_with("lockstep/parallel/")) continue;
+      ++seen;
+      EXPECT_EQ(technique_of(target), technique_of(file)) << file << " includes " << target;
+    }
   }
   EXPECT_GT(seen, 10);
 }
 
 TEST(Layout, public_headers_of_the_light_folders_include_at_most_tensor_h) {
-  const fs::path library = fs::path(LOCKSTEP_SOURCE) / "lockstep";
-  for (const char* folder : {"base", "launch", "comm", "mesh"})
-    for (const auto& [file, target] : includes_of(library / folder, true)) {
-      const auto name = file.filename().string();
-      const bool heavy =
-          target.starts_with("torch/") || (target.starts_with("ATen/") && target != "ATen/core/Tensor.h");
-      // Internal headers that name c10d's types are not installed; tests/install checks that.
-      static const std::set<std::string> internal = {"transport.h",    "store.h",        "engine_work.h",
-                                                     "part_backend.h", "device_watch.h", "first_meeting.h"};
-      const bool module = file.string().find("/transports/") != std::string::npos;
-      EXPECT_TRUE(!heavy || internal.contains(name) || module) << file << " includes " << target;
-    }
+  for (const auto& [file, targets] : includes()) {
+    const auto folder = fs::path(file).parent_path();
+    if (!file.ends_with(".h") || (folder != "lockstep/comm" && folder != "lockstep/mesh")) continue;
+    for (const auto& target : targets)
+      EXPECT_FALSE(target.starts_with("torch/") ||
+                   (target.starts_with("ATen/") && target != "ATen/core/Tensor.h"))
+          << file << " includes " << target;
+  }
 }
 
-TEST(Layout, base_and_launch_and_the_cores_need_no_libtorch) {
-  const fs::path library = fs::path(LOCKSTEP_SOURCE) / "lockstep";
-  for (const char* folder : {"base", "launch", "kernels"})
-    for (const auto& [file, target] : includes_of(library / folder, false))
-      EXPECT_FALSE(target.starts_with("torch/") || target.starts_with("ATen/") || target.starts_with("c10/"))
-          << file << " includes " << target;
+TEST(Layout, the_tests_mirror_the_tree) {
+  const std::set<std::string> others = {"bench",     "cli",    "docs",    "examples", "faults", "install",
+                                        "launchers", "parity", "project", "python",   "support"};
+  for (const auto& entry : fs::recursive_directory_iterator(kRoot / "tests")) {
+    const auto path = fs::relative(entry.path(), kRoot / "tests");
+    if (entry.is_directory() && path.filename() != "__pycache__" && !others.contains(part_of(path, 0)))
+      EXPECT_TRUE(fs::is_directory(kRoot / "lockstep" / path))
+          << "tests/" << path.string() << " mirrors no folder of lockstep/";
+  }
+}
+
+// Python's programs read their variables by other means.
+TEST(Layout, every_variable_that_the_code_reads_is_documented) {
+  std::string docs;
+  for (const auto& entry : fs::recursive_directory_iterator(kRoot / "docs"))
+    if (entry.path().extension() == ".md") docs += text_of(entry.path());
+  const std::regex pattern("\"((LOCKSTEP|GLOO|MASTER|LOCAL)_[A-Z_]+)\"");
+  std::set<std::string> seen;
+  for (const char* folder : {"lockstep", "cli", "python"})
+    for (const auto& entry : fs::recursive_directory_iterator(kRoot / folder)) {
+      if (!is_source(entry.path()) && entry.path().extension() != ".py") continue;
+      const auto text = text_of(entry.path());
+      for (std::sregex_iterator match(text.begin(), text.end(), pattern), end; match != end; ++match)
+        if (seen.insert((*match)[1]).second)
+          EXPECT_TRUE(std::regex_search(docs, std::regex("\\b" + (*match)[1].str() + "\\b")))
+              << entry.path() << ": " << (*match)[1];
+    }
+  EXPECT_GT(seen.size(), 25u);
 }
 
 }  // namespace

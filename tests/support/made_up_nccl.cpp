@@ -17,8 +17,8 @@
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <lockstep/comm/engine_work.h>
-#include <lockstep/comm/first_meeting.h>
+#include <lockstep/comm/c10d/engine_work.h>
+#include <lockstep/comm/group/first_meeting.h>
 #include <lockstep/comm/transports/nccl/rules.h>
 #include <lockstep/comm/transports/threads/threads.h>
 

@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include <fmt/format.h>
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/c10d/transport.h>
 #include <torch/cuda.h>
 
 #include "support/made_up_nccl.h"

@@ -10,10 +10,10 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
-#include <lockstep/comm/part_transport.h>
-#include <lockstep/comm/transports/cuda_ipc/engine.h>
-#include <lockstep/comm/transports/cuda_ipc/gpu.h>
-#include <lockstep/comm/transports/cuda_ipc/mail.h>
+#include <lockstep/comm/c10d/part_transport.h>
+#include <lockstep/comm/transports/cuda_ipc/engine/engine.h>
+#include <lockstep/comm/transports/cuda_ipc/engine/gpu.h>
+#include <lockstep/comm/transports/cuda_ipc/engine/mail.h>
 #include <lockstep/comm/transports/shm/backend.h>
 #include <lockstep/comm/transports/shm/lane_work.h>
 #include <lockstep/kernels/kernels.h>

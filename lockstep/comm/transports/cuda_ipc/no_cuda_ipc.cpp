@@ -1,7 +1,7 @@
 // Built where LibTorch has no CUDA, or there is no nvcc; backend.cpp is built where both are.
 #include <lockstep/base/error.h>
-#include <lockstep/comm/transport.h>
-#include <lockstep/comm/transports/cuda_ipc/gpu.h>
+#include <lockstep/comm/c10d/transport.h>
+#include <lockstep/comm/transports/cuda_ipc/engine/gpu.h>
 
 namespace lockstep::detail {
 

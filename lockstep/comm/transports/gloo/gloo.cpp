@@ -13,10 +13,10 @@
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
-#include <lockstep/comm/reduce.h>
-#include <lockstep/comm/store.h>
-#include <lockstep/comm/transport.h>
-#include <lockstep/comm/transports/gloo/sockets.h>
+#include <lockstep/comm/c10d/store.h>
+#include <lockstep/comm/c10d/transport.h>
+#include <lockstep/comm/reduce/reduce.h>
+#include <lockstep/comm/transports/gloo/engine/sockets.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 namespace lockstep::detail {

@@ -2,10 +2,10 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/comm/part_transport.h>
+#include <lockstep/comm/c10d/part_transport.h>
 #include <lockstep/comm/transports/hierarchy/c10d_links.h>
-#include <lockstep/comm/transports/hierarchy/engine.h>
-#include <lockstep/comm/transports/hierarchy/mail.h>
+#include <lockstep/comm/transports/hierarchy/engine/engine.h>
+#include <lockstep/comm/transports/hierarchy/engine/mail.h>
 #include <lockstep/comm/transports/shm/backend.h>
 #include <lockstep/comm/transports/shm/lane_work.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>

@@ -6,9 +6,9 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/quiet_threads.h>
-#include <lockstep/comm/error_text.h>
-#include <lockstep/comm/pending.h>
-#include <lockstep/comm/transports/shm/meeting.h>
+#include <lockstep/comm/group/error_text.h>
+#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/transports/shm/engine/meeting.h>
 
 namespace lockstep::hierarchy {
 namespace {

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include <lockstep/comm/transport.h>
-#include <lockstep/comm/transports/hierarchy/links.h>
+#include <lockstep/comm/c10d/transport.h>
+#include <lockstep/comm/transports/hierarchy/engine/links.h>
 
 namespace lockstep::hierarchy {
 

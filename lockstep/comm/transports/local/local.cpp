@@ -1,8 +1,8 @@
 // A group of one: every collective is a copy, or nothing. Any device.
 #include <ATen/ATen.h>
-#include <lockstep/comm/engine_work.h>
-#include <lockstep/comm/reduce.h>
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/c10d/engine_work.h>
+#include <lockstep/comm/c10d/transport.h>
+#include <lockstep/comm/reduce/reduce.h>
 
 namespace lockstep::detail {
 namespace {

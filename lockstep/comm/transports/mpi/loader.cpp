@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/c10d/transport.h>
 
 namespace lockstep::detail {
 namespace {

@@ -14,7 +14,7 @@
 #include <lockstep/base/crew.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
-#include <lockstep/comm/first_meeting.h>
+#include <lockstep/comm/group/first_meeting.h>
 #include <lockstep/comm/transports/nccl/rules.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 

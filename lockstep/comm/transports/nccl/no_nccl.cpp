@@ -1,6 +1,6 @@
 // Built where LibTorch has no CUDA; nccl.cpp is built where it has.
 #include <lockstep/base/error.h>
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/c10d/transport.h>
 
 namespace lockstep::detail {
 

@@ -1,8 +1,8 @@
 // What Group must know of NCCL, as LibTorch has it. Needs none of CUDA's headers.
 #pragma once
 
-#include <lockstep/comm/reduce.h>
-#include <lockstep/comm/transport.h>
+#include <lockstep/comm/c10d/transport.h>
+#include <lockstep/comm/reduce/reduce.h>
 
 namespace lockstep::detail {
 

@@ -6,7 +6,7 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/comm/part_transport.h>
+#include <lockstep/comm/c10d/part_transport.h>
 #include <lockstep/comm/transports/shm/lane_work.h>
 
 namespace lockstep::detail {

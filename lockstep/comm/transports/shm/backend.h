@@ -5,11 +5,11 @@
 #include <memory>
 #include <mutex>
 
-#include <lockstep/comm/part_backend.h>
-#include <lockstep/comm/transports/shm/fork.h>
-#include <lockstep/comm/transports/shm/lane.h>
-#include <lockstep/comm/transports/shm/messages.h>
-#include <lockstep/comm/transports/shm/station.h>
+#include <lockstep/comm/c10d/part_backend.h>
+#include <lockstep/comm/transports/shm/engine/fork.h>
+#include <lockstep/comm/transports/shm/engine/lane.h>
+#include <lockstep/comm/transports/shm/engine/messages.h>
+#include <lockstep/comm/transports/shm/engine/station.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace lockstep::detail {

@@ -5,10 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include <lockstep/comm/engine_work.h>
-#include <lockstep/comm/part_backend.h>
-#include <lockstep/comm/transports/shm/fork.h>
-#include <lockstep/comm/transports/shm/lane.h>
+#include <lockstep/comm/c10d/engine_work.h>
+#include <lockstep/comm/c10d/part_backend.h>
+#include <lockstep/comm/transports/shm/engine/fork.h>
+#include <lockstep/comm/transports/shm/engine/lane.h>
 
 namespace lockstep::detail {
 

@@ -1,10 +1,10 @@
 #include <lockstep/comm/transports/threads/threads.h>
 
 #include <lockstep/base/error.h>
-#include <lockstep/comm/engine_work.h>
-#include <lockstep/comm/part_backend.h>
-#include <lockstep/comm/part_transport.h>
-#include <lockstep/comm/stop.h>
+#include <lockstep/comm/c10d/engine_work.h>
+#include <lockstep/comm/c10d/part_backend.h>
+#include <lockstep/comm/c10d/part_transport.h>
+#include <lockstep/comm/job/stop.h>
 
 namespace lockstep::detail {
 namespace {

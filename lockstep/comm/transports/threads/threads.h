@@ -7,9 +7,9 @@
 #include <mutex>
 #include <string>
 
-#include <lockstep/comm/transport.h>
-#include <lockstep/comm/transports/threads/hub.h>
-#include <lockstep/control/store.h>
+#include <lockstep/comm/c10d/transport.h>
+#include <lockstep/comm/transports/threads/engine/hub.h>
+#include <lockstep/control/coordinator/store.h>
 
 namespace lockstep::detail {
 

@@ -1,0 +1,127 @@
+#include <lockstep/comm/group/device_watch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <optional>
+
+#include <c10/core/DeviceGuard.h>
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/comm/group/error_text.h>
+#include <lockstep/comm/group/pending.h>
+
+namespace lockstep::detail {
+namespace {
+
+using Clock = DeviceWatch::Clock;
+
+// Between two looks: a step's works are mostly done when it looks, so that it asks the driver little.
+constexpr std::chrono::milliseconds kDeviceLook{50};
+// How long who lets go of a watch waits for its thread: it is done at once, unless the driver keeps it.
+constexpr std::chrono::milliseconds kThreadWait{2000};
+
+}  // namespace
+
+// DeviceWatch::State, which has linkage, contains it: it is not in the unnamed namespace.
+struct DeviceWatch::Entry {
+  c10::intrusive_ptr<c10d::Work> work;
+  std::string what;
+  Clock::time_point begun, deadline;
+};
+
+DeviceWatch::Answer DeviceWatch::ask(const Entry& entry) {
+  try {
+    if (entry.work->isCompleted()) {
+      if (const auto error = entry.work->exception()) std::rethrow_exception(error);
+      return {.complete = true, .cause = {}};
+    }
+  } catch (const std::exception& error) {
+    return {true, fmt::format("{} failed on the device: {}", entry.what, plain_text(error)),
+            CommError::Kind::device};
+  }
+  if (Clock::now() < entry.deadline) return {.complete = false, .cause = {}};
+  return {false,
+          fmt::format("{} was not complete on the device within {:.3f} s, its deadline", entry.what,
+                      std::chrono::duration<double>(Clock::now() - entry.begun).count()),
+          CommError::Kind::deadline};
+}
+
+// The thread has a share: the driver may keep it, as long as somebody else waits in it for the device.
+struct DeviceWatch::State {
+  State(c10::Device its_device, Fail its_fail) : device(its_device), fail(std::move(its_fail)) {}
+
+  const c10::Device device;
+  const Fail fail;
+  std::mutex mutex;
+  std::condition_variable condition;
+  std::deque<Entry> entries;
+  bool over = false, started = false;
+
+  // The oldest, and of those behind it the first whose time is over. Under the mutex.
+  std::optional<Entry> next() const {
+    if (over || entries.empty()) return std::nullopt;
+    const auto now = Clock::now();
+    for (const auto& entry : entries)
+      if (now >= entry.deadline) return entry;
+    return entries.front();
+  }
+  void look() {
+    const c10::OptionalDeviceGuard here(device);  // asking must not make a context on another one
+    std::unique_lock lock(mutex);
+    while (!over) {
+      condition.wait_for(lock, kDeviceLook, [this] { return over; });
+      while (auto entry = next()) {
+        lock.unlock();
+        auto [complete, cause, kind] = ask(*entry);
+        lock.lock();
+        if (!cause.empty() && !over) {
+          over = true;  // nothing more is added or looked at
+          entries.clear();
+          lock.unlock();
+          return fail(std::move(cause), kind);
+        }
+        if (!complete) break;
+        std::erase_if(entries, [&](const Entry& each) { return each.work == entry->work; });
+      }
+    }
+  }
+};
+
+DeviceWatch::DeviceWatch(c10::Device device, Fail fail)
+    : state_(std::make_shared<State>(device, std::move(fail))) {}
+
+// The process may end after this, and with it what the thread would touch.
+DeviceWatch::~DeviceWatch() {
+  {
+    std::lock_guard lock(state_->mutex);
+    state_->over = true;
+    state_->entries.clear();
+    state_->condition.notify_all();
+  }
+  crew_.wait(kThreadWait);
+}
+
+bool DeviceWatch::idle() const {
+  std::deque<Entry> entries;
+  {
+    std::lock_guard lock(state_->mutex);
+    entries = state_->entries;
+  }
+  const c10::OptionalDeviceGuard here(state_->device);
+  return std::all_of(entries.begin(), entries.end(), [](const Entry& entry) { return ask(entry).complete; });
+}
+
+void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clock::time_point begun,
+                      Clock::time_point deadline) {
+  std::lock_guard lock(state_->mutex);
+  if (state_->over) return;
+  state_->entries.push_back({std::move(work), std::move(what), begun, deadline});
+  if (!state_->started) state_->started = crew_.start([state = state_] { state->look(); });
+  if (!state_->started) throw Error("no thread can be had to watch the deadlines of what the device does");
+}
+
+}  // namespace lockstep::detail

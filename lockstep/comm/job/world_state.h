@@ -1,0 +1,109 @@
+// What a World owns: identity, store, groups, observers.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/group/group_state.h>
+#include <lockstep/comm/world.h>
+#include <lockstep/control/client.h>
+#include <lockstep/launch/identity/identity.h>
+#include <lockstep/metrics/metric_log.h>
+
+namespace lockstep::detail {
+
+class ThreadsJob;
+
+class WorldState : public std::enable_shared_from_this<WorldState> {
+ public:
+  // threads: set when ranks are threads of this process; then no launcher and no network is used.
+  WorldState(Identity identity, WorldOptions options, std::shared_ptr<ThreadsJob> threads = nullptr);
+
+  // Meets the other ranks and makes the group of all.
+  void join();
+
+  const Identity& identity() const { return identity_; }
+  at::Device device() const { return device_; }
+  std::shared_ptr<GroupState> default_group() const;
+  std::shared_ptr<GroupState> make_group(std::vector<int> ranks, GroupOptions options);
+  bool compares_calls() const { return compares_calls_; }
+
+  void fail(Verdict verdict) noexcept;
+  bool judge(Verdict verdict);  // as in GroupState
+  void wake();
+  bool failed() const { return failed_; }
+  bool in_threads() const { return threads_ != nullptr; }
+  // What the control plane says within the limit: an engine that lost a peer knows less of it.
+  void await_failure(std::chrono::milliseconds limit);
+  control::Client* client() const { return client_.get(); }  // null where there is no control plane
+  // Of a group, for those of its ranks that are still in an operation: see GroupState::left_after.
+  void note_left(std::int64_t group, int rank, std::uint64_t collectives) noexcept;
+  std::optional<std::uint64_t> left_after(std::int64_t group, int rank) noexcept;
+  void step(std::int64_t step);
+  void log_metric(std::string_view name, double value, std::optional<std::int64_t> step);
+  bool stop_requested();
+  void close(bool in_order) noexcept;
+  // A call has thrown a CommError: the program knows that something has failed.
+  void note_told() noexcept;
+  // After close(): the error of an operation whose Work was dropped, where ranks are threads and no call has
+  // thrown it.
+  std::exception_ptr unheard() const { return unheard_; }
+
+  void add_observer(std::shared_ptr<Observer> observer);
+  void remove_observer(const std::shared_ptr<Observer>& observer);
+  bool is_observed() const { return observed_.load(std::memory_order_acquire); }
+  template <typename F>
+  void observe(F&& tell) const {
+    if (!is_observed()) return;
+    for (const auto& observer : observers()) tell(*observer);
+  }
+
+ private:
+  std::vector<std::shared_ptr<Observer>> observers() const;
+  std::vector<std::shared_ptr<GroupState>> live_groups() const;
+  Verdict verdict() const;
+  bool in_child() const;
+  void finish_operations(const std::vector<std::shared_ptr<GroupState>>& groups, bool in_order);
+
+  Identity identity_;
+  const std::chrono::milliseconds timeout_, join_timeout_;
+  const std::string backend_;  // as given
+  const bool compares_calls_;
+  const bool cpu_allocator_;
+  const std::shared_ptr<ThreadsJob> threads_;
+  const std::string metrics_folder_, metrics_format_;
+  std::unique_ptr<MetricLog> metrics_;  // null: nothing is written
+  std::atomic<std::int64_t> step_ = -1;
+  std::vector<int> nodes_;  // of each rank: those with the same number share a host
+  std::map<at::DeviceType, std::string> backends_;
+  at::Device device_ = at::kCPU;
+  std::string address_;  // of this host, as peers reach it; empty: loopback
+  std::shared_ptr<control::Client> client_;
+  std::shared_ptr<control::Channel> channel_;
+  std::string prefix_;  // of this World's names: a process may have had others before
+  c10::intrusive_ptr<c10d::Store> store_;
+
+  mutable std::mutex mutex_;
+  std::optional<Verdict> verdict_;
+  std::atomic<bool> failed_ = false, closed_ = false;
+  std::atomic<bool> told_ = false, fails_at_exit_ = false;
+  std::exception_ptr unheard_;
+  const std::uint64_t generation_;  // of processes: another one in a child of fork()
+  std::shared_ptr<GroupState> default_group_;
+  std::vector<std::weak_ptr<GroupState>> groups_;
+  std::map<std::string, int> group_counts_;  // how often a list of ranks was made into a group
+  std::vector<std::shared_ptr<Observer>> observers_;
+  std::atomic<bool> observed_ = false;
+};
+
+// Has it called with every World of this process that has been joined, on the thread that joined it. Set
+// before main(): parts of the library that build on this one come in by it.
+void when_joined(void (*call)(const std::shared_ptr<WorldState>&));
+
+}  // namespace lockstep::detail

@@ -1,0 +1,13 @@
+// For CPUs with AVX2 and F16C; lockstep/CMakeLists.txt has the options.
+#if defined(__x86_64__)
+#define LOCKSTEP_VECTOR_BYTES 32
+#define LOCKSTEP_UNROLL 4
+#include <lockstep/comm/reduce/vector.h>
+
+namespace lockstep::detail {
+
+bool fold_avx2(Number number, Fold fold, const FoldJob& job) { return fold_any(number, fold, job); }
+bool convert_avx2(Number number, const ConvertJob& job) { return convert_any(number, job); }
+
+}  // namespace lockstep::detail
+#endif

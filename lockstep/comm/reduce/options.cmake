@@ -1,0 +1,12 @@
+# The same sums for every CPU, to the bit: contraction would round once where the others round twice.
+set(kernels "-O2;-ffp-contract=off")
+set(avx2 "")
+set(avx512 "")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(avx2 "-mavx2;-mf16c")
+  set(avx512 "-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl")
+endif()
+set(reduce ${CMAKE_CURRENT_LIST_DIR})
+set_source_files_properties(${reduce}/portable.cpp TARGET_DIRECTORY lockstep_plain PROPERTIES COMPILE_OPTIONS "${kernels}")
+set_source_files_properties(${reduce}/avx2.cpp TARGET_DIRECTORY lockstep_plain PROPERTIES COMPILE_OPTIONS "${kernels};${avx2}")
+set_source_files_properties(${reduce}/avx512.cpp TARGET_DIRECTORY lockstep_plain PROPERTIES COMPILE_OPTIONS "${kernels};${avx512}")

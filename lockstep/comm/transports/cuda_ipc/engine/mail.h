@@ -1,0 +1,55 @@
+// Sends and receives of CUDA memory. What travels through the host's memory is a letter that says where the
+// data lies and which event says that it is there; the receiver copies it behind that event and answers with
+// an event of its own. No LibTorch.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include <lockstep/comm/transports/cuda_ipc/engine/peers.h>
+#include <lockstep/comm/transports/shm/engine/messages.h>
+
+namespace lockstep::cuda_ipc {
+
+class Mail : public std::enable_shared_from_this<Mail> {
+ public:
+  // What can be waited for: the letter, and of a send its answer.
+  struct Item {
+    shm::Messages::ItemPtr letter, answer;
+    enum Fate { kUnknown, kTaken, kFailed };
+    std::atomic<Fate> fate = kUnknown;  // of a letter that was sent; no answer comes to one that failed
+  };
+  using ItemPtr = std::shared_ptr<Item>;
+
+  Mail(std::shared_ptr<shm::Messages> messages, std::shared_ptr<Peers> peers);
+
+  // part.order is an Order. peer: or kAnySource. Never waits for a peer.
+  ItemPtr post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
+  void wait(Item& item, Clock::time_point deadline);
+  void interrupt(const std::string& cause);
+  // Those who sent what this rank has are told so first, for which some time is waited.
+  void close();
+  bool wait_for_threads(std::chrono::milliseconds limit) const;
+
+ private:
+  struct Letter;
+  struct Sent;
+  struct Received;
+  ItemPtr send(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
+  ItemPtr receive(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
+  void take(Received& received, int source);
+  void answered(Sent& sent);
+  void answer(const Letter& letter, int source, const Call& call, std::chrono::nanoseconds timeout);
+
+  const std::shared_ptr<shm::Messages> messages_;
+  const std::shared_ptr<Peers> peers_;
+  Track& track_;
+  Arena& arena_;
+  std::atomic<std::uint64_t> next_id_ = 0;
+  std::atomic<int> unheard_ = 0;  // answers that are still on their way
+  std::atomic<bool> broken_ = false;
+};
+
+}  // namespace lockstep::cuda_ipc

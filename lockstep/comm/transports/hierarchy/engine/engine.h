@@ -1,0 +1,109 @@
+// The collectives of a group that spans hosts, one at a time: shared memory inside each host, links between
+// them. No LibTorch, no threads of its own.
+//
+// Every operation begins with a greeting: the ranks of a host compare their calls in shared memory, their
+// leader exchanges the outcome with those of the other hosts and tells it. Small sums travel with it. So no
+// data moves, and none is sent in a size that its receiver does not expect, before all calls are known to
+// fit.
+//
+// Sums: each host sums its ranks' data by the tree over them, and these sums are added by the tree over
+// hosts, in the accumulator's type; where Hosts::follow_tree, that is the tree over all ranks. A piece of the
+// data is summed for each rank (n bytes, p ranks on h hosts: each sends n (h - 1) / p bytes to other hosts),
+// and for an all-reduce the sums are gathered in the same way (as many again). Windows of the data follow one
+// another through both steps, so that memory and links are busy at once.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/transports/hierarchy/engine/hosts.h>
+#include <lockstep/comm/transports/hierarchy/engine/inside.h>
+#include <lockstep/comm/transports/hierarchy/engine/links.h>
+
+namespace lockstep::hierarchy {
+
+using detail::Part;
+
+// Tags of what the engine sends.
+enum Tag : int { kGreetingTag, kCallTag, kSumTag, kShareTag, kDataTag };
+
+class Engine final : public detail::CollectiveEngine {
+ public:
+  struct Tuning {
+    std::size_t window = std::size_t{4} << 20;  // of all ranks' pieces together, at a time
+  };
+  // inside: null where this rank is alone on its host. memory: where scratch is taken from that neighbours
+  // can reach; null: alone.
+  Engine(Hosts hosts, std::unique_ptr<shm::Engine> inside, std::shared_ptr<Links> links, shm::Memory* memory,
+         Tuning tuning);
+  ~Engine() override;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  void begin(Part&) override {}
+  void finish(Part& part, Clock::time_point deadline) override;
+  void give_up() noexcept override;
+  void interrupt(const std::string& cause) override;
+  std::string absent() const override;
+  bool is_awaited() const override { return inside_.is_awaited(); }  // by a rank of this host
+
+ private:
+  struct Greeting;
+  struct Sums;
+  struct Blocks;
+  struct Window;
+  using Transfers = std::vector<std::pair<int, Links::TransferPtr>>;  // with whom
+
+  // engine.cpp
+  bool agree(Part& part);
+  void meet_leaders(const Call* sums);
+  void merge(Greeting& greeting, const Greeting& other, bool is_left, const Call* sums, bool is_last) const;
+  std::vector<Call> everybodys(const Call& call);
+  void compare(const Call& call, bool fits);
+  void send(Transfers& transfers, int to, const void* data, std::size_t bytes, int tag);
+  void receive(Transfers& transfers, int from, void* data, std::size_t bytes, int tag);
+  void wait(Transfers& transfers);
+  char* scratch(std::size_t bytes);
+  std::size_t window_items(std::size_t item_size) const;  // of each rank's piece, at a time
+
+  // engine_reduce.cpp
+  void all_reduce(Part& part);
+  void reduce(Part& part);
+  void reduce_scatter(Part& part);
+  void cut(Part& part, Sums& sums, Blocks& blocks) const;
+  void prepare(Sums& sums, std::span<Window> windows);
+  void start_sums(const Sums& sums, Window& window);
+  void finish_sums(const Sums& sums, Window& window);
+
+  // engine_move.cpp
+  void broadcast(Part& part);
+  void all_gather(Part& part);
+  void gather(Part& part);
+  void scatter(Part& part);
+  void all_to_all(Part& part);
+  void start_share(const Blocks& blocks, Window& window);
+  void finish_share(const Blocks& blocks, Window& window);
+  void start_gather(const Blocks& blocks, int root, Window& window);
+  void finish_gather(const Blocks& blocks, int root, Window& window);
+
+  const Hosts hosts_;
+  Inside inside_;
+  const std::shared_ptr<Links> links_;
+  shm::Memory* const memory_;
+  const Tuning tuning_;
+  std::uint64_t operations_ = 0;
+  Clock::time_point deadline_;  // of the operation that is under way
+  // What links may write to: not on the stack, because after a failure they may do so later.
+  std::unique_ptr<Greeting[]> greetings_;  // this host's, and another's
+  std::vector<std::uint8_t> calls_;
+  char* scratch_ = nullptr;
+  std::size_t scratch_size_ = 0;
+  std::atomic<int> awaited_ = -1;  // a rank of another host
+};
+
+}  // namespace lockstep::hierarchy

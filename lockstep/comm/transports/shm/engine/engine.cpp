@@ -1,0 +1,426 @@
+#include <lockstep/comm/transports/shm/engine/engine.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/comm/reduce/reduce.h>
+#include <lockstep/comm/transports/shm/engine/round.h>
+
+namespace lockstep::shm {
+
+using lockstep::Operation;
+
+namespace {
+
+using detail::pairwise;
+
+// A rank's data is cut into a piece for each rank.
+bool in_pieces(Operation o) {
+  return o == Operation::scatter || o == Operation::reduce_scatter || o == Operation::all_to_all;
+}
+
+}  // namespace
+
+Engine::Engine(Region region, int rank, Tuning tuning, Memory& memory, std::vector<int> names)
+    : meeting_(region, rank, tuning.spin, std::move(names)),
+      tuning_(tuning),
+      memory_(memory),
+      round_(std::make_unique<Round>()) {}
+
+Engine::~Engine() {
+  if (stage_ != nullptr) memory_.free(stage_);
+  for (char* old : old_stages_) memory_.free(old);
+}
+
+void Engine::give_up() noexcept {
+  stage_ = nullptr;
+  old_stages_.clear();
+  meeting_.leave(under_way_ ? Line::kFailed : Line::kLeft);
+}
+
+char* Engine::stage(std::size_t bytes) {
+  if (stage_size_ < bytes) {
+    auto* larger = memory_.allocate(2 * bytes);
+    // A peer may still read from it, until all have come to the next step.
+    if (stage_ != nullptr) old_stages_.push_back(stage_);
+    stage_ = larger;
+    stage_size_ = bytes;
+    stage_place_ = memory_.find(stage_, 2 * stage_size_);
+    stage_is_new_ = true;
+  }
+  return stage_ + stage_size_ * ((meeting_.step() + 1) % 2);
+}
+
+void Engine::come() {
+  // Nobody is in the step before the last any more: its chunks are all taken.
+  if (meeting_.rank() == 0) {
+    Claims& next = meeting_.region().claims(meeting_.step() + 1);
+    next.taken.store(0, std::memory_order_relaxed);
+    next.finished.store(0, std::memory_order_relaxed);
+  }
+  meeting_.arrive();
+}
+
+void Engine::meet(Clock::time_point deadline) {
+  meeting_.await_all(deadline);
+  for (char* old : std::exchange(old_stages_, {})) memory_.free(old);
+}
+
+void Engine::begin(Part& part) {
+  if (!part.refusal.empty()) return begin_refused(part);
+  const Call& call = part.call;
+  const int rank = meeting_.rank(), ranks = meeting_.ranks();
+  Round& op = *round_;
+  op.start(part, meeting_.step() + 1, at(ranks));
+  op.window = round_up(tuning_.chunk, kCacheLine);
+
+  auto add = [&](const void* data, std::int64_t elements) {
+    const auto* bytes = static_cast<const char*>(data);
+    if (!op.own.empty() && bytes != op.own.back() + op.sizes.back()) op.adjacent = false;
+    op.own.push_back(bytes);
+    op.sizes.push_back(op.length(elements));
+    op.bytes += op.sizes.back();
+  };
+  switch (call.operation) {
+    case Operation::broadcast:
+      if (rank != call.root) break;
+      [[fallthrough]];
+    case Operation::all_reduce:
+    case Operation::reduce: add(part.outputs.at(0), call.count); break;
+    case Operation::all_gather:
+    case Operation::gather: add(part.inputs.at(0), call.count); break;
+    case Operation::scatter:
+      if (rank != call.root) break;
+      [[fallthrough]];
+    case Operation::reduce_scatter:
+    case Operation::all_to_all:
+      for (int r = 0; r < ranks; ++r) add(part.inputs.at(at(r)), call.to.at(at(r)));
+      break;
+    default: break;
+  }
+  if (in_pieces(call.operation))
+    op.window = std::max(round_up(op.window / at(ranks), kCacheLine), kCacheLine);
+  // Where every rank knows the longest piece, no more is staged than that.
+  if (!pairwise(call.operation)) {
+    auto longest = call.count;
+    for (const auto* table : {&call.to, &call.from})
+      if (!table->empty()) longest = *std::max_element(table->begin(), table->end());
+    op.window = std::min(op.window, round_up(op.length(longest), kCacheLine));
+  }
+
+  const auto& region = meeting_.region();
+  Header& header = region.header(rank, op.first_step);
+  detail::Digest digest;
+  digest.add(operations_++)
+      .add(part.item_size)
+      .add(tuning_.chunk)
+      .add(tuning_.claim)
+      .add(tuning_.slot_pull)
+      .add(static_cast<std::uint64_t>(tuning_.pull_up_to))
+      .add(call);
+  header = {};
+  header.digest = digest.value();
+  if (pairwise(call.operation)) {
+    auto table = region.sizes(rank, op.first_step);
+    std::fill(table.begin(), table.end(), 0);
+    auto to = table.first(at(ranks)), from = table.last(at(ranks));
+    std::copy(call.to.begin(), call.to.end(), to.begin());
+    std::copy(call.from.begin(), call.from.end(), from.begin());
+    if (call.operation == Operation::gather) to[at(call.root)] = call.count;
+    if (call.operation == Operation::scatter) from[at(call.root)] = call.count;
+  }
+  if (op.bytes > kInline && op.adjacent) {
+    const auto place = memory_.find(op.own[0], op.bytes);
+    header.segment = place.segment;
+    header.offset = place.offset;
+  }
+  if (op.bytes <= kInline) {
+    char* slot = region.data(rank, op.first_step);
+    for (std::size_t i = 0; i < op.own.size(); slot += op.sizes[i++])
+      std::memcpy(slot, op.own[i], op.sizes[i]);
+  } else if (header.segment == 0) {
+    fill_stage(op, 0);
+  }
+  tell_stage(header);
+  under_way_ = true;
+  come();
+}
+
+// The others see that this rank's digest is not theirs.
+void Engine::begin_refused(Part& part) {
+  round_->start(part, meeting_.step() + 1, at(meeting_.ranks()));
+  Header& header = meeting_.region().header(meeting_.rank(), round_->first_step);
+  header = {};
+  header.digest = detail::Digest().add(operations_++).add(std::string("refused")).value();
+  under_way_ = true;
+  come();
+}
+
+void Engine::tell_stage(Header& header) const {
+  header.stage_segment = stage_place_.segment;
+  header.stage_offset = stage_place_.offset;
+  header.stage_size = stage_size_;
+  header.stage_is_new = stage_is_new_;
+}
+
+// Whoever has a new stage may end after this operation: all reach it now, also those who do not need it yet.
+// Whether there is any.
+bool Engine::meet_new_stages(std::uint64_t step, Clock::time_point deadline) {
+  bool any = false;
+  for (int r = 0; r < meeting_.ranks(); ++r) {
+    const Header& header = meeting_.region().header(r, step);
+    if (header.stage_is_new == 0) continue;
+    any = true;
+    Source met;
+    find_stage(r, header, met, deadline);
+  }
+  return any;
+}
+
+void Engine::find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline) {
+  if (header.stage_segment == 0 || rank == meeting_.rank()) return;
+  source.stage = memory_.map(rank, {header.stage_segment, header.stage_offset}, 2 * header.stage_size,
+                             {meeting_, deadline});
+  source.stage_size = header.stage_size;
+}
+
+void Engine::finish(Part& part, Clock::time_point deadline) {
+  Round& op = *round_;
+  LOCKSTEP_ASSERT(op.part == &part, "another operation has begun meanwhile");
+  meet(deadline);
+  check(op, deadline);
+  op.has_new_stages = meet_new_stages(op.first_step, deadline);
+  find_sources(op, deadline);
+  exchange(op, deadline);
+  stage_is_new_ = false;
+  under_way_ = false;
+}
+
+void Engine::check(const Round& op, Clock::time_point deadline) {
+  const auto& region = meeting_.region();
+  const int ranks = meeting_.ranks();
+  bool same = true;
+  for (int r = 1; r < ranks; ++r)
+    same = same && region.header(r, op.first_step).digest == region.header(0, op.first_step).digest;
+  const bool refuses = !op.part->refusal.empty();
+  if (same && !refuses && pairwise(op.call().operation))
+    for (int giver = 0; giver < ranks; ++giver)
+      for (int taker = 0; taker < ranks; ++taker)
+        same = same && region.sizes(giver, op.first_step)[at(taker)] ==
+                           region.sizes(taker, op.first_step)[at(ranks + giver)];
+  // Where all refuse, no digest differs.
+  if (same && !refuses) return;
+
+  // All have seen it: now they tell one another everything.
+  tell_call(*op.part);
+  come();
+  meet(deadline);
+  std::vector<Call> calls;
+  std::vector<const Call*> pointers;
+  for (int r = 0; r < ranks; ++r) calls.push_back(detail::unpack(region.packed(r, meeting_.step()), ranks));
+  for (const Call& call : calls) pointers.push_back(&call);
+  under_way_ = false;  // nobody goes on with it
+  if (const auto text = refusals(); !text.empty()) throw detail::Refused(text);
+  throw Mismatch(detail::find_mismatch(pointers).value_or(
+      "the ranks' calls differ in what cannot be shown: their number, or the transport's settings"));
+}
+
+// For the step that this rank comes to next.
+void Engine::tell_call(const Part& part) {
+  const auto step = meeting_.step() + 1;
+  const auto packed = detail::pack(part.call);
+  std::copy(packed.begin(), packed.end(), meeting_.region().packed(meeting_.rank(), step).begin());
+  const auto text = meeting_.region().refusal(meeting_.rank(), step);
+  const auto length = std::min(part.refusal.size(), text.size() - 1);
+  std::copy_n(part.refusal.begin(), length, text.begin());
+  text[length] = '\0';
+}
+
+// This rank's own, or else that of the first rank that refuses.
+std::string Engine::refusals() const {
+  const auto& region = meeting_.region();
+  auto of = [&](int rank) {
+    const auto text = region.refusal(rank, meeting_.step());
+    return std::string(text.data(), ::strnlen(text.data(), text.size()));
+  };
+  auto text = of(meeting_.rank());
+  for (int r = 0; text.empty() && r < meeting_.ranks(); ++r) text = of(r);
+  return text;
+}
+
+// After all have come, and before this rank comes again.
+void Engine::find_sources(Round& op, Clock::time_point deadline) {
+  const auto& region = meeting_.region();
+  const Call& call = op.call();
+  const int ranks = meeting_.ranks();
+  op.each_has = in_pieces(call.operation) ? at(ranks) : 1;
+  op.pieces.assign(at(ranks) * op.each_has, 0);
+  for (int r = 0; r < ranks; ++r) {
+    Source& source = op.sources[at(r)];
+    std::size_t* pieces = op.pieces.data() + at(r) * op.each_has;
+    // Sizes are looked up now: the next operation of a rank that is done sooner overwrites them.
+    switch (call.operation) {
+      case Operation::broadcast:
+        if (r != call.root) continue;
+        [[fallthrough]];
+      case Operation::all_reduce:
+      case Operation::reduce: pieces[0] = op.length(call.count); break;
+      case Operation::all_gather: pieces[0] = op.length(call.from.at(at(r))); break;
+      case Operation::gather: pieces[0] = op.length(region.sizes(r, op.first_step)[at(call.root)]); break;
+      case Operation::reduce_scatter:
+        for (auto elements : call.to) *pieces++ = op.length(elements);
+        break;
+      case Operation::scatter:
+        if (r != call.root) continue;
+        [[fallthrough]];
+      case Operation::all_to_all:
+        for (auto elements : region.sizes(r, op.first_step).first(at(ranks))) *pieces++ = op.length(elements);
+        break;
+      default: continue;
+    }
+    for (auto bytes : op.pieces_of(r)) source.bytes += bytes;
+    if (source.bytes == 0) continue;
+    const Header& header = region.header(r, op.first_step);
+    const bool own = r == meeting_.rank();
+    if (source.bytes <= kInline) {
+      source.kind = Source::Kind::slot;
+      source.base = region.data(r, op.first_step);
+    } else if (header.segment != 0) {
+      source.kind = Source::Kind::direct;
+      source.place = {header.segment, header.offset};
+      if (own) source.base = op.own[0];
+    } else {
+      source.kind = Source::Kind::staged;
+    }
+    if (source.kind == Source::Kind::staged) find_stage(r, header, source, deadline);
+  }
+}
+
+// Those whose data lies where it is must still be in the operation: it may be theirs alone, and their last.
+void Engine::reach(Round& op, Clock::time_point deadline) {
+  for (int r = 0; r < meeting_.ranks(); ++r) {
+    Source& source = op.sources[at(r)];
+    if (source.kind == Source::Kind::direct && source.base == nullptr)
+      source.base = memory_.map(r, source.place, source.bytes, {meeting_, deadline});
+  }
+}
+
+// This rank's data from `from` on, of each piece, for the step that it comes to next.
+void Engine::fill_stage(const Round& op, std::size_t from) {
+  char* stage = this->stage(op.window * op.own.size());
+  for (std::size_t i = 0; i < op.own.size(); ++i)
+    if (from < op.sizes[i])
+      to_stage_.copy(stage + i * op.window, op.own[i] + from, std::min(op.window, op.sizes[i] - from));
+}
+
+const char* Engine::piece(const Round& op, int rank, int number, std::size_t from) const {
+  const Source& source = op.sources[at(rank)];
+  if (rank == meeting_.rank()) return op.own[at(number)] + from;
+  if (source.kind == Source::Kind::staged)
+    return source.stage + source.stage_size * (meeting_.step() % 2) + op.window * at(number);
+  const char* base = source.base;
+  for (int i = 0; i < number; ++i) base += op.pieces_of(rank)[at(i)];
+  return base + from;
+}
+
+void Engine::exchange(Round& op, Clock::time_point deadline) {
+  const bool in_slots = op.bytes <= kInline;
+  const bool all_reduce = op.call().operation == Operation::all_reduce && !in_slots;
+  if (op.call().operation == Operation::all_reduce && in_slots &&
+      op.bytes * at(meeting_.ranks()) > tuning_.slot_pull)
+    return reduce_slots(op, deadline);
+  auto any = [&](Source::Kind kind) {
+    return std::any_of(op.sources.begin(), op.sources.end(),
+                       [&](const auto& each) { return each.kind == kind; });
+  };
+  if (all_reduce && !any(Source::Kind::staged)) return reduce_in_place(op, deadline);
+  if (all_reduce && any(Source::Kind::direct)) stage_all(op, deadline);
+  reach(op, deadline);
+  const bool direct = any(Source::Kind::direct), staged = any(Source::Kind::staged);
+  const bool by_shares = all_reduce && meeting_.ranks() > tuning_.pull_up_to;
+
+  std::size_t longest = 0;
+  for (int r = 0; r < meeting_.ranks(); ++r)
+    if (op.sources[at(r)].kind == Source::Kind::staged)
+      for (auto bytes : op.pieces_of(r)) longest = std::max(longest, bytes);
+  for (std::size_t from = 0;;) {
+    if (by_shares)
+      reduce_by_shares(op, from, deadline);
+    else
+      take(op, from, staged ? from + op.window : SIZE_MAX);
+    from += op.window;
+    if (from >= longest) break;
+    if (op.bytes != 0 && op.sources[at(meeting_.rank())].kind == Source::Kind::staged) fill_stage(op, from);
+    come();
+    meet(deadline);
+  }
+  if (!direct && !op.has_new_stages) return;
+  // Nobody reads from here any more, and all have met what is new.
+  come();
+  meet(deadline);
+}
+
+// Each writes its result where its data is, so that it cannot be read in place by those who are not as far:
+// all start again by way of staging.
+void Engine::stage_all(Round& op, Clock::time_point deadline) {
+  fill_stage(op, 0);
+  tell_stage(meeting_.region().header(meeting_.rank(), meeting_.step() + 1));
+  come();
+  meet(deadline);
+  if (meet_new_stages(meeting_.step(), deadline)) op.has_new_stages = true;
+  for (int r = 0; r < meeting_.ranks(); ++r) {
+    Source& source = op.sources[at(r)];
+    source.kind = Source::Kind::staged;
+    find_stage(r, meeting_.region().header(r, meeting_.step()), source, deadline);
+  }
+}
+
+// What this rank needs of the others' pieces, from `from` to `to` of each.
+void Engine::take(Round& op, std::size_t from, std::size_t to) {
+  const Call& call = op.call();
+  const int rank = meeting_.rank(), ranks = meeting_.ranks();
+  auto copy = [&](int giver, int number, void* output) {
+    const Source& source = op.sources[at(giver)];
+    if (source.kind == Source::Kind::nothing) return;
+    const auto size = op.pieces_of(giver)[at(number)];
+    // What is not staged is there as a whole from the start, and in a slot not for long.
+    const bool staged = source.kind == Source::Kind::staged && giver != rank;
+    const auto begin = staged ? from : 0, end = staged ? std::min(to, size) : size;
+    if ((!staged && from != 0) || begin >= end) return;
+    const char* input = piece(op, giver, number, begin);
+    char* target = static_cast<char*>(output) + begin;
+    if (input != target) std::memmove(target, input, end - begin);
+  };
+  auto reduce = [&](int number, void* output) {
+    const auto size = op.pieces_of(rank)[at(number)];
+    if (from >= size) return;
+    for (int r = 0; r < ranks; ++r) op.inputs[at(r)] = piece(op, r, number, from);
+    detail::reduce_tree(call.dtype, call.reduction, op.inputs, static_cast<char*>(output) + from,
+                        (std::min(to, size) - from) / op.part->item_size);
+  };
+  // Each starts with another rank, so that not all read from one at a time.
+  auto each_giver = [&](auto receive) {
+    for (int i = 0; i < ranks; ++i) receive((rank + i) % ranks);
+  };
+  switch (call.operation) {
+    case Operation::broadcast:
+      if (rank != call.root) copy(call.root, 0, op.part->outputs[0]);
+      break;
+    case Operation::gather:
+      if (rank != call.root) break;
+      [[fallthrough]];
+    case Operation::all_gather: each_giver([&](int r) { copy(r, 0, op.part->outputs[at(r)]); }); break;
+    case Operation::scatter: copy(call.root, rank, op.part->outputs[0]); break;
+    case Operation::all_to_all: each_giver([&](int r) { copy(r, rank, op.part->outputs[at(r)]); }); break;
+    case Operation::reduce:
+      if (rank != call.root) break;
+      [[fallthrough]];
+    case Operation::all_reduce: reduce(0, op.part->outputs[0]); break;
+    case Operation::reduce_scatter: reduce(rank, op.part->outputs[0]); break;
+    default: break;
+  }
+}
+
+}  // namespace lockstep::shm

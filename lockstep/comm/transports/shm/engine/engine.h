@@ -1,0 +1,108 @@
+// The collectives of one group in shared memory, one at a time. No LibTorch, no threads of its own.
+//
+// Every collective is this: each rank says where its data is, all come together, and each takes what it needs
+// from the others. Data is in the slot itself (small), where it lies (in shared memory: no copy), or passes
+// through staging, chunk by chunk. Calls are compared before anything is taken.
+//
+// Bytes moved by all p ranks in an all-reduce of n bytes: in place 2pn, the least there is (each chunk is
+// read from all p buffers and its sum written to all p); staged (p + 4) pn, or 7pn from four ranks on.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <lockstep/base/error.h>
+#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/transports/shm/engine/arena.h>
+#include <lockstep/comm/transports/shm/engine/meeting.h>
+#include <lockstep/comm/transports/shm/engine/stage_copy.h>
+
+namespace lockstep::shm {
+
+using detail::Part;
+
+// How memory is reached: of this rank by its peers, and of peers by this rank.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  virtual Place find(const void* pointer, std::size_t bytes) = 0;
+  // May wait for that rank the first time.
+  virtual char* map(int rank, Place place, std::size_t bytes, const Patience& patience) = 0;
+  virtual char* allocate(std::size_t bytes) = 0;  // that peers can map
+  virtual void free(char* memory) noexcept = 0;
+};
+
+// The ranks' calls differ: the same text on every rank, and nothing has been written.
+class Mismatch : public detail::KindedError {
+ public:
+  explicit Mismatch(const std::string& text) : KindedError(CommError::Kind::mismatch, text) {}
+};
+
+struct Source;  // where a rank's data is
+
+class Engine final : public detail::CollectiveEngine {
+ public:
+  struct Tuning {
+    std::chrono::nanoseconds spin{0};
+    std::size_t chunk = std::size_t{256} << 10;  // staged at a time, by each rank
+    std::size_t claim = std::size_t{128} << 10;  // taken at a time, in place
+    int pull_up_to = 3;  // ranks: each sums everything for itself; with more, each sums a share for all
+    std::size_t slot_pull = 16384;  // bytes in all slots together up to which each sums them for itself
+  };
+  // names: of the ranks, in errors, where they are not their numbers.
+  Engine(Region region, int rank, Tuning tuning, Memory& memory, std::vector<int> names = {});
+  ~Engine() override;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  void begin(Part& part) override;
+  void finish(Part& part, Clock::time_point deadline) override;
+  void give_up() noexcept override;
+  void interrupt(const std::string& cause) override { meeting_.interrupt(cause); }
+  std::string absent() const override { return meeting_.absent(); }
+  bool is_awaited() const override { return meeting_.is_awaited(); }
+
+  Meeting& meeting() { return meeting_; }
+
+ private:
+  struct Round;
+  void begin_refused(Part& part);
+  void come();
+  void meet(Clock::time_point deadline);
+  void check(const Round& op, Clock::time_point deadline);
+  void tell_call(const Part& part);
+  std::string refusals() const;
+  void find_sources(Round& op, Clock::time_point deadline);
+  void exchange(Round& op, Clock::time_point deadline);
+  void take(Round& op, std::size_t from, std::size_t to);
+  const char* piece(const Round& op, int rank, int number, std::size_t from) const;
+  void reduce_in_place(Round& op, Clock::time_point deadline);
+  void reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline);
+  void reduce_slots(Round& op, Clock::time_point deadline);
+  template <typename Work>
+  void share_out(std::uint64_t chunks, Clock::time_point deadline, Work work);
+  char* stage(std::size_t bytes);
+  void fill_stage(const Round& op, std::size_t from);
+  void stage_all(Round& op, Clock::time_point deadline);
+  void tell_stage(Header& header) const;
+  void find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline);
+  bool meet_new_stages(std::uint64_t step, Clock::time_point deadline);
+  void reach(Round& op, Clock::time_point deadline);
+
+  Meeting meeting_;
+  const Tuning tuning_;
+  Memory& memory_;
+  char* stage_ = nullptr;  // two of them, used in turn
+  StageCopy to_stage_;
+  std::size_t stage_size_ = 0;
+  Place stage_place_;
+  bool stage_is_new_ = false;
+  std::vector<char*> old_stages_;
+  std::uint64_t operations_ = 0;
+  bool under_way_ = false;  // the others count on this rank, for the operation that it has begun
+  const std::unique_ptr<Round> round_;
+};
+
+}  // namespace lockstep::shm

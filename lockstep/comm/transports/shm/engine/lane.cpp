@@ -1,0 +1,231 @@
+#include <lockstep/comm/transports/shm/engine/lane.h>
+
+#include <algorithm>
+#include <thread>
+
+namespace lockstep::shm {
+namespace {
+
+// How long an operation may lie before the lane's thread takes it up; most are waited for at once. While all
+// of them are, it looks ever less often: each look takes a processor from those who compute (a step of a
+// small model is a third slower with naps of 250 us).
+constexpr std::chrono::microseconds kLaneNap(250), kLongLaneNap(4000);
+// Those that take longer than waking it does are not left lying, nor are several.
+constexpr std::int64_t kLarge = 256 << 10;
+// How long after the last one the thread looks by itself: posting need not wake it then.
+constexpr std::chrono::milliseconds kLaneLinger(10);
+// How long it may be away before its deputy does its work.
+constexpr std::chrono::milliseconds kAway(2);
+
+}  // namespace
+
+Lane::Lane(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep)
+    : keep_(std::move(keep)), engine_(std::move(engine)) {}
+
+Lane::~Lane() = default;
+
+void Lane::post(std::shared_ptr<Item> item, bool soon) {
+  Lock lock(mutex_);
+  last_post_ = item->posted;
+  // What it says is there for the others from now on, whenever this rank looks again.
+  if (queue_.empty() && !busy_ && !broken_) begin(*item);
+  if (broken_) {
+    settle(lock, std::move(item), broken_);
+    return;
+  }
+  queue_.push_back(std::move(item));
+  soon_ = soon_ || soon;
+  if (!has_thread_) {
+    // Without one, whoever waits does the work.
+    has_thread_ = crew_.start([self = shared_from_this()] { self->progress(); });
+  } else if (away_) {
+    call_deputy();
+  } else if (asleep_ || soon ||
+             (nap_ > kLaneNap && (queue_.size() > 1 || queue_.back()->part.call.bytes >= kLarge))) {
+    nap_ = kLaneNap;
+    posted_.notify_one();
+  }
+}
+
+void Lane::begin(Item& item) {
+  try {
+    engine_->begin(item.part);
+    item.begun = true;
+  } catch (...) {
+    broken_ = std::current_exception();
+    engine_->give_up();
+  }
+}
+
+void Lane::drive(Lock& lock, Clock::time_point deadline) {
+  auto item = std::move(queue_.front());
+  queue_.pop_front();
+  busy_ = true;
+  if (!item->begun && !broken_) begin(*item);
+  auto error = broken_;
+  bool refused = false;
+  lock.unlock();
+  if (!error) {
+    try {
+      engine_->finish(item->part, std::min(deadline, item->deadline));
+    } catch (const detail::Refused&) {
+      error = std::current_exception();
+      refused = true;
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  lock.lock();
+  if (!broken_ && ((error && !refused) || stopped_)) {
+    broken_ = error && !refused ? error : stopped_;
+    engine_->give_up();
+  }
+  busy_ = false;
+  settle(lock, std::move(item), error);
+  if (broken_) fail_queued(lock);
+}
+
+// The lock is given up meanwhile: what is called may post again, and wait. The item may be the last that
+// holds its group, and so this lane's owner.
+void Lane::settle(Lock& lock, std::shared_ptr<Item> item, const std::exception_ptr& error) {
+  item->settled = true;
+  if (waiting_ > 0) settled_.notify_all();
+  const detail::Settling here;
+  const auto here_is = std::this_thread::get_id();
+  const bool is_ours = here_is == thread_;
+  if (is_ours) away_ = true;
+  if (here_is == deputy_) {
+    deputy_ = {};
+    has_deputy_ = deputy_called_ = false;
+  }
+  if (away_ && !queue_.empty()) call_deputy();
+  lock.unlock();
+  item->done(error, -1);
+  item.reset();
+  lock.lock();
+  if (is_ours) away_ = false;
+}
+
+void Lane::fail_queued(Lock& lock) {
+  while (!queue_.empty()) {
+    auto item = std::move(queue_.front());
+    queue_.pop_front();
+    settle(lock, std::move(item), broken_);
+  }
+}
+
+void Lane::wait(Item& item, Clock::time_point deadline) {
+  Lock lock(mutex_);
+  while (!item.settled) {
+    if (!busy_ && !queue_.empty()) {
+      drive(lock, deadline);
+      continue;
+    }
+    ++waiting_;
+    const auto status = settled_.wait_until(lock, deadline);
+    --waiting_;
+    if (status == std::cv_status::timeout && !item.settled && Clock::now() >= deadline) {
+      engine_->interrupt("another operation was not complete within its deadline");
+      deadline = Clock::now() + std::chrono::hours(1);
+    }
+  }
+}
+
+void Lane::interrupt(const std::string& cause) {
+  engine_->interrupt(cause);
+  Lock lock(mutex_);
+  if (broken_) return;
+  if (!stopped_) stopped_ = std::make_exception_ptr(Interrupted(cause));
+  if (busy_) return;  // whoever is in the engine comes out of it now
+  broken_ = stopped_;
+  engine_->give_up();
+  fail_queued(lock);
+}
+
+void Lane::drain() {
+  Lock lock(mutex_);
+  while (busy_ || !queue_.empty()) {
+    if (!busy_) {
+      drive(lock, queue_.front()->deadline);
+      continue;
+    }
+    ++waiting_;
+    settled_.wait(lock);
+    --waiting_;
+  }
+}
+
+bool Lane::is_idle() {
+  Lock lock(mutex_);
+  return !busy_ && queue_.empty();
+}
+
+bool Lane::is_awaited() {
+  Lock lock(mutex_);
+  return !busy_ && queue_.empty() && !broken_ && engine_->is_awaited();
+}
+
+void Lane::close() {
+  constexpr const char* kLeft = "the group has been left";
+  Lock lock(mutex_);
+  if (busy_ || !queue_.empty()) {
+    lock.unlock();
+    interrupt(kLeft);
+    lock.lock();
+  } else if (!broken_) {
+    broken_ = std::make_exception_ptr(Interrupted(kLeft));
+    engine_->give_up();
+  }
+  closed_ = true;
+  posted_.notify_one();
+  away_long_.notify_one();
+}
+
+void Lane::call_deputy() {
+  if (deputy_called_) return;
+  deputy_called_ = true;
+  if (has_deputy_) return away_long_.notify_one();
+  has_deputy_ = crew_.start([self = shared_from_this()] { self->stand_in(); });
+  deputy_called_ = has_deputy_;
+}
+
+void Lane::stand_in() {
+  Lock lock(mutex_);
+  const auto self = deputy_ = std::this_thread::get_id();
+  while (!closed_) {
+    away_long_.wait(lock, [&] { return deputy_called_ || closed_; });
+    away_long_.wait_for(lock, kAway, [&] { return closed_; });
+    while (away_ && !closed_ && !queue_.empty()) {
+      if (!busy_)
+        drive(lock, queue_.front()->deadline);
+      else
+        away_long_.wait_for(lock, kAway);
+      if (deputy_ != self) return;  // it was kept itself: another has its place
+    }
+    deputy_called_ = false;
+  }
+}
+
+void Lane::progress() {
+  Lock lock(mutex_);
+  thread_ = std::this_thread::get_id();
+  while (!closed_) {
+    if (queue_.empty() && Clock::now() - last_post_ >= kLaneLinger) {
+      asleep_ = true;
+      posted_.wait(lock, [&] { return !queue_.empty() || closed_; });
+      asleep_ = false;
+    }
+    if (!queue_.empty() && !busy_ && (soon_ || Clock::now() - queue_.front()->posted >= kLaneNap)) {
+      drive(lock, queue_.front()->deadline);
+      soon_ = soon_ && !queue_.empty();
+      nap_ = kLaneNap;
+    } else if (!closed_) {
+      // Of what lies here now nobody knows yet whether it is waited for.
+      const bool left = !queue_.empty() && !busy_;
+      if (posted_.wait_for(lock, left ? kLaneNap : nap_) == std::cv_status::timeout && !left)
+        nap_ = std::min(2 * nap_, kLongLaneNap);
+    }
+  }
+}
+
+}  // namespace lockstep::shm

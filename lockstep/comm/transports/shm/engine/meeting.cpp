@@ -1,0 +1,154 @@
+#include <lockstep/comm/transports/shm/engine/meeting.h>
+
+#include <cerrno>
+#include <vector>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+namespace lockstep::shm {
+
+#ifdef LOCKSTEP_SHM_PLANTED_RACE  // a test shows that it would be found
+constexpr auto kComing = std::memory_order_relaxed;
+#else
+constexpr auto kComing = std::memory_order_seq_cst;
+#endif
+
+void Meeting::arrive() {
+  LOCKSTEP_SHM_PAUSE();
+  ++step_;
+  region_.line(rank_).arrived.store(step_, kComing);
+  LOCKSTEP_SHM_PAUSE();
+  // Only the last one needs to wake the others; of two who come at once, at least one sees both.
+  if (region_.shared().sleepers.load(std::memory_order_seq_cst) != 0 && all_at(step_)) wake();
+}
+
+void Patience::check() const {
+  if (auto trouble = meeting.look_around(deadline)) std::rethrow_exception(trouble);
+}
+
+void Meeting::tell() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (region_.shared().sleepers.load(std::memory_order_seq_cst) != 0) wake();
+}
+
+void Meeting::wake() {
+  LOCKSTEP_SHM_PAUSE();
+  region_.shared().epoch.fetch_add(1, std::memory_order_release);
+  futex_wake_all(region_.shared().epoch);
+}
+
+void Meeting::interrupt(const std::string& cause) {
+  {
+    std::lock_guard lock(mutex_);
+    if (cause_.empty()) cause_ = cause;
+  }
+  interrupted_.store(true, std::memory_order_release);
+  wake();
+}
+
+void Meeting::leave(std::uint32_t how) {
+  std::uint32_t here = Line::kHere;
+  region_.line(rank_).presence.compare_exchange_strong(here, how);
+  wake();
+}
+
+void Meeting::gave_up(int rank) const {
+  throw PeerLost(name(rank), fmt::format("rank {} has given the operation up", name(rank)));
+}
+
+bool Meeting::has_ended(int rank) const {
+  // Held by a thread that lives as long as its process: when that has ended, the first to ask is told, and
+  // tells the others. (Left unmended, the lock would say so itself, but for glibc: it forgets to let it go
+  // then.)
+  Line& line = region_.line(rank);
+  if (line.ended.load(std::memory_order_acquire) != 0) return true;
+  const int held = ::pthread_mutex_trylock(&line.alive);
+  if (held == EOWNERDEAD) {
+    line.ended.store(1, std::memory_order_release);
+    ::pthread_mutex_consistent(&line.alive);
+  }
+  if (held == 0 || held == EOWNERDEAD) ::pthread_mutex_unlock(&line.alive);
+  return held == EOWNERDEAD;
+}
+
+std::exception_ptr Meeting::gone(int rank) const {
+  auto lost = [&](const std::string& how) {
+    return std::make_exception_ptr(PeerLost(name(rank), fmt::format("rank {} {}", name(rank), how)));
+  };
+  const Line& line = region_.line(rank);
+  if (has_ended(rank)) return lost("has ended");
+  const auto presence = line.presence.load(std::memory_order_acquire);
+  if (presence == Line::kHere) return nullptr;
+  if (const auto other = line.waits_for.load(std::memory_order_acquire); other != 0)
+    return lost(fmt::format("waited for rank {}, of another host, and has given up", other - 1));
+  return lost(presence == Line::kLeft ? "has left the group" : "has given up");
+}
+
+std::exception_ptr Meeting::look_around(Clock::time_point deadline) const {
+  if (interrupted_.load(std::memory_order_acquire)) {
+    std::lock_guard lock(mutex_);
+    return std::make_exception_ptr(Interrupted(cause_));
+  }
+  // Whoever has come to this step may leave after it, but not give it up.
+  for (int r = 0; r < ranks(); ++r) {
+    const Line& line = region_.line(r);
+    if (r != rank_ && (has_ended(r) || line.arrived.load(std::memory_order_acquire) < step_ ||
+                       line.presence.load(std::memory_order_acquire) == Line::kFailed))
+      if (auto trouble = gone(r)) return trouble;
+  }
+  if (Clock::now() >= deadline) return std::make_exception_ptr(TimedOut("the deadline has passed"));
+  return nullptr;
+}
+
+std::exception_ptr Meeting::lost(int peer) const {
+  std::exception_ptr trouble;
+  bool somebody = false;
+  for (int r = 0; r < ranks(); ++r) {
+    if (r == rank_ || (peer >= 0 && r != peer)) continue;
+    trouble = gone(r);
+    somebody = somebody || !trouble;
+  }
+  return somebody ? nullptr : trouble;
+}
+
+void Meeting::ring(int rank) {
+  Line& line = region_.line(rank);
+  line.bell.fetch_add(1, std::memory_order_seq_cst);
+  LOCKSTEP_SHM_PAUSE();
+  if (line.listens.load(std::memory_order_seq_cst) != 0) futex_wake_all(line.bell);
+}
+
+void Meeting::sleep(std::uint32_t bell, std::chrono::nanoseconds limit) {
+  Line& line = region_.line(rank_);
+  line.listens.fetch_add(1, std::memory_order_seq_cst);
+  LOCKSTEP_SHM_PAUSE();
+  futex_wait(line.bell, bell, limit);
+  line.listens.fetch_sub(1, std::memory_order_relaxed);
+}
+
+bool Meeting::is_awaited() const {
+  const auto own = region_.line(rank_).arrived.load(std::memory_order_acquire);
+  for (int r = 0; r < ranks(); ++r)
+    if (region_.line(r).arrived.load(std::memory_order_acquire) > own) return true;
+  return false;
+}
+
+std::string Meeting::absent() const {
+  std::vector<int> missing;
+  std::vector<std::string> texts;
+  for (int r = 0; r < ranks(); ++r) {
+    const Line& line = region_.line(r);
+    if (line.arrived.load(std::memory_order_acquire) >= step_) continue;
+    if (const auto other = line.waits_for.load(std::memory_order_acquire); other != 0)
+      texts.push_back(fmt::format("rank {} waits for rank {}, of another host", name(r), other - 1));
+    else
+      missing.push_back(name(r));
+  }
+  if (!missing.empty())
+    texts.push_back(fmt::format("rank{} {} {} not come", missing.size() > 1 ? "s" : "",
+                                fmt::join(missing, ", "), missing.size() > 1 ? "have" : "has"));
+  return fmt::format("{}", fmt::join(texts, "; "));
+}
+
+}  // namespace lockstep::shm

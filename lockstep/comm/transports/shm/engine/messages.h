@@ -1,0 +1,109 @@
+// Sends and receives of one group in shared memory. From each rank to each other goes a ring of short notes:
+// "here is a message", "I have it". Data stays where it is (in shared memory) or is copied there once; the
+// receiver takes it from there. A send is complete when its receiver has the data.
+//
+// Whoever waits looks at the rings itself; what nobody waits for is looked after by a thread. Notes are taken
+// out of the rings at once, so that a message that nobody wants yet keeps nobody else's from coming.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include <lockstep/base/crew.h>
+#include <lockstep/comm/transports/shm/engine/engine.h>
+
+namespace lockstep::shm {
+
+// What a note says of a message; the call at its other end, as far as a note tells.
+Note note_of(const Part& part, std::int64_t tag);
+Call far_call(const Note& note, const Call& own, lockstep::Operation operation, int rank);
+
+class Messages : public std::enable_shared_from_this<Messages> {
+ public:
+  struct Item {
+    Part part;
+    int peer = 0;
+    std::int64_t tag = 0;
+    Clock::time_point posted, deadline;
+    char* copy = nullptr;  // of what is sent, where it was not in shared memory
+    bool settled = false;  // under the mutex
+  };
+  using ItemPtr = std::shared_ptr<Item>;
+
+  // The meeting tells who is gone. keep: what is needed as long as this lives.
+  // has_others: ranks that are not of the meeting may answer a receive from any rank too.
+  Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep,
+           bool has_others = false);
+
+  // peer: or kAnySource. Never waits.
+  ItemPtr post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
+  void wait(Item& item, Clock::time_point deadline);
+  // Takes a receive back, which then never ends; false where its message has come, or it has failed.
+  bool withdraw(const ItemPtr& item);
+  // Every message ends with this cause, now and later.
+  void interrupt(const std::string& cause);
+  // The same; but those who sent what this rank has are told so first, for which some time is waited.
+  void close();
+  bool wait_for_threads(std::chrono::milliseconds limit) const { return crew_.wait(limit); }
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  struct Arrived {
+    Note note;
+    int from = 0;
+  };
+  // For one rank, while its ring is full. Replies go first: others wait for them.
+  struct Outbox {
+    std::deque<Note> replies, messages;
+    bool empty() const { return replies.empty() && messages.empty(); }
+  };
+  struct Settled {
+    ItemPtr item;
+    std::exception_ptr error;
+    int source = -1;
+  };
+
+  void look(Lock& lock);
+  void take_notes();
+  void receive(const Note& note, int from);
+  void deliver(const ItemPtr& item, const Note& note, int from);
+  void acknowledged(const Note& note, int from);
+  void put(int to, const Note& note);
+  void flush();
+  void expire();
+  std::exception_ptr trouble() const;
+  void take_leave(Lock& lock);
+  void fail_all(const std::exception_ptr& error);
+  void settle(ItemPtr item, std::exception_ptr error, int source = -1);
+  void tell_settled(Lock& lock);
+  void watch();
+  bool idle() const;
+  bool neglected() const { return !idle() && waiting_ == 0; }  // nobody but the thread looks after them
+
+  Meeting& meeting_;
+  Memory& memory_;
+  const std::chrono::nanoseconds spin_;
+  const std::shared_ptr<void> keep_;
+  const bool has_others_;
+
+  std::mutex mutex_;
+  std::condition_variable posted_;
+  std::map<std::uint64_t, ItemPtr> sends_;  // until they are acknowledged
+  // By tag, in the order of posting and of coming.
+  std::map<std::int64_t, std::list<ItemPtr>> receives_;
+  std::map<std::int64_t, std::list<Arrived>> arrived_;  // that nobody has asked for yet
+  std::vector<Outbox> outbox_;                          // by rank
+  std::vector<Settled> settled_;                        // to be told when the lock is not held
+  std::exception_ptr broken_;
+  std::uint64_t next_id_ = 1;
+  Clock::time_point next_expiry_{}, last_use_{};
+  int waiting_ = 0;
+  bool closed_ = false, has_thread_ = false, asleep_ = false;
+  detail::Crew crew_;
+};
+
+}  // namespace lockstep::shm

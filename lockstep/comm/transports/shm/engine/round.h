@@ -1,0 +1,63 @@
+// A collective while the engine works on it.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include <lockstep/comm/transports/shm/engine/engine.h>
+#include <lockstep/memory/align.h>
+
+namespace lockstep::shm {
+
+using memory::kCacheLine;
+using memory::round_up;
+inline std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
+
+// Where a rank's data is.
+struct Source {
+  enum class Kind { nothing, slot, direct, staged };
+  Kind kind = Kind::nothing;
+  std::size_t bytes = 0;
+  const char* base = nullptr;  // of the slot or the memory
+  Place place;                 // of the memory
+  char* stage = nullptr;       // of its staging, the first of two
+  std::size_t stage_size = 0;
+};
+
+// The operation that is under way. It is used again and again, with the memory that it has.
+struct Engine::Round {
+  Part* part = nullptr;
+  std::vector<const char*> own;    // this rank's pieces
+  std::vector<std::size_t> sizes;  // of them, in bytes
+  std::size_t bytes = 0;
+  bool adjacent = true;
+  std::uint64_t first_step = 0;
+  std::size_t window = 0;  // of each piece, staged at a time
+  std::vector<Source> sources;
+  bool has_new_stages = false;
+  std::size_t each_has = 1;         // pieces
+  std::vector<std::size_t> pieces;  // of every rank, in bytes
+  std::vector<const void*> inputs;  // of a reduction
+  std::vector<void*> outputs;
+
+  void start(Part& its_part, std::uint64_t step, std::size_t ranks) {
+    part = &its_part;
+    own.clear();
+    sizes.clear();
+    bytes = 0;
+    adjacent = true;
+    first_step = step;
+    sources.assign(ranks, {});
+    inputs.resize(ranks);
+    outputs.resize(ranks);
+  }
+  const Call& call() const { return part->call; }
+  std::size_t length(std::int64_t elements) const {
+    return static_cast<std::size_t>(elements) * part->item_size;
+  }
+  std::span<const std::size_t> pieces_of(int rank) const {
+    return std::span(pieces).subspan(static_cast<std::size_t>(rank) * each_has, each_has);
+  }
+};
+
+}  // namespace lockstep::shm

@@ -1,0 +1,123 @@
+#include <lockstep/comm/transports/shm/engine/station.h>
+
+#include <sched.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+
+namespace lockstep::shm {
+namespace {
+
+// One character for each processor: '1' where this process may run on it. Never empty.
+std::string own_processors() {
+  // The kernel refuses a set that has no room for all that it knows.
+  for (std::size_t most = CPU_SETSIZE; most <= std::size_t{1} << 20; most *= 2) {
+    std::vector<cpu_set_t> sets(most / CPU_SETSIZE);
+    const auto bytes = sets.size() * sizeof(cpu_set_t);
+    if (::sched_getaffinity(0, bytes, sets.data()) != 0) continue;
+    std::string text(most, '0');
+    for (std::size_t i = 0; i < most; ++i)
+      if (CPU_ISSET_S(i, bytes, sets.data())) text[i] = '1';
+    text.resize(text.find_last_of('1') + 1);
+    return text.empty() ? "0" : text;
+  }
+  return "0";
+}
+
+// The region, for the others to fetch.
+struct Offer {
+  std::uint64_t id = 0;
+  ~Offer() {
+    if (id != 0) Post::instance().withdraw(id);
+  }
+};
+
+}  // namespace
+
+Station::Station(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
+                 const std::function<void()>& check)
+    : rank_(rank), ranks_(ranks) {
+  auto key = [](int each) { return fmt::format("rank {}", each); };
+  Offer offer;
+  if (rank == 0) {
+    segment_ = Segment::make(Region::size_for(ranks));
+    region().prepare();
+    offer.id = Post::instance().offer(segment_);
+  }
+  words.set(key(rank), fmt::format("{} {} {}", Post::instance().name(), own_processors(), offer.id));
+  for (int r = 0; r < ranks; ++r) {
+    std::istringstream word(words.get(key(r)));
+    std::string name;
+    std::uint64_t id = 0;
+    if (!(word >> name >> processors_.emplace_back() >> id))
+      throw Error(fmt::format("rank {} left a word that makes no sense", company.name(r)));
+    peers_.push_back(r == rank ? nullptr : Peer::reach(name));
+    if (r == 0 && rank != 0) segment_ = peers_[0]->segment(id, check);
+  }
+  if (segment_->size() < Region::size_for(ranks))
+    throw Error("the ranks disagree on the shared memory of the group: are all of the same build?");
+
+  if (rank == 0) region().shared().roomy.store(has_room(company) ? 1 : 0, std::memory_order_relaxed);
+  Holder::hold(region().line(rank).alive);
+  try {
+    meet(1, company, deadline, check);  // all have read all words, and hold their locks
+    words.forget(key(rank));
+    meet(2, company, deadline, check);  // there are none any more
+  } catch (...) {
+    Holder::let_go(region().line(rank).alive);
+    throw;
+  }
+}
+
+void Station::meet(std::uint32_t stage, const Company& company, Clock::time_point deadline,
+                   const std::function<void()>& check) {
+  Line& line = region().line(rank_);
+  line.joined.store(stage, std::memory_order_seq_cst);
+  futex_wake_all(line.joined);
+  for (int r = 0; r < ranks_; ++r) {
+    auto& joined = region().line(r).joined;
+    for (auto seen = joined.load(); seen < stage; seen = joined.load()) {
+      futex_wait(joined, seen, std::chrono::milliseconds(20));
+      check();
+      if (joined.load() >= stage) break;
+      if (r != rank_ && peers_[static_cast<std::size_t>(r)]->has_ended())
+        throw PeerLost(company.name(r), fmt::format("rank {} has ended", company.name(r)));
+      if (Clock::now() >= deadline)
+        throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", company.name(r)));
+    }
+  }
+}
+
+Station::~Station() {
+  if (fork_generation() == generation_) Holder::let_go(region().line(rank_).alive);
+}
+
+bool Station::has_room(const Company& company) const {
+  const int threads = std::max(company.threads, 1), local_ranks = company.local_ranks;
+  const bool bound = std::any_of(processors_.begin(), processors_.end(),
+                                 [&](const auto& each) { return each != processors_[0]; });
+  std::size_t all = 0;
+  for (std::size_t i = 0; i < CPU_SETSIZE; ++i)
+    all += std::any_of(processors_.begin(), processors_.end(),
+                       [&](const auto& each) { return i < each.size() && each[i] == '1'; });
+  // Ranks that are bound apart have theirs for themselves, whoever else is on the host.
+  const auto needed = static_cast<std::size_t>((bound ? ranks_ : std::max(ranks_, local_ranks)) * threads);
+  const auto quota = host::cpu_quota();
+  return needed <= all && (!quota || static_cast<double>(std::max(ranks_, local_ranks) * threads) <= *quota);
+}
+
+char* Station::map(int rank, Place place, std::size_t bytes, const Patience& patience) {
+  try {
+    return peers_[static_cast<std::size_t>(rank)]->map(place, bytes, [&] { patience.check(); });
+  } catch (const Error& error) {
+    // Most likely it has ended: that is known in a moment, and says more.
+    patience.check();
+    const int name = patience.meeting.name(rank);
+    throw PeerLost(name, fmt::format("the shared memory of rank {} cannot be had: {}", name, error.what()));
+  }
+}
+
+}  // namespace lockstep::shm

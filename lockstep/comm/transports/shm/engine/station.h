@@ -1,0 +1,64 @@
+// A group's place in shared memory, as one of its ranks has it: the region, the other ranks' memory, and the
+// sign that this process lives.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <lockstep/comm/transports/shm/engine/engine.h>
+#include <lockstep/comm/transports/shm/engine/fork.h>
+#include <lockstep/comm/transports/shm/engine/post.h>
+
+namespace lockstep::shm {
+
+// Where the ranks leave word for one another before they have met: get waits until it is there. What a rank
+// has set it forgets when all have read it: a later group may have the same place for its words.
+struct Words {
+  std::function<void(const std::string& key, const std::string& value)> set;
+  std::function<std::string(const std::string& key)> get;
+  std::function<void(const std::string& key)> forget;
+};
+
+// Of the job on this host.
+struct Company {
+  int local_ranks = 0;          // 0: not known
+  int threads = 1;              // that each computes with
+  std::vector<int> names = {};  // of the group's ranks, in errors; none: their numbers
+
+  int name(int rank) const { return names.empty() ? rank : names.at(static_cast<std::size_t>(rank)); }
+};
+
+class Station final : public Memory {
+ public:
+  // Meets the others. check is called now and then while it waits, and throws to end that.
+  Station(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
+          const std::function<void()>& check);
+  ~Station() override;
+
+  // Whether every rank has a processor for each of its threads, so that waiting may keep one for a moment. As
+  // rank 0 sees it, and so the same on every rank.
+  bool roomy() const { return region().shared().roomy.load(std::memory_order_relaxed) != 0; }
+  Region region() const { return {segment_->data(), ranks_}; }
+
+  Place find(const void* pointer, std::size_t bytes) override {
+    return Arena::instance().find(pointer, bytes);
+  }
+  char* map(int rank, Place place, std::size_t bytes, const Patience& patience) override;
+  char* allocate(std::size_t bytes) override { return static_cast<char*>(Arena::instance().allocate(bytes)); }
+  void free(char* memory) noexcept override { Arena::instance().free(memory); }
+
+ private:
+  bool has_room(const Company& company) const;
+  void meet(std::uint32_t stage, const Company& company, Clock::time_point deadline,
+            const std::function<void()>& check);
+
+  const int rank_, ranks_;
+  const std::uint64_t generation_ = fork_generation();
+  std::shared_ptr<Segment> segment_;
+  std::vector<std::shared_ptr<Peer>> peers_;
+  std::vector<std::string> processors_;  // that each rank may run on
+};
+
+}  // namespace lockstep::shm

@@ -1,0 +1,84 @@
+// Where ranks that are threads of one process meet. No sockets, no copies on the way, no LibTorch.
+//
+// A rank posts its part of an operation and goes on; the rank that comes last does the work of all, on
+// its own thread, and completes everybody's part. So nobody blocks while posting, operations overlap
+// freely, and each group's collectives run in the order in which they were posted.
+// Cost of an all-reduce of n bytes by p ranks: p n bytes read, p n written, by one thread.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <lockstep/base/error.h>
+#include <lockstep/comm/engine/part.h>
+
+namespace lockstep::detail {
+
+// The last call of every rank of the process, over all groups, for the answer to "where is rank 1?".
+class Whereabouts {
+ public:
+  explicit Whereabouts(int world_size) : last_(static_cast<std::size_t>(world_size)) {}
+  void note(int world_rank, const Call& call);
+  std::string describe(int world_rank) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Call>> last_;
+};
+
+class Hub {
+ public:
+  // ranks: the members' ranks in the world.
+  Hub(std::vector<int> ranks, std::shared_ptr<Whereabouts> whereabouts);
+
+  const std::vector<int>& ranks() const { return ranks_; }
+
+  void post(int rank, Part part);                                   // a collective
+  void post_point_to_point(int rank, std::int64_t tag, Part part);  // call.root is the peer or kAnySource
+
+  // Ends every pending and every later part with an error.
+  void poison(const std::string& cause, CommError::Kind kind = CommError::Kind::stopped);
+  // Another rank has come to a collective that this one has not posted.
+  bool is_awaited(int rank) const;
+  // The rank will post no more: whoever waits for it gets an error at once.
+  void leave(int rank);
+  // Who has not come to the collective, and where it was last; after a failure, its cause.
+  std::string absent(std::uint64_t sequence) const;
+
+ private:
+  struct Meeting {
+    std::vector<std::unique_ptr<Part>> parts;  // by rank
+    int arrived = 0;
+  };
+  struct Waiting {
+    int rank;
+    std::int64_t tag;
+    Part part;
+  };
+  using Finished = std::vector<Part>;
+
+  void fail_all(std::unique_lock<std::mutex> lock, const std::string& cause, CommError::Kind kind);
+  static void finish(Finished parts, const std::exception_ptr& error);
+  static void execute(Meeting& meeting);
+  // Who could still answer rank's message to or from peer has left.
+  bool nobody_left(int rank, int peer) const;
+
+  const std::vector<int> ranks_;
+  const std::shared_ptr<Whereabouts> whereabouts_;
+  mutable std::mutex mutex_;
+  std::string poison_;  // empty: alive
+  CommError::Kind poison_kind_ = CommError::Kind::stopped;
+  std::vector<bool> left_;
+  std::vector<std::uint64_t> next_;  // each rank's next collective
+  std::map<std::uint64_t, Meeting> meetings_;
+  std::list<Waiting> sends_, receives_;  // in the order of posting
+};
+
+}  // namespace lockstep::detail

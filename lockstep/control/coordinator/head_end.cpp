@@ -1,0 +1,204 @@
+// How ranks and the job end: who is to blame, when all stop, whether to start again.
+#include <signal.h>
+
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+#include <lockstep/control/coordinator/head.h>
+
+namespace lockstep::control {
+
+using std::chrono::milliseconds;
+
+namespace {
+
+// A rank that failed in an operation was most likely failed by another, whose end is known in a moment.
+constexpr milliseconds kSuspicion(500);
+// Before another attempt: twice as long each time, so that a job that fails at once does not spin.
+constexpr milliseconds kFirstPause(100), kLongestPause(5000);
+
+int status_of(const Ended& ended) {
+  if (ended.signal) return 128 + *ended.signal;
+  return ended.status.value_or(0) != 0 ? *ended.status : 1;
+}
+
+}  // namespace
+
+void Head::leave(int number) {
+  Rank& rank = ranks_[number];
+  rank.here = false;
+  pace_.forget(number);
+  store_.forget(number);
+  decide_stop();
+}
+
+void Head::fault(int number, const Fault& fault) {
+  Rank& rank = ranks_[number];
+  if (fault.kind == Fault::Kind::comm || fault.kind == Fault::Kind::uncaught_comm) {
+    rank.comm_fault = fault.text;
+    rank.comm_fault_at = Clock::now();
+    // It waits for the verdict before it ends.
+    if (fault.kind == Fault::Kind::uncaught_comm && !failure_ && !suspicion_)
+      suspicion_ = {failure_of(number, "threw: " + fault.text), Clock::now()};
+    return;
+  }
+  // Ranks that throw at the same time: an exception that differs from the first is worth a line.
+  if (failure_ && options_.launches && fault.kind == Fault::Kind::exception && failure_->rank != number &&
+      failure_->cause != "threw: " + fault.text)
+    ports_.say(fmt::format("rank {}{} threw, too: {}", number, pid_text(number), fault.text));
+  // Most likely the same exception: its end tells. Who caught that one has moved on.
+  if (rank.comm_fault && Clock::now() - rank.comm_fault_at < kSuspicion) return;
+  fail(failure_of(number, fault.kind == Fault::Kind::exception ? "threw: " + fault.text
+                                                               : "leaves the job because of an exception"));
+}
+
+void Head::rank_ended(int number, const Ended& ended) {
+  Rank& rank = ranks_[number];
+  if (failure_ && failure_->rank == number && (ended.status || ended.signal))
+    failure_->status = status_of(ended);
+  // A script may fail though the program that it started did not.
+  if (rank.ended && !(rank.ended->clean() && !ended.clean())) return;
+  rank.ended = ended;
+  const bool was_here = std::exchange(rank.here, false);
+  pace_.forget(number);
+  store_.forget(number);
+  decide_stop();
+  if (failure_) return;
+  if (stop_signal_ && (ended.clean() || ended.signal == stop_signal_)) return;
+  if (ended.clean()) {
+    // Where nobody else is left, it harms nobody.
+    const bool others =
+        std::any_of(ranks_.begin(), ranks_.end(), [](const auto& each) { return each.second.here; });
+    const bool awaited = others && !rank.card;
+    const bool amid =
+        others && was_here &&
+        std::any_of(rank.rows.rows.begin(), rank.rows.rows.end(), [](const Row& row) { return row.running; });
+    if (awaited) return fail(failure_of(number, ended.text() + " before it joined"));
+    if (amid) return fail(failure_of(number, ended.text() + " without leaving the job"));
+    return;  // whoever waits for it is told by look_at_waits
+  }
+  auto failure = failure_of(number, ended.text());
+  if (!rank.comm_fault || (ended.signal && ended.signal != SIGABRT && ended.signal != SIGTERM))
+    return fail(std::move(failure));
+  failure.cause += ": " + *rank.comm_fault;
+  if (!suspicion_) suspicion_ = {std::move(failure), Clock::now()};
+}
+
+void Head::look_at_suspicion(Clock::time_point now) {
+  if (suspicion_ && now - suspicion_->second >= kSuspicion) fail(suspicion_->first);
+}
+
+Failure Head::failure_of(int number, std::string cause) const {
+  Failure failure;
+  failure.rank = number;
+  failure.cause = std::move(cause);
+  auto found = ranks_.find(number);
+  if (found == ranks_.end()) return failure;
+  const Rank& rank = found->second;
+  if (rank.card) failure.pid = rank.card->pid;
+  if (rank.ended && rank.ended->pid != 0) failure.pid = rank.ended->pid;
+  if (rank.ended) failure.status = status_of(*rank.ended);
+  failure.where = where(number);
+  failure.step = rank.rows.step;
+  for (const Row& row : rank.rows.rows)
+    if (!row.message) failure.sequence = std::max(failure.sequence, row.sequence);
+  return failure;
+}
+
+void Head::fail(Failure failure) {
+  if (failure_) return;
+  failure_ = std::move(failure);
+  suspicion_.reset();
+  broadcast({.kind = Kind::verdict, .rank = -1, .payload = encode(*failure_)});
+  if (options_.launches) order_all(Failed{*failure_});
+}
+
+void Head::stop(int signal) {
+  if (stop_signal_ || finished_) return;
+  stop_signal_ = signal;
+  if (options_.launches && (size_ == 0 || start_at_))
+    return finish({.status = 128 + signal});  // nothing runs
+  if (options_.launches) order_all(Stop{signal});
+  broadcast({.kind = Kind::stop_prepare, .rank = -1});
+}
+
+// Each rank has told how often it was asked, and asks no further before it hears from us.
+void Head::decide_stop() {
+  if (!stop_signal_ || stop_at_) return;
+  std::int64_t highest = 0;
+  for (const auto& [number, rank] : ranks_) {
+    if (!rank.here) continue;
+    if (rank.stop_count < 0) return;
+    highest = std::max(highest, rank.stop_count);
+  }
+  stop_at_ = highest;
+  broadcast({.kind = Kind::stop_at, .rank = -1, .payload = Writer().number(highest).take()});
+}
+
+void Head::node_done(int node) {
+  nodes_[node].done = true;
+  if (std::all_of(nodes_.begin(), nodes_.end(), [](const auto& each) { return each.second.done; }))
+    all_done();
+}
+
+// Whether this attempt saved a checkpoint after a step. The next one then begins further on, even where the
+// program counts its steps from 0 again: the same number is not the same place.
+bool Head::has_committed() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [](const auto& each) {
+    const Rows& rows = each.second.rows;
+    return rows.committed > (rows.step < 0 ? -1 : 0);
+  });
+}
+
+void Head::all_done() {
+  if (finished_ || !options_.launches || static_cast<int>(nodes_.size()) < options_.num_nodes) return;
+  const bool whole =
+      std::none_of(nodes_.begin(), nodes_.end(), [](const auto& each) { return each.second.lost; });
+  if (start_at_ && whole) return;
+  // Nobody else is left who could be to blame. Of ranks that were asked to stop nobody is.
+  if (!failure_ && suspicion_ && !stop_signal_) fail(suspicion_->first);
+  tell_flight();
+  Finish finish;
+  if (stop_signal_) {
+    finish.status = 128 + *stop_signal_;
+  } else if (failure_) {
+    finish.status = failure_->status;
+    if (last_failure_ && last_failure_->same_as(*failure_) && !has_committed() && !start_at_) {
+      finish.why = fmt::format(
+          "attempts {} and {} came to the same end, so there is no other: {}; what stands before that point "
+          "is to be looked at",
+          attempt_ - 1, attempt_, failure_->text());
+    } else if (attempt_ < options_.max_restarts && whole) {
+      last_failure_ = failure_;
+      ++attempt_;
+      ports_.say(
+          fmt::format("starting again, attempt {} of {} after the first", attempt_, options_.max_restarts));
+      const auto pause = kFirstPause * (std::int64_t{1} << std::min(attempt_ - 1, 10));
+      start_at_ = Clock::now() + std::min<milliseconds>(pause, kLongestPause);
+      return;
+    } else if (options_.max_restarts > 0) {
+      finish.why = !whole ? "a lost host cannot be started again from here"
+                          : fmt::format("all {} restarts are used up", options_.max_restarts);
+    }
+  }
+  this->finish(std::move(finish));
+}
+
+void Head::tell_flight() {
+  auto flights = std::exchange(flights_, {});
+  if (!ports_.flight || flights.empty() || (!failure_ && !stop_signal_)) return;
+  ports_.flight({.attempt = attempt_,
+                 .world_size = size_,
+                 .failure = failure_,
+                 .groups = groups_,
+                 .ranks = std::move(flights)});
+}
+
+void Head::finish(Finish finish) {
+  finished_ = true;
+  start_at_.reset();
+  order_all(finish);
+}
+
+}  // namespace lockstep::control

@@ -1,0 +1,78 @@
+// Batch normalisation over all ranks' batches: N ranks normalise as one rank with the global batch does.
+//
+//   lockstep::SyncBatchNorm2d norm(torch::nn::BatchNorm2dOptions(16), world.group());
+//   lockstep::convert_sync_batchnorm(*model, world.group());   // every BatchNorm in a Unit or a Sequential
+//
+// Forward in training and backward communicate: every rank calls them equally often and in the same order.
+// Batches may differ in size, and be empty. In evaluation, and on one rank, it is BatchNorm. Give it a group
+// of its own (group.split(0)) where DistributedDataParallel has find_unused_parameters; the conversion does.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include <lockstep/comm/group.h>
+#include <lockstep/modules/unit.h>
+#include <torch/nn/modules/batchnorm.h>
+
+namespace lockstep {
+namespace detail {
+
+struct BatchNormState {
+  at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;
+  torch::nn::BatchNormOptions options;
+  bool training;
+  int dims;  // 1, 2, 3
+};
+at::Tensor sync_batch_norm(const at::Tensor& input, const BatchNormState& state, Group& group);
+
+template <int D, typename Base>
+class SyncBatchNormImpl : public Base, public MeetsInForward {
+ public:
+  SyncBatchNormImpl(const torch::nn::BatchNormOptions& given, Group group)
+      : Base(given), group_(std::move(group)) {}
+
+  at::Tensor forward(const at::Tensor& input) { return sync_batch_norm(input, state(), group_); }
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<at::Device>& device = std::nullopt) const override;
+  void pretty_print(std::ostream& stream) const override;
+
+  // The parameters and statistics of another, which has the same options, not copies of them.
+  void share(const Base& other);
+
+ private:
+  BatchNormState state() {
+    return {this->weight,
+            this->bias,
+            this->running_mean,
+            this->running_var,
+            this->num_batches_tracked,
+            this->options,
+            this->is_training(),
+            D};
+  }
+  Group group_;
+};
+
+}  // namespace detail
+
+class SyncBatchNorm1dImpl : public detail::SyncBatchNormImpl<1, torch::nn::BatchNorm1dImpl> {
+  using SyncBatchNormImpl::SyncBatchNormImpl;
+};
+class SyncBatchNorm2dImpl : public detail::SyncBatchNormImpl<2, torch::nn::BatchNorm2dImpl> {
+  using SyncBatchNormImpl::SyncBatchNormImpl;
+};
+class SyncBatchNorm3dImpl : public detail::SyncBatchNormImpl<3, torch::nn::BatchNorm3dImpl> {
+  using SyncBatchNormImpl::SyncBatchNormImpl;
+};
+TORCH_MODULE(SyncBatchNorm1d);
+TORCH_MODULE(SyncBatchNorm2d);
+TORCH_MODULE(SyncBatchNorm3d);
+
+// Every BatchNorm1d, 2d and 3d below (and including) the module; parameters stay the same tensors. Every rank
+// calls it. A ConfigError lists those held as plain members, where C++ has no place to intercept a call;
+// nothing is changed then. Returns how many were converted.
+int convert_sync_batchnorm(torch::nn::Module& module, Group group);
+
+}  // namespace lockstep

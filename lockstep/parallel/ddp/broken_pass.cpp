@@ -1,0 +1,109 @@
+// Backward passes that end with an exception. The peers of such a rank wait in the collectives of the pass. If the
+// program catches the exception and goes on, its next pass must not meet theirs: the bucket of one step would be
+// averaged with that of another. So the rank first refuses what its peers still issue in the broken pass, which
+// gives them an error, and all ranks compare who failed. If every rank did, as with bad input everywhere, nothing is
+// out of step and training goes on.
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+#include <lockstep/base/error.h>
+#include <lockstep/comm/group/refusal.h>
+#include <lockstep/parallel/ddp/reducer.h>
+#include <lockstep/parallel/ddp/shards.h>
+
+namespace lockstep::detail {
+namespace {
+
+constexpr const char* kDiscardAdvice =
+    "Gradients of this step are incomplete. Call ddp.discard() on every rank before the next step, or end the job";
+
+}  // namespace
+
+void DdpReducer::abandon_round() {
+  note_broken_pass();
+  reset_round();
+  forget_micro_batches(/*restore=*/false);  // gradients may have been zeroed meanwhile
+}
+
+void DdpReducer::note_broken_pass() {
+  if (alone_ || broken_) return;
+  broken_ = BrokenPass{.text = fmt::format("a backward pass of rank {} ended with an exception. {}",
+                                           group_.rank(), kDiscardAdvice),
+                       .missing = missing_collectives()};
+  for (auto& bucket : buckets_)
+    if (bucket.work) broken_->started.push_back(std::move(*bucket.work));
+}
+
+// Those that a peer issues in this pass and this rank has not. A peer stops at the first one that it waits for.
+std::optional<std::size_t> DdpReducer::missing_collectives() const {
+  if (hook_) return std::nullopt;
+  const bool last = micro_batch_ + 1 == options_.micro_batches;
+  const bool syncs_buffers = options_.broadcast_buffers && !buffers_.empty();
+  if (!last && syncs_buffers) return 1;  // of the peers' next forward
+  if (!buckets_made_) return 1;          // ranks agree on buckets before they reduce them
+  const bool may_miss = options_.find_unused_parameters && !options_.static_graph;
+  const bool sparse =
+      std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param.sparse; });
+  return buckets_.size() - launched_ + (sparse || may_miss ? 1 : 0);
+}
+
+// ended: the pass under way has ended without coming to its end.
+void DdpReducer::check_passes(bool ended) {
+  if (ended) abandon_round();
+  if (!broken_) return;
+  if (!broken_->known_to_all) report_broken_pass();
+  if (broken_) throw Error(broken_->text);
+}
+
+void DdpReducer::report_broken_pass() {
+  const auto missing = broken_->missing;
+  const bool refuses =
+      Refusal::possible(group_) && missing &&
+      std::all_of(params_.begin(), params_.end(), [](const auto& p) { return p.tensor.is_cpu(); });
+  for (std::size_t i = 0; refuses && i < *missing; ++i) Refusal::next(group_, broken_->text);
+  for (auto& work : std::exchange(broken_->started, {})) {
+    try {
+      work.wait();
+    } catch (const CommError&) {
+      if (!Refusal::group_lives(group_)) throw;
+    }
+  }
+  const auto all = group_.all_gather_values(char(1), {.tag = "ddp broken pass"});
+  broken_->known_to_all = true;
+  if (std::all_of(all.begin(), all.end(), [](char failed) { return failed != 0; })) broken_.reset();
+}
+
+// A peer has refused a collective of this pass.
+void DdpReducer::learn_of_broken_pass(const CommError& error) {
+  if (alone_ || broken_ || !Refusal::group_lives(group_)) return;
+  for (auto& bucket : buckets_) {
+    if (!bucket.work) continue;
+    try {
+      bucket.work->wait();
+    } catch (const CommError&) {
+      if (!Refusal::group_lives(group_)) return;
+    }
+  }
+  (void)group_.all_gather_values(char(0), {.tag = "ddp broken pass"});
+  broken_ = BrokenPass{.text = error.details().cause, .missing = 0, .known_to_all = true};
+}
+
+void DdpReducer::discard() {
+  std::lock_guard lock(mutex_);
+  if (in_round_ && !round_.expired())
+    throw ConfigError("discard() inside a backward pass: call it between passes");
+  if (in_round_) abandon_round();
+  if (broken_ && !broken_->known_to_all) report_broken_pass();
+  unready_ = false;
+  forget_micro_batches(/*restore=*/false);
+  for (auto& param : params_) {
+    param.tensor.mutable_grad().reset();
+    param.used = false;
+  }
+  if (shards_) shards_->drop_gradients();
+  if (!alone_) group_.barrier({.tag = "ddp discard"}).wait();
+  broken_.reset();
+}
+
+}  // namespace lockstep::detail

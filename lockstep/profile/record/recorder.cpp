@@ -1,0 +1,302 @@
+#include <lockstep/profile/record/recorder.h>
+
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include <fmt/format.h>
+
+namespace lockstep::profile {
+
+namespace {
+
+// Spans that say what a thread does; a pipeline's action or a range of the program only says what for.
+bool says_what(SpanKind kind) {
+  return kind == SpanKind::operation || kind == SpanKind::wait || kind == SpanKind::data ||
+         kind == SpanKind::optimizer;
+}
+
+std::int64_t thread_time() noexcept {
+  timespec time{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
+
+constexpr std::int64_t kMemoryEvery = 500'000;  // ns
+
+std::atomic<std::uint64_t> recorders = 0;
+
+}  // namespace
+
+std::int64_t steady_now() noexcept {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+struct Recorder::Lane {
+  struct Open {
+    std::size_t place;  // in events, or none
+    bool says;
+  };
+  std::mutex mutex;
+  std::int32_t number = 0;
+  std::int64_t id = 0;  // the system's
+  std::string title;
+  std::vector<Event> events;
+  std::vector<Open> open;
+  int saying = 0;  // of the open ones, those that say what the thread does
+  // Names recur: most of them are found here, without the lock that all threads share. The thread's own.
+  struct Hash : std::hash<std::string_view> {
+    using is_transparent = void;
+  };
+  std::unordered_map<std::string, std::int32_t, Hash, std::equal_to<>> names;
+  static constexpr auto kNowhere = static_cast<std::size_t>(-1);
+};
+
+Recorder::Recorder(bool with_memory) : id_(++recorders), with_memory_(with_memory) {}
+Recorder::~Recorder() = default;
+
+Recorder::Lane& Recorder::lane() noexcept {
+  thread_local std::uint64_t owner = 0;
+  thread_local Lane* mine = nullptr;
+  if (owner == id_) return *mine;
+  std::lock_guard lock(mutex_);
+  auto& place = lanes_[std::this_thread::get_id()];
+  if (!place) {
+    place = std::make_unique<Lane>();
+    place->number = static_cast<std::int32_t>(lanes_.size() - 1);
+    place->id = ::syscall(SYS_gettid);
+    place->title = fmt::format("thread {}", place->id);
+  }
+  owner = id_;
+  mine = place.get();
+  return *mine;
+}
+
+std::int32_t Recorder::name_of(std::string_view text) {
+  std::lock_guard lock(mutex_);
+  return name_under_lock(text);
+}
+
+std::int32_t Recorder::name_under_lock(std::string_view text) {
+  const auto [place, is_new] =
+      names_.try_emplace(std::string(text), static_cast<std::int32_t>(texts_.size()));
+  if (is_new) texts_.emplace_back(text);
+  return place->second;
+}
+
+void Recorder::begin(SpanKind kind, std::string_view name, std::int64_t bytes, detail::SpanOf of) noexcept {
+  Lane& lane = this->lane();
+  const bool says = says_what(kind);
+  Lane::Open open{Lane::kNowhere, says};
+  // Before the lane's lock, which others take after the one that this needs.
+  const auto known = recording_.load(std::memory_order_acquire) ? known_name(lane, name) : -1;
+  const auto transfer = known >= 0 && of.group != 0 ? transfer_of(of) : -1;
+  std::lock_guard lock(lane.mutex);
+  if (known >= 0) {
+    open.place = lane.events.size();
+    const auto depth = static_cast<std::int32_t>(lane.open.size());
+    lane.events.push_back({.kind = kind, .name = known, .thread = lane.number, .depth = depth});
+    count_.fetch_add(1, std::memory_order_relaxed);
+    Event& event = lane.events.back();
+    event.bytes = bytes;
+    event.transfer = transfer;
+    if (says && lane.saying == 0) event.cpu_begin = thread_time();
+    event.begin = steady_now();
+  }
+  lane.saying += says;
+  lane.open.push_back(open);
+}
+
+std::int32_t Recorder::known_name(Lane& lane, std::string_view name) {
+  const auto known = lane.names.find(name);
+  return known != lane.names.end() ? known->second
+                                   : lane.names.emplace(std::string(name), name_of(name)).first->second;
+}
+
+std::int64_t Recorder::transfer_of(const detail::SpanOf& of) {
+  std::lock_guard lock(mutex_);
+  const auto place = running_.find({of.group, of.sequence, of.message});
+  return place == running_.end() ? -1 : static_cast<std::int64_t>(place->second);
+}
+
+void Recorder::end() noexcept {
+  Lane& lane = this->lane();
+  std::lock_guard lock(lane.mutex);
+  if (lane.open.empty()) return;
+  const auto open = lane.open.back();
+  lane.open.pop_back();
+  lane.saying -= open.says;
+  if (open.place >= lane.events.size()) return;  // of another window
+  Event& event = lane.events[open.place];
+  event.end = steady_now();
+  if (open.says && lane.saying == 0) event.cpu_end = thread_time();
+}
+
+void Recorder::flops(std::int64_t count) noexcept {
+  Lane& lane = this->lane();
+  std::lock_guard lock(lane.mutex);
+  if (!lane.open.empty() && lane.open.back().place < lane.events.size())
+    lane.events[lane.open.back().place].flops += count;
+}
+
+bool Recorder::wants_memory() noexcept {
+  if (!with_memory_ || !recording_.load(std::memory_order_relaxed)) return false;
+  auto next = next_memory_.load(std::memory_order_relaxed);
+  const auto now = steady_now();
+  return now >= next && next_memory_.compare_exchange_strong(next, now + kMemoryEvery);
+}
+
+void Recorder::memory(std::int64_t bytes) noexcept {
+  std::lock_guard lock(mutex_);
+  if (recording_ && with_memory_) memory_.push_back({steady_now(), bytes});
+}
+
+void Recorder::note(std::string_view what, std::string_view value) noexcept {
+  std::lock_guard lock(mutex_);
+  notes_.insert_or_assign(std::string(what), std::string(value));
+}
+
+void Recorder::started(const Call& call) noexcept {
+  const auto now = steady_now();
+  const bool message = detail::point_to_point(call.operation);
+  if (over_ || (!message && !recording_.load(std::memory_order_relaxed))) return;
+  const auto tag = name_of(call.tag);
+  Lane& lane = this->lane();
+  std::lock_guard lock(mutex_);
+  std::int64_t nth = 0;
+  if (message) nth = messages_[{call.group_key, call.root, call.tag, call.operation == Operation::send}]++;
+  if (!recording_) return;
+  const auto [group, is_new] =
+      group_numbers_.try_emplace(call.group_key, static_cast<std::int32_t>(groups_.size()));
+  if (is_new) groups_.push_back({call.group_key, call.group, call.rank, call.size});
+  running_[{call.group_key, call.sequence, message}] = transfers_.size();
+  transfers_.push_back({.operation = call.operation,
+                        .group = group->second,
+                        .sequence = call.sequence,
+                        .bytes = call.bytes,
+                        .tag = tag,
+                        .peer = message ? call.root : -1,
+                        .nth = nth,
+                        .begin = now});
+  // This thread has begun to wait for it already.
+  std::lock_guard inner(lane.mutex);
+  if (lane.open.empty() || lane.open.back().place >= lane.events.size()) return;
+  Event& event = lane.events[lane.open.back().place];
+  if (event.kind == SpanKind::wait && event.transfer < 0)
+    event.transfer = static_cast<std::int64_t>(transfers_.size()) - 1;
+}
+
+void Recorder::ended(const Call& call, bool failed) noexcept {
+  if (!recording_.load(std::memory_order_relaxed)) return;
+  const auto now = steady_now();
+  std::lock_guard lock(mutex_);
+  const auto place = running_.find({call.group_key, call.sequence, detail::point_to_point(call.operation)});
+  if (place == running_.end()) return;
+  transfers_[place->second].end = now;
+  transfers_[place->second].unfinished = failed;
+  running_.erase(place);
+}
+
+void Recorder::start() {
+  lane();  // the main thread's, to have one
+  std::lock_guard lock(mutex_);
+  for (auto& [thread, lane] : lanes_) {
+    std::lock_guard inner(lane->mutex);
+    lane->events.clear();
+    for (auto& open : lane->open) open.place = Lane::kNowhere;
+  }
+  steps_.clear();
+  memory_.clear();
+  transfers_.clear();
+  running_.clear();
+  origin_ = step_begin_ = steady_now();
+  main_thread_ = std::this_thread::get_id();
+  recording_.store(true, std::memory_order_release);
+  mark();
+}
+
+// A reading of the processor time at the border of a step, which lies between operators.
+void Recorder::mark() {
+  const auto known = lanes_.find(std::this_thread::get_id());
+  if (known == lanes_.end()) return;
+  Lane& lane = *known->second;
+  std::lock_guard lock(lane.mutex);
+  if (lane.saying > 0) return;
+  const auto now = steady_now(), used = thread_time();
+  lane.events.push_back({.kind = SpanKind::range,
+                         .name = name_under_lock("step"),
+                         .thread = lane.number,
+                         .depth = static_cast<std::int32_t>(lane.open.size()),
+                         .begin = now,
+                         .end = now,
+                         .cpu_begin = used,
+                         .cpu_end = used});
+}
+
+void Recorder::step(std::int64_t number) {
+  std::lock_guard lock(mutex_);
+  if (!recording_) return;
+  const auto now = steady_now();
+  steps_.push_back({number, step_begin_, now});
+  step_begin_ = now;
+  mark();
+}
+
+std::size_t Recorder::steps() {
+  std::lock_guard lock(mutex_);
+  return steps_.size();
+}
+
+RankProfile Recorder::stop() {
+  std::lock_guard lock(mutex_);
+  recording_ = false;
+  const auto now = steady_now();
+  RankProfile profile;
+  profile.origin = origin_;
+  profile.names = texts_;
+  profile.groups = groups_;
+  profile.notes = notes_;
+  profile.threads.resize(lanes_.size());
+  profile.thread_ids.resize(lanes_.size());
+  for (auto& [thread, lane] : lanes_) {
+    std::lock_guard inner(lane->mutex);
+    const bool is_main = thread == main_thread_;
+    if (is_main) profile.main_thread = lane->number;
+    profile.threads[static_cast<std::size_t>(lane->number)] = is_main ? "main" : lane->title;
+    profile.thread_ids[static_cast<std::size_t>(lane->number)] = lane->id;
+    for (Event& event : lane->events) {
+      if (event.end == 0) event.end = std::max(now, event.begin);  // it may have begun since
+      event.begin -= origin_;
+      event.end -= origin_;
+      profile.events.push_back(event);
+    }
+    lane->events = {};
+    for (auto& open : lane->open) open.place = Lane::kNowhere;
+  }
+  count_ = 0;
+  profile.steps = std::move(steps_);
+  for (auto& step : profile.steps) step.begin -= origin_, step.end -= origin_;
+  profile.memory = std::move(memory_);
+  for (auto& sample : profile.memory) sample.time -= origin_;
+  for (auto& transfer : transfers_) {
+    if (transfer.end == 0) {
+      transfer.end = std::max(now, transfer.begin);
+      transfer.unfinished = true;
+    }
+    transfer.begin -= origin_;
+    transfer.end -= origin_;
+    profile.transfers.push_back(transfer);
+  }
+  transfers_ = {};
+  running_.clear();
+  groups_.clear();
+  group_numbers_.clear();
+  return profile;
+}
+
+}  // namespace lockstep::profile

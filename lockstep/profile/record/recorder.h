@@ -1,0 +1,77 @@
+// Takes down what the threads of one rank do while a window of steps is recorded.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include <lockstep/profile/record/rank_profile.h>
+
+namespace lockstep::profile {
+
+std::int64_t steady_now() noexcept;  // nanoseconds
+
+class Recorder final : public detail::SpanSink {
+ public:
+  explicit Recorder(bool with_memory = true);
+  ~Recorder() override;
+
+  // Between these, what comes is kept; begin drops what was before. The thread that calls is the main one.
+  void start();
+  void step(std::int64_t number);  // ends one step and begins the next
+  // Everything of the window, its open spans cut off here. What is about the run is the caller's to fill in.
+  RankProfile stop();
+  // Nothing will be recorded any more: messages need not be counted.
+  void retire() noexcept { over_ = true; }
+  std::size_t steps();
+  std::int64_t events() const noexcept { return count_.load(std::memory_order_relaxed); }
+
+  void begin(SpanKind kind, std::string_view name, std::int64_t bytes, detail::SpanOf of) noexcept override;
+  void end() noexcept override;
+  void note(std::string_view what, std::string_view value) noexcept override;
+  void flops(std::int64_t count) noexcept override;
+  void memory(std::int64_t bytes) noexcept;
+  // Whether it is time to ask for the memory again: asking after every operator would cost more than they do.
+  bool wants_memory() noexcept;
+
+  void started(const Call& call) noexcept;
+  void ended(const Call& call, bool failed) noexcept;
+
+ private:
+  struct Lane;
+  Lane& lane() noexcept;
+  void mark();
+  std::int32_t name_of(std::string_view text);
+  std::int32_t name_under_lock(std::string_view text);  // the same, by who holds the mutex
+  std::int32_t known_name(Lane& lane, std::string_view name);
+  std::int64_t transfer_of(const detail::SpanOf& of);
+
+  const std::uint64_t id_;
+  const bool with_memory_;
+  std::atomic<bool> recording_ = false, over_ = false;
+  std::atomic<std::int64_t> count_ = 0;
+  std::atomic<std::int64_t> next_memory_ = 0;
+
+  std::mutex mutex_;  // of all below; a lane has one of its own
+  std::map<std::thread::id, std::unique_ptr<Lane>> lanes_;
+  std::unordered_map<std::string, std::int32_t> names_;
+  std::vector<std::string> texts_;
+  std::int64_t origin_ = 0, step_begin_ = 0;
+  std::thread::id main_thread_;
+  std::vector<StepOf> steps_;
+  std::vector<Sample> memory_;
+  std::vector<Transfer> transfers_;
+  std::vector<GroupOf> groups_;
+  std::map<std::int64_t, std::int32_t> group_numbers_;
+  std::map<std::tuple<std::int64_t, std::uint64_t, bool>, std::size_t> running_;  // group, sequence, message
+  // Messages are counted from the beginning, so that both ends count alike.
+  std::map<std::tuple<std::int64_t, int, std::string, bool>, std::int64_t> messages_;
+  std::map<std::string, std::string> notes_;
+};
+
+}  // namespace lockstep::profile

@@ -1,0 +1,37 @@
+// When each rank came to a collective.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <lockstep/profile/record/rank_profile.h>
+
+namespace lockstep::profile {
+
+using Meeting = std::pair<std::int64_t, std::uint64_t>;  // group, sequence
+
+struct Arrivals {
+  struct Of {
+    int rank;
+    std::int64_t begin;  // in all ranks' clock
+  };
+  std::vector<Of> ranks;  // in the order of ranks
+  std::int64_t last_end = 0;
+
+  const Of& first() const;
+  const Of& last() const;
+  std::int64_t middle() const;
+};
+using Met = std::map<Meeting, Arrivals>;
+
+const GroupOf& group_of(const RankProfile& profile, const Transfer& transfer);
+Met meetings(const std::vector<RankProfile>& profiles);
+
+// For the args of a trace: what each rank came after the first, in ms; of many ranks only the last's.
+//   {"0":0.000,"1":20.113}     {"first":3,"last":61,"last_after":20.113}
+std::string arrival_text(const Arrivals& arrivals);
+
+}  // namespace lockstep::profile

@@ -1,0 +1,208 @@
+// The order of a group's operations, and their ends, with ranks as threads.
+#include <lockstep/comm/transports/shm/engine/lane.h>
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <fstream>
+#include <future>
+
+#include "comm/transports/shm/engine/threads.h"
+#include "support/errors.h"
+
+namespace lockstep::shm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::HasSubstr;
+
+constexpr std::int64_t kCount = 70000;
+
+// A part of which the end can be waited for.
+struct Ticket final : detail::PartItem {
+  std::promise<std::string> ended;
+  std::function<void()> at_end = [] {}, at_destruction = [] {};
+
+  void done(const std::exception_ptr& error, int) override {
+    std::string text;
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const std::exception& problem) {
+      text = problem.what();
+    }
+    at_end();
+    ended.set_value(text);
+  }
+  ~Ticket() override { at_destruction(); }
+};
+
+class Lanes {
+ public:
+  explicit Lanes(int ranks)
+      : region_memory_(
+            static_cast<char*>(std::aligned_alloc(128, (Region::size_for(ranks) + 127) / 128 * 128)),
+            &std::free) {
+    Region region(region_memory_.get(), ranks);
+    region.prepare();
+    for (int r = 0; r < ranks; ++r)
+      lanes_.push_back(std::make_shared<Lane>(std::make_unique<Engine>(region, r, Engine::Tuning{}, memory_),
+                                              region_memory_));
+  }
+  ~Lanes() {
+    for (const auto& lane : lanes_) lane->close();
+    for (char* each : taken_) memory_.drop(each);
+  }
+  const std::shared_ptr<Lane>& lane(int rank) { return lanes_[static_cast<std::size_t>(rank)]; }
+  ThreadMemory& memory() { return memory_; }
+
+  std::shared_ptr<Ticket> post(
+      int rank, Operation operation, std::int64_t count, bool soon, std::function<void()> at_end = [] {}) {
+    auto ticket = std::make_shared<Ticket>();
+    ticket->at_end = std::move(at_end);
+    Call& call = ticket->part.call;
+    call.operation = operation;
+    call.dtype = Dtype::float32;
+    if (operation == Operation::broadcast) call.root = 1;
+    call.rank = rank;
+    call.size = static_cast<int>(lanes_.size());
+    call.count = count;
+    call.bytes = count * 4;
+    call.shape = {count};
+    char* data = memory_.take(static_cast<std::size_t>(call.bytes), true);
+    std::memset(data, 0, static_cast<std::size_t>(call.bytes));
+    taken_.push_back(data);
+    ticket->part.outputs = {data};
+    ticket->part.item_size = 4;
+    ticket->start(seconds(60));
+    lane(rank)->post(ticket, soon);
+    return ticket;
+  }
+
+ private:
+  ThreadMemory memory_;
+  std::shared_ptr<char> region_memory_;
+  std::vector<std::shared_ptr<Lane>> lanes_;
+  std::vector<char*> taken_;
+};
+
+std::string end_of(const std::shared_ptr<Ticket>& ticket) {
+  auto future = ticket->ended.get_future();
+  return future.wait_for(seconds(60)) == std::future_status::ready ? future.get() : "it has not ended";
+}
+
+// The operation that is under way may be complete all the same; none is after it.
+TEST(Lane, everything_that_is_queued_ends_when_it_is_closed) {
+  Lanes lanes(2);
+  lanes.memory().on_map = [&](int rank, Place) {  // rank 0, in the first one, for the memory of rank 1
+    if (rank != 1) return;
+    lanes.lane(0)->close();
+    std::this_thread::sleep_for(milliseconds(50));
+  };
+  auto first = lanes.post(0, Operation::broadcast, kCount, true);
+  auto second = lanes.post(0, Operation::all_reduce, 10, true);
+  auto third = lanes.post(0, Operation::all_reduce, 10, true);
+  auto other = lanes.post(1, Operation::broadcast, kCount, true);
+  EXPECT_EQ(end_of(other), "");
+  EXPECT_EQ(end_of(first), "");
+  EXPECT_EQ(end_of(second), "the group has been left");
+  EXPECT_EQ(end_of(third), "the group has been left");
+  EXPECT_EQ(end_of(lanes.post(0, Operation::all_reduce, 10, true)), "the group has been left");
+}
+
+// What is called at the end of an operation may wait for a later one, whose end does so too.
+TEST(Lane, ends_of_operations_may_wait_for_later_ones) {
+  constexpr int kDeep = 5;
+  std::promise<void> last;
+  auto future = last.get_future().share();
+  std::vector<std::shared_ptr<Ticket>> tickets;
+  std::atomic<int> in_time = 0;
+  Lanes lanes(1);
+  for (int i = 0; i < kDeep; ++i)
+    tickets.push_back(lanes.post(0, Operation::all_reduce, 10, true, [&] {
+      in_time += future.wait_for(seconds(60)) == std::future_status::ready;
+    }));
+  tickets.push_back(lanes.post(0, Operation::all_reduce, 10, true, [&] { last.set_value(); }));
+  for (const auto& each : tickets) EXPECT_EQ(each->ended.get_future().get(), "");
+  EXPECT_EQ(in_time, kDeep);
+}
+
+// An operation may be the last that holds its group.
+TEST(Lane, whoever_lets_go_of_an_operation_may_close_the_lane) {
+  std::promise<void> closed;
+  Lanes lanes(1);
+  auto ticket = lanes.post(0, Operation::all_reduce, 10, false);
+  ticket->at_destruction = [&] {
+    lanes.lane(0)->close();
+    closed.set_value();
+  };
+  ticket.reset();  // the lane's thread has it now
+  ASSERT_EQ(closed.get_future().wait_for(seconds(60)), std::future_status::ready);
+}
+
+// Whoever waits does the work: a process that may have no more threads can go on.
+TEST(Lane, works_without_a_thread_of_its_own) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "ThreadSanitizer lets a child of fork() start no threads";
+#endif
+  Lanes lanes(1);
+  std::fflush(nullptr);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlimit as_it_is{(pages + 256) * 4096, RLIM_INFINITY};  // no room for a stack
+    ::setrlimit(RLIMIT_AS, &as_it_is);
+    int status = 1;
+    try {
+      for (int i = 0; i < 1000; ++i) std::thread([] { ::pause(); }).detach();  // what stacks there are
+      status = 2;
+    } catch (const std::system_error&) {
+    }
+    try {
+      auto ticket = lanes.post(0, Operation::all_reduce, 10, true);
+      lanes.lane(0)->wait(*ticket, Clock::now() + seconds(60));
+      if (status == 1 && ticket->settled) status = 0;
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+    }
+    ::_exit(status);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 0);
+}
+
+// An engine whose end touches what goes with the process ends with whoever has waited for the threads.
+TEST(Lane, who_waits_for_its_threads_lets_go_of_the_engine) {
+  struct Marked final : detail::CollectiveEngine {
+    explicit Marked(std::thread::id& its_end) : end(its_end) {}
+    ~Marked() override { end = std::this_thread::get_id(); }
+    void begin(detail::Part&) override {}
+    void finish(detail::Part&, Clock::time_point) override {}
+    void give_up() noexcept override {}
+    void interrupt(const std::string&) override {}
+    std::string absent() const override { return {}; }
+    std::thread::id& end;
+  };
+  for (int round = 0; round < 200; ++round) {
+    std::thread::id end;
+    auto lane = std::make_shared<Lane>(std::make_unique<Marked>(end), nullptr);
+    auto ticket = std::make_shared<Ticket>();
+    ticket->part.call.operation = Operation::barrier;
+    ticket->start(seconds(60));
+    lane->post(ticket, /*soon=*/true);
+    lane->wait(*ticket, Clock::now() + seconds(60));
+    lane->close();
+    ASSERT_TRUE(lane->wait_for_threads(seconds(20)));
+    ASSERT_EQ(end, std::thread::id());
+    lane.reset();
+    ASSERT_EQ(end, std::this_thread::get_id()) << round;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep::shm

@@ -1,0 +1,193 @@
+#include "comm/transports/shm/engine/processes.h"
+
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <future>
+#include <sstream>
+#include <thread>
+
+#include <lockstep/base/error.h>
+
+namespace lockstep::shm {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+namespace {
+
+void write_file(const std::filesystem::path& path, const std::string& text) {
+  std::ofstream(path.string() + ".part") << text;
+  std::filesystem::rename(path.string() + ".part", path);
+}
+
+std::string await_file(const std::filesystem::path& path) {
+  const auto limit = Clock::now() + seconds(60);
+  while (!std::filesystem::exists(path)) {
+    if (Clock::now() > limit) throw Error("nobody wrote " + path.string());
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+}  // namespace
+
+Words words_in(const std::filesystem::path& folder, const std::string& name) {
+  const auto file = [=](const std::string& key) { return folder / (name + "." + key); };
+  return {.set = [=](const std::string& key, const std::string& value) { write_file(file(key), value); },
+          .get = [=](const std::string& key) { return await_file(file(key)); },
+          .forget = [=](const std::string& key) { std::filesystem::remove(file(key)); }};
+}
+
+Member join(const std::filesystem::path& folder, const std::string& name, int rank, int ranks,
+            Engine::Tuning tuning) {
+  const auto words = words_in(folder, name);
+  Member member;
+  member.rank = rank;
+  member.ranks = ranks;
+  member.station =
+      std::make_shared<Station>(rank, ranks, Company{}, words, Clock::now() + seconds(60), [] {});
+  auto engine = std::make_unique<Engine>(member.station->region(), rank, tuning, *member.station);
+  auto& meeting = engine->meeting();
+  member.lane = std::make_shared<Lane>(std::move(engine), member.station);
+  member.messages = std::make_shared<Messages>(meeting, *member.station, tuning.spin, member.lane);
+  return member;
+}
+
+void Member::run(Part part) {
+  std::promise<void> done;  // told by whichever thread does the work
+  auto tell = [&](const std::exception_ptr& error, int) {
+    if (error)
+      done.set_exception(error);
+    else
+      done.set_value();
+  };
+  if (detail::point_to_point(part.call.operation)) {
+    const auto tag = std::stoll(part.call.tag);
+    const int peer = part.call.root;
+    part.done = tell;
+    auto item = messages->post(std::move(part), peer, tag, seconds(60));
+    messages->wait(*item, Clock::now() + seconds(60));
+  } else {
+    struct Item : detail::PartItem {
+      std::function<void(const std::exception_ptr&, int)> tell;
+      void done(const std::exception_ptr& error, int source) override { tell(error, source); }
+    };
+    auto item = std::make_shared<Item>();
+    item->part = std::move(part);
+    item->tell = tell;
+    item->start(seconds(60));
+    lane->post(item, false);
+    lane->wait(*item, Clock::now() + seconds(60));
+  }
+  done.get_future().get();
+}
+
+void Member::all_reduce(float* data, std::size_t count) {
+  Part part;
+  part.call.operation = lockstep::Operation::all_reduce;
+  part.call.dtype = Dtype::float32;
+  part.call.rank = rank;
+  part.call.size = ranks;
+  part.call.count = static_cast<std::int64_t>(count);
+  part.call.bytes = part.call.count * 4;
+  part.call.shape = {part.call.count};
+  part.outputs = {data};
+  part.item_size = 4;
+  run(std::move(part));
+}
+
+namespace {
+
+Part message(const Member& member, lockstep::Operation operation, std::size_t bytes, int peer, int tag) {
+  Part part;
+  part.call.operation = operation;
+  part.call.dtype = Dtype::uint8;
+  part.call.rank = member.rank;
+  part.call.size = member.ranks;
+  part.call.root = peer;
+  part.call.count = part.call.bytes = static_cast<std::int64_t>(bytes);
+  part.call.shape = {part.call.count};
+  part.call.tag = std::to_string(tag);
+  part.item_size = 1;
+  return part;
+}
+
+}  // namespace
+
+void Member::send(const void* data, std::size_t bytes, int to, int tag) {
+  auto part = message(*this, lockstep::Operation::send, bytes, to, tag);
+  part.inputs = {data};
+  run(std::move(part));
+}
+
+void Member::receive(void* data, std::size_t bytes, int from, int tag) {
+  auto part = message(*this, lockstep::Operation::recv, bytes, from, tag);
+  part.outputs = {data};
+  run(std::move(part));
+}
+
+Processes::Processes(int ranks, Body body, Engine::Tuning tuning) : ended_(static_cast<std::size_t>(ranks)) {
+  std::fflush(nullptr);
+  for (int r = 0; r < ranks; ++r) {
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      int status = 99;
+      try {
+        auto member = join(folder_, "group", r, ranks, tuning);
+        write_file(folder_ / ("met." + std::to_string(r)), "");
+        status = body(member);
+        member.messages->close();
+        member.lane->close();
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "rank %d: %s\n", r, error.what());
+      }
+      std::fflush(nullptr);
+      ::_exit(status);
+    }
+    pids_.push_back(pid);
+  }
+}
+
+Processes::~Processes() {
+  for (std::size_t r = 0; r < pids_.size(); ++r) kill(static_cast<int>(r), SIGKILL);
+  wait();
+}
+
+void Processes::kill(int rank, int signal) {
+  if (ended_[static_cast<std::size_t>(rank)].at == decltype(Ended::at){}) ::kill(pid(rank), signal);
+}
+
+bool Processes::met() {
+  for (std::size_t r = 0; r < pids_.size(); ++r)
+    while (!std::filesystem::exists(folder_ / ("met." + std::to_string(r)))) {
+      if (has_ended(r)) return false;
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  return true;
+}
+
+bool Processes::has_ended(std::size_t rank) {
+  Ended& ended = ended_[rank];
+  int status = 0;
+  if (ended.at == decltype(Ended::at){} && ::waitpid(pids_[rank], &status, WNOHANG) > 0)
+    ended = {WIFEXITED(status) ? WEXITSTATUS(status) : -1, WIFSIGNALED(status) ? WTERMSIG(status) : 0,
+             std::chrono::steady_clock::now()};
+  return ended.at != decltype(Ended::at){};
+}
+
+std::vector<Processes::Ended> Processes::wait() {
+  for (bool all = false; !all;) {
+    all = true;
+    for (std::size_t r = 0; r < pids_.size(); ++r) all = has_ended(r) && all;
+    if (!all) std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return ended_;
+}
+
+}  // namespace lockstep::shm
