@@ -10,7 +10,7 @@
 #include <lockstep/os/file.h>
 #include <lockstep/profile/report/merge.h>
 #include <lockstep/profile/report/summary.h>
-#include <lockstep/profile/report_page.h>
+#include <lockstep/profile/report/report_page.h>
 #include <lockstep/schedule/schedule.h>
 #include <nlohmann/json.hpp>
 
