@@ -144,8 +144,8 @@ class CudaIpcBackend final : public PartBackend {
     const auto deadline = shm::Clock::now() + context.timeout;
     peers_ = std::make_shared<Peers>(*place.engine, context.rank, context.size(), device_, deadline);
     lane_ = std::make_shared<shm::Lane>(std::make_unique<cuda_ipc::Engine>(std::move(place.engine), peers_),
-                                        place.station);
-    auto messages = std::make_shared<shm::Messages>(*meeting_, *place.station, place.tuning.spin, lane_);
+                                        place.group_segment);
+    auto messages = std::make_shared<shm::Messages>(*meeting_, *place.group_segment, place.tuning.spin, lane_);
     mail_ = std::make_shared<Mail>(std::move(messages), peers_);
     init();
   }

@@ -34,7 +34,7 @@ class HierarchyBackend final : public PartBackend {
         links_(std::make_shared<C10dLinks>(std::move(between), far_ranks(context))) {
     const Hosts hosts(context.nodes, context.rank);
     std::unique_ptr<shm::Engine> inside;
-    std::shared_ptr<shm::Station> station;
+    std::shared_ptr<shm::GroupSegment> group_segment;
     std::chrono::nanoseconds spin{};
     if (hosts.neighbours().size() > 1) {
       auto options = shm_options(context);
@@ -43,7 +43,7 @@ class HierarchyBackend final : public PartBackend {
           c10::make_intrusive<c10d::PrefixStore>(fmt::format("host {}", hosts.host()), context.store);
       ShmPlace place(*store, hosts.place(), static_cast<int>(hosts.neighbours().size()), options);
       inside = std::move(place.engine);
-      station = std::move(place.station);
+      group_segment = std::move(place.group_segment);
       spin = place.tuning.spin;
     }
     shm::Meeting* meeting = inside ? &inside->meeting() : nullptr;
@@ -52,11 +52,11 @@ class HierarchyBackend final : public PartBackend {
     tuning.window = static_cast<std::size_t>(
         env::integer("LOCKSTEP_WINDOW", 64, 1 << 30).value_or(static_cast<std::int64_t>(tuning.window)));
     lane_ = std::make_shared<shm::Lane>(
-        std::make_unique<hierarchy::Engine>(hosts, std::move(inside), links_, station.get(), tuning),
-        station);
+        std::make_unique<hierarchy::Engine>(hosts, std::move(inside), links_, group_segment.get(), tuning),
+        group_segment);
     std::shared_ptr<shm::Messages> messages;
     if (meeting != nullptr)
-      messages = std::make_shared<shm::Messages>(*meeting, *station, spin, lane_, /*has_others=*/true);
+      messages = std::make_shared<shm::Messages>(*meeting, *group_segment, spin, lane_, /*has_others=*/true);
     mail_ = std::make_shared<Mail>(hosts, std::move(messages), meeting, links_);
     init();
   }

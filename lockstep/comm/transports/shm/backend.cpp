@@ -82,18 +82,18 @@ ShmPlace::ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& opt
     if (options.failed()) throw std::runtime_error("the job has failed");
   };
   const shm::Company company{options.local_ranks, options.threads, options.names};
-  station =
-      std::make_shared<shm::Station>(rank, size, company, words, shm::Clock::now() + options.timeout, check);
-  tuning = tuning_for(station->roomy(), size);
-  engine = std::make_unique<shm::Engine>(station->region(), rank, tuning, *station, options.names);
+  group_segment =
+      std::make_shared<shm::GroupSegment>(rank, size, company, words, shm::Clock::now() + options.timeout, check);
+  tuning = tuning_for(group_segment->roomy(), size);
+  engine = std::make_unique<shm::Engine>(group_segment->region(), rank, tuning, *group_segment, options.names);
 }
 
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ShmOptions& options)
     : PartBackend(rank, size), timeout_(options.timeout.count()) {
   ShmPlace place(*store, rank, size, options);
   auto& meeting = place.engine->meeting();
-  lane_ = std::make_shared<shm::Lane>(std::move(place.engine), place.station);
-  messages_ = std::make_shared<shm::Messages>(meeting, *place.station, place.tuning.spin, lane_);
+  lane_ = std::make_shared<shm::Lane>(std::move(place.engine), place.group_segment);
+  messages_ = std::make_shared<shm::Messages>(meeting, *place.group_segment, place.tuning.spin, lane_);
   init();
 }
 

@@ -9,7 +9,7 @@
 #include <lockstep/comm/transports/shm/engine/fork.h>
 #include <lockstep/comm/transports/shm/engine/lane.h>
 #include <lockstep/comm/transports/shm/engine/messages.h>
-#include <lockstep/comm/transports/shm/engine/station.h>
+#include <lockstep/comm/transports/shm/engine/group_segment.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace lockstep::detail {
@@ -29,7 +29,7 @@ ShmOptions shm_options(const TransportContext& context);
 // Where a group's ranks of one host meet.
 struct ShmPlace {
   ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& options);
-  std::shared_ptr<shm::Station> station;  // the engine needs it as long as it lives
+  std::shared_ptr<shm::GroupSegment> group_segment;  // the engine needs it as long as it lives
   shm::Engine::Tuning tuning;
   std::unique_ptr<shm::Engine> engine;
 };

@@ -50,12 +50,12 @@ Member join(const std::filesystem::path& folder, const std::string& name, int ra
   Member member;
   member.rank = rank;
   member.ranks = ranks;
-  member.station =
-      std::make_shared<Station>(rank, ranks, Company{}, words, Clock::now() + seconds(60), [] {});
-  auto engine = std::make_unique<Engine>(member.station->region(), rank, tuning, *member.station);
+  member.group_segment =
+      std::make_shared<GroupSegment>(rank, ranks, Company{}, words, Clock::now() + seconds(60), [] {});
+  auto engine = std::make_unique<Engine>(member.group_segment->region(), rank, tuning, *member.group_segment);
   auto& meeting = engine->meeting();
-  member.lane = std::make_shared<Lane>(std::move(engine), member.station);
-  member.messages = std::make_shared<Messages>(meeting, *member.station, tuning.spin, member.lane);
+  member.lane = std::make_shared<Lane>(std::move(engine), member.group_segment);
+  member.messages = std::make_shared<Messages>(meeting, *member.group_segment, tuning.spin, member.lane);
   return member;
 }
 

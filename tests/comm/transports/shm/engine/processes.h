@@ -12,7 +12,7 @@
 
 #include <lockstep/comm/transports/shm/engine/lane.h>
 #include <lockstep/comm/transports/shm/engine/messages.h>
-#include <lockstep/comm/transports/shm/engine/station.h>
+#include <lockstep/comm/transports/shm/engine/group_segment.h>
 
 #include "support/folder.h"
 
@@ -24,7 +24,7 @@ constexpr int kLost = 7, kWrong = 8;
 // One rank's end.
 struct Member {
   int rank = 0, ranks = 1;
-  std::shared_ptr<Station> station;
+  std::shared_ptr<GroupSegment> group_segment;
   std::shared_ptr<Lane> lane;
   std::shared_ptr<Messages> messages;
 

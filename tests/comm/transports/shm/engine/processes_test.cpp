@@ -251,7 +251,7 @@ TEST(ShmProcesses, a_rank_that_dies_while_a_group_is_made_is_named) {
         return get(key);
       };
     try {
-      Station second(member.rank, member.ranks, {}, words, Clock::now() + seconds(60), [] {});
+      GroupSegment second(member.rank, member.ranks, {}, words, Clock::now() + seconds(60), [] {});
     } catch (const PeerLost& lost) {
       return lost.rank == 1 ? kLost : kWrong;
     }

@@ -30,12 +30,12 @@ struct Company {
   int name(int rank) const { return names.empty() ? rank : names.at(static_cast<std::size_t>(rank)); }
 };
 
-class Station final : public Memory {
+class GroupSegment final : public Memory {
  public:
   // Meets the others. check is called now and then while it waits, and throws to end that.
-  Station(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
+  GroupSegment(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
           const std::function<void()>& check);
-  ~Station() override;
+  ~GroupSegment() override;
 
   // Whether every rank has a processor for each of its threads, so that waiting may keep one for a moment. As
   // rank 0 sees it, and so the same on every rank.

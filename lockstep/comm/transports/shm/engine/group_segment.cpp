@@ -1,4 +1,4 @@
-#include <lockstep/comm/transports/shm/engine/station.h>
+#include <lockstep/comm/transports/shm/engine/group_segment.h>
 
 #include <sched.h>
 
@@ -37,7 +37,7 @@ struct Offer {
 
 }  // namespace
 
-Station::Station(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
+GroupSegment::GroupSegment(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
                  const std::function<void()>& check)
     : rank_(rank), ranks_(ranks) {
   auto key = [](int each) { return fmt::format("rank {}", each); };
@@ -72,7 +72,7 @@ Station::Station(int rank, int ranks, const Company& company, const Words& words
   }
 }
 
-void Station::meet(std::uint32_t stage, const Company& company, Clock::time_point deadline,
+void GroupSegment::meet(std::uint32_t stage, const Company& company, Clock::time_point deadline,
                    const std::function<void()>& check) {
   Line& line = region().line(rank_);
   line.joined.store(stage, std::memory_order_seq_cst);
@@ -91,11 +91,11 @@ void Station::meet(std::uint32_t stage, const Company& company, Clock::time_poin
   }
 }
 
-Station::~Station() {
+GroupSegment::~GroupSegment() {
   if (fork_generation() == generation_) Holder::let_go(region().line(rank_).alive);
 }
 
-bool Station::has_room(const Company& company) const {
+bool GroupSegment::has_room(const Company& company) const {
   const int threads = std::max(company.threads, 1), local_ranks = company.local_ranks;
   const bool bound = std::any_of(processors_.begin(), processors_.end(),
                                  [&](const auto& each) { return each != processors_[0]; });
@@ -109,7 +109,7 @@ bool Station::has_room(const Company& company) const {
   return needed <= all && (!quota || static_cast<double>(std::max(ranks_, local_ranks) * threads) <= *quota);
 }
 
-char* Station::map(int rank, Place place, std::size_t bytes, const Patience& patience) {
+char* GroupSegment::map(int rank, Place place, std::size_t bytes, const Patience& patience) {
   try {
     return peers_[static_cast<std::size_t>(rank)]->map(place, bytes, [&] { patience.check(); });
   } catch (const Error& error) {
