@@ -9,7 +9,7 @@
 #include <lockstep/comm/group.h>
 #include <lockstep/comm/group/group_state.h>
 #include <lockstep/comm/job/world_state.h>
-#include <lockstep/comm/transports/shm/engine/post.h>
+#include <lockstep/comm/transports/shm/engine/segment_server.h>
 
 namespace lockstep {
 namespace {
@@ -18,7 +18,7 @@ namespace {
 struct Offer {
   std::uint64_t id = 0;
   ~Offer() {
-    if (id != 0) shm::Post::instance().withdraw(id);
+    if (id != 0) shm::SegmentServer::instance().withdraw(id);
   }
 };
 
@@ -46,8 +46,8 @@ at::Tensor Group::share(at::IntArrayRef sizes, at::ScalarType dtype, Site site) 
   if (rank() == 0) {
     try {
       segment = shm::Segment::make(std::max<std::size_t>(static_cast<std::size_t>(bytes), 1));
-      offer.id = shm::Post::instance().offer(segment);
-      word = fmt::format("{} {} {}", shm::Post::instance().name(), offer.id, wanted);
+      offer.id = shm::SegmentServer::instance().offer(segment);
+      word = fmt::format("{} {} {}", shm::SegmentServer::instance().name(), offer.id, wanted);
     } catch (const std::exception& error) {
       failure = error.what();
     }

@@ -31,7 +31,7 @@ std::string own_processors() {
 struct Offer {
   std::uint64_t id = 0;
   ~Offer() {
-    if (id != 0) Post::instance().withdraw(id);
+    if (id != 0) SegmentServer::instance().withdraw(id);
   }
 };
 
@@ -45,9 +45,9 @@ GroupSegment::GroupSegment(int rank, int ranks, const Company& company, const Wo
   if (rank == 0) {
     segment_ = Segment::make(Region::size_for(ranks));
     region().prepare();
-    offer.id = Post::instance().offer(segment_);
+    offer.id = SegmentServer::instance().offer(segment_);
   }
-  words.set(key(rank), fmt::format("{} {} {}", Post::instance().name(), own_processors(), offer.id));
+  words.set(key(rank), fmt::format("{} {} {}", SegmentServer::instance().name(), own_processors(), offer.id));
   for (int r = 0; r < ranks; ++r) {
     std::istringstream word(words.get(key(r)));
     std::string name;

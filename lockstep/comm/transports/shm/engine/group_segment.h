@@ -9,7 +9,7 @@
 
 #include <lockstep/comm/transports/shm/engine/engine.h>
 #include <lockstep/comm/transports/shm/engine/fork.h>
-#include <lockstep/comm/transports/shm/engine/post.h>
+#include <lockstep/comm/transports/shm/engine/segment_server.h>
 
 namespace lockstep::shm {
 

@@ -1,4 +1,4 @@
-#include <lockstep/comm/transports/shm/engine/post.h>
+#include <lockstep/comm/transports/shm/engine/segment_server.h>
 
 #include <poll.h>
 #include <pthread.h>
@@ -74,11 +74,11 @@ control::Fd receive_all(int fd, void* data, std::size_t bytes, const Check& chec
 
 }  // namespace
 
-Post& Post::instance() {
-  return of_this_process<Post>([] { return new Post; });
+SegmentServer& SegmentServer::instance() {
+  return of_this_process<SegmentServer>([] { return new SegmentServer; });
 }
 
-Post::Post() : next_(kOffered) {
+SegmentServer::SegmentServer() : next_(kOffered) {
   unsigned char random[16];
   if (::getrandom(random, sizeof random, 0) != sizeof random) throw Error("no random numbers for a name");
   name_ = "lockstep/shm/";
@@ -90,25 +90,25 @@ Post::Post() : next_(kOffered) {
   detail::start_thread("shared memory", [this] { serve(); }).detach();
 }
 
-std::uint64_t Post::offer(std::shared_ptr<Segment> segment) {
+std::uint64_t SegmentServer::offer(std::shared_ptr<Segment> segment) {
   std::lock_guard lock(mutex_);
   offered_[next_] = std::move(segment);
   return next_++;
 }
 
-void Post::withdraw(std::uint64_t id) {
+void SegmentServer::withdraw(std::uint64_t id) {
   std::lock_guard lock(mutex_);
   offered_.erase(id);
 }
 
-std::shared_ptr<Segment> Post::find(std::uint64_t id) {
+std::shared_ptr<Segment> SegmentServer::find(std::uint64_t id) {
   if (id < kOffered) return Arena::instance().segment(id);
   std::lock_guard lock(mutex_);
   auto found = offered_.find(id);
   return found == offered_.end() ? nullptr : found->second;
 }
 
-void Post::serve() {
+void SegmentServer::serve() {
   struct Caller {
     control::Fd fd;
     std::string in = {};

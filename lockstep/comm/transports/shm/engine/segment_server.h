@@ -15,9 +15,9 @@
 namespace lockstep::shm {
 
 // This process's end. It is never destroyed, and neither is its thread.
-class Post {
+class SegmentServer {
  public:
-  static Post& instance();
+  static SegmentServer& instance();
 
   const std::string& name() const { return name_; }  // of the socket
   // A segment beside the arena's, until it is withdrawn.
@@ -25,7 +25,7 @@ class Post {
   void withdraw(std::uint64_t id);
 
  private:
-  Post();
+  SegmentServer();
   void serve();
   std::shared_ptr<Segment> find(std::uint64_t id);
 
