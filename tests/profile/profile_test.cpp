@@ -176,7 +176,7 @@ TEST(ProfileClocks, hosts_are_aligned_by_the_collectives_they_share) {
   }
   std::vector profiles{here.profile, there.profile};
   const auto bounds = clock_bounds(profiles, "other", "boot");
-  EXPECT_EQ(bounds.meetings, 20u);
+  EXPECT_EQ(bounds.arrivals_of, 20u);
   EXPECT_LE(bounds.least, -ahead);
   EXPECT_GE(bounds.most, -ahead);
   align_clocks(profiles);

@@ -42,7 +42,7 @@ constexpr milliseconds kFailureLimit(300);
 constexpr std::chrono::seconds kFirstLine(60);
 
 // Of this process, until it ends: another World of it meets the others through the same ones.
-struct Meeting {
+struct AgentConnection {
   const pid_t process = ::getpid();
   std::mutex mutex;
   std::string name;
@@ -51,10 +51,10 @@ struct Meeting {
   int worlds = 0;
 };
 
-Meeting& meeting() {
+AgentConnection& agent_connection() {
   // Never destroyed: threads of others may still use it while we end. A child of fork() has one of its own.
-  static std::atomic<Meeting*> the = new Meeting;
-  if (the.load()->process != ::getpid()) the = new Meeting;
+  static std::atomic<AgentConnection*> the = new AgentConnection;
+  if (the.load()->process != ::getpid()) the = new AgentConnection;
   return *the;
 }
 
@@ -156,12 +156,12 @@ std::string agent_name(const Identity& identity) {
   return fmt::format("lockstep/{}/{}", ::getuid(), identity.job).substr(0, 100);
 }
 
-control::Fd connect_to_agent(Meeting& meeting, const Identity& identity, milliseconds timeout) {
+control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& identity, milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   for (;;) {
-    if (auto socket = control::connect_local(meeting.name)) {
+    if (auto socket = control::connect_local(agent_connection.name)) {
       if (!control::is_own(socket->get()))
-        throw ConfigError(fmt::format("the socket @{} is held by another user (uid {})", meeting.name,
+        throw ConfigError(fmt::format("the socket @{} is held by another user (uid {})", agent_connection.name,
                                       control::peer_of(socket->get()).uid));
       return std::move(*socket);
     }
@@ -171,10 +171,10 @@ control::Fd connect_to_agent(Meeting& meeting, const Identity& identity, millise
           "or this process is in another network namespace than lockstep run",
           identity.agent));
     try {
-      auto options = agent_options(identity, meeting.name, timeout);
+      auto options = agent_options(identity, agent_connection.name, timeout);
       const bool publishes = identity.store_is_served && options.head && options.link;
-      meeting.agent = new control::Agent(std::move(options));  // until the process ends
-      if (publishes) TorchrunStore(identity, timeout).publish(meeting.agent->address());
+      agent_connection.agent = new control::Agent(std::move(options));  // until the process ends
+      if (publishes) TorchrunStore(identity, timeout).publish(agent_connection.agent->address());
     } catch (const control::NameInUse&) {
       // Another rank was faster. It listens in a moment.
       if (Clock::now() >= deadline) throw;
@@ -195,7 +195,7 @@ void tell_about_threads(const Identity& identity, const control::Welcome& welcom
 
 // Whoever holds the agent is needed until the others have heard.
 void stay_for_others(int world, milliseconds limit) {
-  control::Agent* agent = meeting().agent;
+  control::Agent* agent = agent_connection().agent;
   const auto deadline = Clock::now() + limit;
   while (agent && !agent->deserted(world) && Clock::now() < deadline)
     std::this_thread::sleep_for(milliseconds(2));
@@ -203,7 +203,7 @@ void stay_for_others(int world, milliseconds limit) {
 
 // And as long as they work: without it they could not go on.
 void stay_while_others_work(int world, const Client& client) {
-  control::Agent* agent = meeting().agent;
+  control::Agent* agent = agent_connection().agent;
   const auto start = Clock::now();
   auto next_line = kFirstLine;
   while (agent && !agent->deserted(world) && client.usable()) {
@@ -239,7 +239,7 @@ std::vector<int> not_there(c10d::Store& store, const Key& key, const std::vector
 Membership join_job(Identity& identity, milliseconds timeout,
                     std::function<void(const control::Failure&)> on_failure) {
   const auto start = Clock::now();
-  Meeting& meet = meeting();
+  AgentConnection& meet = agent_connection();
   std::lock_guard lock(meet.mutex);
   const auto name = agent_name(identity);
   if (identity.threads && *identity.threads != at::get_num_threads()) at::set_num_threads(*identity.threads);
@@ -291,7 +291,7 @@ Membership join_job(Identity& identity, milliseconds timeout,
 }
 
 void leave_job(Client& client, bool in_order) noexcept {
-  const int world = meeting().worlds - 1;
+  const int world = agent_connection().worlds - 1;
   client.leave();
   if (in_order) stay_while_others_work(world, client);
   stay_for_others(world, kFailureLimit);

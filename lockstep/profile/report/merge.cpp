@@ -24,15 +24,15 @@ using Meetings =
     std::map<std::pair<std::int64_t, std::uint64_t>, std::vector<Attendance>>;  // group, sequence
 
 Meetings meetings_of(const std::vector<RankProfile>& profiles, const std::string& boot) {
-  Meetings meetings;
+  Meetings arrivals_of;
   for (const auto& profile : profiles) {
     if (profile.boot != boot) continue;
     for (const auto& transfer : profile.transfers)
       if (meets_all(transfer.operation) && !transfer.unfinished)
-        meetings[{profile.groups[static_cast<std::size_t>(transfer.group)].key, transfer.sequence}].push_back(
+        arrivals_of[{profile.groups[static_cast<std::size_t>(transfer.group)].key, transfer.sequence}].push_back(
             {profile.origin + transfer.begin, profile.origin + transfer.end});
   }
-  return meetings;
+  return arrivals_of;
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ ClockBounds clock_bounds(const std::vector<RankProfile>& profiles, const std::st
   for (const auto& [which, them] : theirs) {
     const auto found = ours.find(which);
     if (found == ours.end()) continue;
-    ++bounds.meetings;
+    ++bounds.arrivals_of;
     for (const auto& they : them)
       for (const auto& we : found->second) {
         bounds.most = std::min(bounds.most, we.end - they.begin);
@@ -62,7 +62,7 @@ void align_clocks(std::vector<RankProfile>& profiles) {
   std::map<std::string, std::int64_t> behind;
   for (const auto& boot : boots) {
     const auto bounds = clock_bounds(profiles, boot, reference);
-    if (bounds.meetings > 0) {
+    if (bounds.arrivals_of > 0) {
       behind[boot] = bounds.least + (bounds.most - bounds.least) / 2;
       continue;
     }

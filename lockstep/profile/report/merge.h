@@ -17,7 +17,7 @@ void align_clocks(std::vector<RankProfile>& profiles);
 // The difference that two hosts' clocks can have at most and at least, and how often they met.
 struct ClockBounds {
   std::int64_t least = 0, most = 0;
-  std::size_t meetings = 0;
+  std::size_t arrivals_of = 0;
 };
 ClockBounds clock_bounds(const std::vector<RankProfile>& profiles, const std::string& boot,
                          const std::string& reference);

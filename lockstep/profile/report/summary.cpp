@@ -11,7 +11,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/profile/record/intervals.h>
-#include <lockstep/profile/report/meetings.h>
+#include <lockstep/profile/report/arrivals.h>
 
 namespace lockstep::profile {
 
@@ -124,7 +124,7 @@ using Kinds = std::map<std::tuple<Operation, std::string, std::string, std::int6
 // One rank's steps, and what they add to the collectives.
 class RankSteps {
  public:
-  RankSteps(const RankProfile& profile, const Met& met, std::int64_t zero)
+  RankSteps(const RankProfile& profile, const ArrivalsByCollective& met, std::int64_t zero)
       : profile_(profile), met_(met), zero_(zero), pieces_(Walk(profile).run()) {
     Intervals waits;
     for (const auto& piece : pieces_)
@@ -202,7 +202,7 @@ class RankSteps {
 
  private:
   const RankProfile& profile_;
-  const Met& met_;
+  const ArrivalsByCollective& met_;
   const std::int64_t zero_;
   const std::vector<Piece> pieces_;
   Intervals waits_, under_way_, for_others_, backward_elsewhere_;
@@ -292,7 +292,7 @@ void find_slowest(Summary& summary) {
 }
 
 // Of collectives that more than one rank has recorded.
-void add_arrivals(Kinds& kinds, const std::vector<RankProfile>& profiles, const Met& met) {
+void add_arrivals(Kinds& kinds, const std::vector<RankProfile>& profiles, const ArrivalsByCollective& met) {
   for (const auto& profile : profiles) {
     std::map<CollectiveSummary*, ArrivalSummary> mine;
     std::map<CollectiveSummary*, double> count;
@@ -318,10 +318,10 @@ void add_arrivals(Kinds& kinds, const std::vector<RankProfile>& profiles, const 
   }
 }
 
-void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profiles, const Met& met,
+void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profiles, const ArrivalsByCollective& met,
                         Kinds kinds) {
   std::map<std::tuple<Operation, std::string, std::string, std::int64_t>, std::vector<double>> times;
-  std::set<std::pair<Meeting, Operation>> seen;
+  std::set<std::pair<CollectiveKey, Operation>> seen;
   for (const auto& profile : profiles)
     for (const auto& transfer : profile.transfers) {
       const auto& group = group_of(profile, transfer);
@@ -331,7 +331,7 @@ void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profil
         list.push_back(milliseconds(transfer.end - transfer.begin));
         continue;
       }
-      const Meeting meeting{group.key, transfer.sequence};
+      const CollectiveKey meeting{group.key, transfer.sequence};
       if (transfer.unfinished || !seen.insert({meeting, transfer.operation}).second) continue;
       const auto& arrivals = met.at(meeting);
       list.push_back(milliseconds(arrivals.last_end - arrivals.last().begin));
@@ -392,7 +392,7 @@ Summary summarize(const std::vector<RankProfile>& profiles) {
     if (std::find(summary.hosts.begin(), summary.hosts.end(), profile.host) == summary.hosts.end())
       summary.hosts.push_back(profile.host);
   }
-  const auto met = meetings(profiles);
+  const auto met = arrivals_of(profiles);
   Kinds kinds;
   double samples = 0, tokens = 0, peak_flops = 0, flops = 0;
   for (const auto& profile : profiles) {

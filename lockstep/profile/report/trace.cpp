@@ -9,7 +9,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/profile/report/meetings.h>
+#include <lockstep/profile/report/arrivals.h>
 #include <lockstep/profile/report/merge.h>
 #include <nlohmann/json.hpp>
 
@@ -96,7 +96,7 @@ class Writer {
       : profiles_(profiles), file_(file) {
     zero_ = profiles.front().origin;
     for (const auto& profile : profiles) zero_ = std::min(zero_, profile.origin);
-    met_ = meetings(profiles);
+    met_ = arrivals_of(profiles);
   }
 
   void run() {
@@ -248,7 +248,7 @@ class Writer {
   const std::vector<RankProfile>& profiles_;
   Zipped file_;
   std::int64_t zero_ = 0;
-  Met met_;
+  ArrivalsByCollective met_;
   bool first_ = true;
   std::uint64_t arrows_ = 0;
   std::map<std::tuple<std::int64_t, int, int, std::string, std::int64_t>, std::vector<Drawn>> messages_;

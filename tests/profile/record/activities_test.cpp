@@ -12,7 +12,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/profile/record/activities.h>
 #include <lockstep/profile/record/recorder.h>
-#include <lockstep/profile/report/meetings.h>
+#include <lockstep/profile/report/arrivals.h>
 #include <lockstep/profile/report/merge.h>
 #include <nlohmann/json.hpp>
 

@@ -140,12 +140,12 @@ class CudaIpcBackend final : public PartBackend {
     cuda_ipc::Arena::make_room = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
     auto options = shm_options(context);
     ShmPlace place(*context.store, context.rank, context.size(), options);
-    meeting_ = &place.engine->meeting();
+    barrier_ = &place.engine->barrier();
     const auto deadline = shm::Clock::now() + context.timeout;
     peers_ = std::make_shared<Peers>(*place.engine, context.rank, context.size(), device_, deadline);
     lane_ = std::make_shared<shm::Lane>(std::make_unique<cuda_ipc::Engine>(std::move(place.engine), peers_),
                                         place.group_segment);
-    auto messages = std::make_shared<shm::Messages>(*meeting_, *place.group_segment, place.tuning.spin, lane_);
+    auto messages = std::make_shared<shm::Messages>(*barrier_, *place.group_segment, place.tuning.spin, lane_);
     mail_ = std::make_shared<Mail>(std::move(messages), peers_);
     init();
   }
@@ -176,7 +176,7 @@ class CudaIpcBackend final : public PartBackend {
   void leave() {
     // A child that was forked has the memory and none of the threads: what it does is not this rank's doing.
     if (shm::fork_generation() != generation_ || left_.exchange(true)) return;
-    if (!peers_->finish(*meeting_, shm::Clock::now() + timeout_.load(), interrupted_) && !interrupted_)
+    if (!peers_->finish(*barrier_, shm::Clock::now() + timeout_.load(), interrupted_) && !interrupted_)
       log(LogLevel::warn,
           "rank {} leaves a group of {} while its GPU is still busy for it: a rank is gone, or {} ms, the "
           "group's timeout, are over",
@@ -236,7 +236,7 @@ class CudaIpcBackend final : public PartBackend {
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<bool> interrupted_ = false, left_ = false;
   std::shared_ptr<Peers> peers_;
-  shm::Meeting* meeting_ = nullptr;  // the lane's
+  shm::Barrier* barrier_ = nullptr;  // the lane's
   std::shared_ptr<shm::Lane> lane_;
   std::shared_ptr<Mail> mail_;
 };

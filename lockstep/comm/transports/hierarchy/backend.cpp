@@ -46,7 +46,7 @@ class HierarchyBackend final : public PartBackend {
       group_segment = std::move(place.group_segment);
       spin = place.tuning.spin;
     }
-    shm::Meeting* meeting = inside ? &inside->meeting() : nullptr;
+    shm::Barrier* barrier = inside ? &inside->barrier() : nullptr;
     hierarchy::Engine::Tuning tuning;
     // To measure other values; ranks that have different ones are told.
     tuning.window = static_cast<std::size_t>(
@@ -55,9 +55,9 @@ class HierarchyBackend final : public PartBackend {
         std::make_unique<hierarchy::Engine>(hosts, std::move(inside), links_, group_segment.get(), tuning),
         group_segment);
     std::shared_ptr<shm::Messages> messages;
-    if (meeting != nullptr)
-      messages = std::make_shared<shm::Messages>(*meeting, *group_segment, spin, lane_, /*has_others=*/true);
-    mail_ = std::make_shared<Mail>(hosts, std::move(messages), meeting, links_);
+    if (barrier != nullptr)
+      messages = std::make_shared<shm::Messages>(*barrier, *group_segment, spin, lane_, /*has_others=*/true);
+    mail_ = std::make_shared<Mail>(hosts, std::move(messages), barrier, links_);
     init();
   }
   ~HierarchyBackend() override {

@@ -8,7 +8,7 @@
 #include <lockstep/base/quiet_threads.h>
 #include <lockstep/comm/group/error_text.h>
 #include <lockstep/comm/group/pending.h>
-#include <lockstep/comm/transports/shm/engine/meeting.h>
+#include <lockstep/comm/transports/shm/engine/barrier.h>
 
 namespace lockstep::hierarchy {
 namespace {

@@ -91,9 +91,9 @@ ShmPlace::ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& opt
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ShmOptions& options)
     : PartBackend(rank, size), timeout_(options.timeout.count()) {
   ShmPlace place(*store, rank, size, options);
-  auto& meeting = place.engine->meeting();
+  auto& barrier = place.engine->barrier();
   lane_ = std::make_shared<shm::Lane>(std::move(place.engine), place.group_segment);
-  messages_ = std::make_shared<shm::Messages>(meeting, *place.group_segment, place.tuning.spin, lane_);
+  messages_ = std::make_shared<shm::Messages>(barrier, *place.group_segment, place.tuning.spin, lane_);
   init();
 }
 

@@ -88,10 +88,10 @@ Peers::Peers(shm::Engine& host, int its_rank, int its_ranks, int its_device, Clo
   exchange.meet(deadline);  // nobody leaves before all have opened what it showed them
 }
 
-bool Peers::finish(const shm::Meeting& meeting, Clock::time_point deadline, const std::atomic<bool>& stop) {
+bool Peers::finish(const shm::Barrier& barrier, Clock::time_point deadline, const std::atomic<bool>& stop) {
   // Who has left in order has seen its own device finish.
   auto is_broken = [&](int r) {
-    return r != rank && meeting.lost(r) && meeting.region().line(r).presence != shm::Line::kLeft;
+    return r != rank && barrier.lost(r) && barrier.region().line(r).presence != shm::Line::kLeft;
   };
   auto wait_is_over = [&] {
     if (stop || Clock::now() >= deadline) return true;

@@ -39,7 +39,7 @@ struct Peers {
   // Until the device has done what this rank gave it: others read from here, behind events, and not from a
   // process that has ended. False where it has not: at the deadline, when `stop` says so, or when a rank died
   // or gave up, for which it may wait for ever. Then the tracks are not used again.
-  bool finish(const shm::Meeting& meeting, Clock::time_point deadline, const std::atomic<bool>& stop);
+  bool finish(const shm::Barrier& barrier, Clock::time_point deadline, const std::atomic<bool>& stop);
 
   const int rank, ranks, device;
   bool one_device = true;  // all have the same

@@ -39,7 +39,7 @@ class Inside {
 
   // Of what is waited for elsewhere, in this host's eyes.
   void waits_elsewhere(std::optional<int> rank) {
-    if (engine_) engine_->meeting().waits_elsewhere(rank);
+    if (engine_) engine_->barrier().waits_elsewhere(rank);
   }
   void give_up() noexcept {
     if (engine_) engine_->give_up();

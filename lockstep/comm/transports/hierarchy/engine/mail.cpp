@@ -25,11 +25,11 @@ constexpr std::chrono::seconds kMailFarewell(1);
 
 }  // namespace
 
-Mail::Mail(Hosts hosts, std::shared_ptr<shm::Messages> inside, const shm::Meeting* meeting,
+Mail::Mail(Hosts hosts, std::shared_ptr<shm::Messages> inside, const shm::Barrier* barrier,
            std::shared_ptr<Links> links)
     : hosts_(std::move(hosts)),
       inside_(std::move(inside)),
-      meeting_(meeting),
+      barrier_(barrier),
       links_(std::move(links)),
       next_id_(static_cast<std::size_t>(hosts_.size())) {}
 
@@ -235,7 +235,7 @@ void Mail::finish(Lock& lock, Item& item, Clock::time_point deadline) {
 std::exception_ptr Mail::lost(const Item& item) const {
   try {
     auto trouble = links_->lost(item.peer);
-    const bool neighbours_too = item.peer != kAnySource || meeting_ == nullptr || meeting_->lost(kAnySource);
+    const bool neighbours_too = item.peer != kAnySource || barrier_ == nullptr || barrier_->lost(kAnySource);
     return neighbours_too ? trouble : nullptr;
   } catch (...) {
     return std::current_exception();

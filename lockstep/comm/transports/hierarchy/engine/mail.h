@@ -44,7 +44,7 @@ class Mail : public std::enable_shared_from_this<Mail> {
   using ItemPtr = std::shared_ptr<Item>;
 
   // inside: null where this rank is alone on its host; meeting: that of its ranks.
-  Mail(Hosts hosts, std::shared_ptr<shm::Messages> inside, const shm::Meeting* meeting,
+  Mail(Hosts hosts, std::shared_ptr<shm::Messages> inside, const shm::Barrier* barrier,
        std::shared_ptr<Links> links);
   ~Mail();
 
@@ -76,7 +76,7 @@ class Mail : public std::enable_shared_from_this<Mail> {
 
   const Hosts hosts_;
   const std::shared_ptr<shm::Messages> inside_;
-  const shm::Meeting* const meeting_;
+  const shm::Barrier* const barrier_;
   const std::shared_ptr<Links> links_;
 
   std::mutex mutex_;

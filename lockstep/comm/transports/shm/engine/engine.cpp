@@ -24,7 +24,7 @@ bool in_pieces(Operation o) {
 }  // namespace
 
 Engine::Engine(Region region, int rank, Tuning tuning, Memory& memory, std::vector<int> names)
-    : meeting_(region, rank, tuning.spin, std::move(names)),
+    : barrier_(region, rank, tuning.spin, std::move(names)),
       tuning_(tuning),
       memory_(memory),
       round_(std::make_unique<Round>()) {}
@@ -37,7 +37,7 @@ Engine::~Engine() {
 void Engine::give_up() noexcept {
   stage_ = nullptr;
   old_stages_.clear();
-  meeting_.leave(under_way_ ? Line::kFailed : Line::kLeft);
+  barrier_.leave(under_way_ ? Line::kFailed : Line::kLeft);
 }
 
 char* Engine::stage(std::size_t bytes) {
@@ -50,30 +50,30 @@ char* Engine::stage(std::size_t bytes) {
     stage_place_ = memory_.find(stage_, 2 * stage_size_);
     stage_is_new_ = true;
   }
-  return stage_ + stage_size_ * ((meeting_.step() + 1) % 2);
+  return stage_ + stage_size_ * ((barrier_.step() + 1) % 2);
 }
 
 void Engine::come() {
   // Nobody is in the step before the last any more: its chunks are all taken.
-  if (meeting_.rank() == 0) {
-    Claims& next = meeting_.region().claims(meeting_.step() + 1);
+  if (barrier_.rank() == 0) {
+    Claims& next = barrier_.region().claims(barrier_.step() + 1);
     next.taken.store(0, std::memory_order_relaxed);
     next.finished.store(0, std::memory_order_relaxed);
   }
-  meeting_.arrive();
+  barrier_.arrive();
 }
 
 void Engine::meet(Clock::time_point deadline) {
-  meeting_.await_all(deadline);
+  barrier_.await_all(deadline);
   for (char* old : std::exchange(old_stages_, {})) memory_.free(old);
 }
 
 void Engine::begin(Part& part) {
   if (!part.refusal.empty()) return begin_refused(part);
   const Call& call = part.call;
-  const int rank = meeting_.rank(), ranks = meeting_.ranks();
+  const int rank = barrier_.rank(), ranks = barrier_.ranks();
   Round& op = *round_;
-  op.start(part, meeting_.step() + 1, at(ranks));
+  op.start(part, barrier_.step() + 1, at(ranks));
   op.window = round_up(tuning_.chunk, kCacheLine);
 
   auto add = [&](const void* data, std::int64_t elements) {
@@ -110,7 +110,7 @@ void Engine::begin(Part& part) {
     op.window = std::min(op.window, round_up(op.length(longest), kCacheLine));
   }
 
-  const auto& region = meeting_.region();
+  const auto& region = barrier_.region();
   Header& header = region.header(rank, op.first_step);
   detail::Digest digest;
   digest.add(operations_++)
@@ -150,8 +150,8 @@ void Engine::begin(Part& part) {
 
 // The others see that this rank's digest is not theirs.
 void Engine::begin_refused(Part& part) {
-  round_->start(part, meeting_.step() + 1, at(meeting_.ranks()));
-  Header& header = meeting_.region().header(meeting_.rank(), round_->first_step);
+  round_->start(part, barrier_.step() + 1, at(barrier_.ranks()));
+  Header& header = barrier_.region().header(barrier_.rank(), round_->first_step);
   header = {};
   header.digest = detail::Digest().add(operations_++).add(std::string("refused")).value();
   under_way_ = true;
@@ -169,8 +169,8 @@ void Engine::tell_stage(Header& header) const {
 // Whether there is any.
 bool Engine::meet_new_stages(std::uint64_t step, Clock::time_point deadline) {
   bool any = false;
-  for (int r = 0; r < meeting_.ranks(); ++r) {
-    const Header& header = meeting_.region().header(r, step);
+  for (int r = 0; r < barrier_.ranks(); ++r) {
+    const Header& header = barrier_.region().header(r, step);
     if (header.stage_is_new == 0) continue;
     any = true;
     Source met;
@@ -180,9 +180,9 @@ bool Engine::meet_new_stages(std::uint64_t step, Clock::time_point deadline) {
 }
 
 void Engine::find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline) {
-  if (header.stage_segment == 0 || rank == meeting_.rank()) return;
+  if (header.stage_segment == 0 || rank == barrier_.rank()) return;
   source.stage = memory_.map(rank, {header.stage_segment, header.stage_offset}, 2 * header.stage_size,
-                             {meeting_, deadline});
+                             {barrier_, deadline});
   source.stage_size = header.stage_size;
 }
 
@@ -199,8 +199,8 @@ void Engine::finish(Part& part, Clock::time_point deadline) {
 }
 
 void Engine::check(const Round& op, Clock::time_point deadline) {
-  const auto& region = meeting_.region();
-  const int ranks = meeting_.ranks();
+  const auto& region = barrier_.region();
+  const int ranks = barrier_.ranks();
   bool same = true;
   for (int r = 1; r < ranks; ++r)
     same = same && region.header(r, op.first_step).digest == region.header(0, op.first_step).digest;
@@ -219,7 +219,7 @@ void Engine::check(const Round& op, Clock::time_point deadline) {
   meet(deadline);
   std::vector<Call> calls;
   std::vector<const Call*> pointers;
-  for (int r = 0; r < ranks; ++r) calls.push_back(detail::unpack(region.packed(r, meeting_.step()), ranks));
+  for (int r = 0; r < ranks; ++r) calls.push_back(detail::unpack(region.packed(r, barrier_.step()), ranks));
   for (const Call& call : calls) pointers.push_back(&call);
   under_way_ = false;  // nobody goes on with it
   if (const auto text = refusals(); !text.empty()) throw detail::Refused(text);
@@ -229,10 +229,10 @@ void Engine::check(const Round& op, Clock::time_point deadline) {
 
 // For the step that this rank comes to next.
 void Engine::tell_call(const Part& part) {
-  const auto step = meeting_.step() + 1;
+  const auto step = barrier_.step() + 1;
   const auto packed = detail::pack(part.call);
-  std::copy(packed.begin(), packed.end(), meeting_.region().packed(meeting_.rank(), step).begin());
-  const auto text = meeting_.region().refusal(meeting_.rank(), step);
+  std::copy(packed.begin(), packed.end(), barrier_.region().packed(barrier_.rank(), step).begin());
+  const auto text = barrier_.region().refusal(barrier_.rank(), step);
   const auto length = std::min(part.refusal.size(), text.size() - 1);
   std::copy_n(part.refusal.begin(), length, text.begin());
   text[length] = '\0';
@@ -240,21 +240,21 @@ void Engine::tell_call(const Part& part) {
 
 // This rank's own, or else that of the first rank that refuses.
 std::string Engine::refusals() const {
-  const auto& region = meeting_.region();
+  const auto& region = barrier_.region();
   auto of = [&](int rank) {
-    const auto text = region.refusal(rank, meeting_.step());
+    const auto text = region.refusal(rank, barrier_.step());
     return std::string(text.data(), ::strnlen(text.data(), text.size()));
   };
-  auto text = of(meeting_.rank());
-  for (int r = 0; text.empty() && r < meeting_.ranks(); ++r) text = of(r);
+  auto text = of(barrier_.rank());
+  for (int r = 0; text.empty() && r < barrier_.ranks(); ++r) text = of(r);
   return text;
 }
 
 // After all have come, and before this rank comes again.
 void Engine::find_sources(Round& op, Clock::time_point deadline) {
-  const auto& region = meeting_.region();
+  const auto& region = barrier_.region();
   const Call& call = op.call();
-  const int ranks = meeting_.ranks();
+  const int ranks = barrier_.ranks();
   op.each_has = in_pieces(call.operation) ? at(ranks) : 1;
   op.pieces.assign(at(ranks) * op.each_has, 0);
   for (int r = 0; r < ranks; ++r) {
@@ -283,7 +283,7 @@ void Engine::find_sources(Round& op, Clock::time_point deadline) {
     for (auto bytes : op.pieces_of(r)) source.bytes += bytes;
     if (source.bytes == 0) continue;
     const Header& header = region.header(r, op.first_step);
-    const bool own = r == meeting_.rank();
+    const bool own = r == barrier_.rank();
     if (source.bytes <= kInline) {
       source.kind = Source::Kind::slot;
       source.base = region.data(r, op.first_step);
@@ -300,10 +300,10 @@ void Engine::find_sources(Round& op, Clock::time_point deadline) {
 
 // Those whose data lies where it is must still be in the operation: it may be theirs alone, and their last.
 void Engine::reach(Round& op, Clock::time_point deadline) {
-  for (int r = 0; r < meeting_.ranks(); ++r) {
+  for (int r = 0; r < barrier_.ranks(); ++r) {
     Source& source = op.sources[at(r)];
     if (source.kind == Source::Kind::direct && source.base == nullptr)
-      source.base = memory_.map(r, source.place, source.bytes, {meeting_, deadline});
+      source.base = memory_.map(r, source.place, source.bytes, {barrier_, deadline});
   }
 }
 
@@ -317,9 +317,9 @@ void Engine::fill_stage(const Round& op, std::size_t from) {
 
 const char* Engine::piece(const Round& op, int rank, int number, std::size_t from) const {
   const Source& source = op.sources[at(rank)];
-  if (rank == meeting_.rank()) return op.own[at(number)] + from;
+  if (rank == barrier_.rank()) return op.own[at(number)] + from;
   if (source.kind == Source::Kind::staged)
-    return source.stage + source.stage_size * (meeting_.step() % 2) + op.window * at(number);
+    return source.stage + source.stage_size * (barrier_.step() % 2) + op.window * at(number);
   const char* base = source.base;
   for (int i = 0; i < number; ++i) base += op.pieces_of(rank)[at(i)];
   return base + from;
@@ -329,7 +329,7 @@ void Engine::exchange(Round& op, Clock::time_point deadline) {
   const bool in_slots = op.bytes <= kInline;
   const bool all_reduce = op.call().operation == Operation::all_reduce && !in_slots;
   if (op.call().operation == Operation::all_reduce && in_slots &&
-      op.bytes * at(meeting_.ranks()) > tuning_.slot_pull)
+      op.bytes * at(barrier_.ranks()) > tuning_.slot_pull)
     return reduce_slots(op, deadline);
   auto any = [&](Source::Kind kind) {
     return std::any_of(op.sources.begin(), op.sources.end(),
@@ -339,10 +339,10 @@ void Engine::exchange(Round& op, Clock::time_point deadline) {
   if (all_reduce && any(Source::Kind::direct)) stage_all(op, deadline);
   reach(op, deadline);
   const bool direct = any(Source::Kind::direct), staged = any(Source::Kind::staged);
-  const bool by_shares = all_reduce && meeting_.ranks() > tuning_.pull_up_to;
+  const bool by_shares = all_reduce && barrier_.ranks() > tuning_.pull_up_to;
 
   std::size_t longest = 0;
-  for (int r = 0; r < meeting_.ranks(); ++r)
+  for (int r = 0; r < barrier_.ranks(); ++r)
     if (op.sources[at(r)].kind == Source::Kind::staged)
       for (auto bytes : op.pieces_of(r)) longest = std::max(longest, bytes);
   for (std::size_t from = 0;;) {
@@ -352,7 +352,7 @@ void Engine::exchange(Round& op, Clock::time_point deadline) {
       take(op, from, staged ? from + op.window : SIZE_MAX);
     from += op.window;
     if (from >= longest) break;
-    if (op.bytes != 0 && op.sources[at(meeting_.rank())].kind == Source::Kind::staged) fill_stage(op, from);
+    if (op.bytes != 0 && op.sources[at(barrier_.rank())].kind == Source::Kind::staged) fill_stage(op, from);
     come();
     meet(deadline);
   }
@@ -366,21 +366,21 @@ void Engine::exchange(Round& op, Clock::time_point deadline) {
 // all start again by way of staging.
 void Engine::stage_all(Round& op, Clock::time_point deadline) {
   fill_stage(op, 0);
-  tell_stage(meeting_.region().header(meeting_.rank(), meeting_.step() + 1));
+  tell_stage(barrier_.region().header(barrier_.rank(), barrier_.step() + 1));
   come();
   meet(deadline);
-  if (meet_new_stages(meeting_.step(), deadline)) op.has_new_stages = true;
-  for (int r = 0; r < meeting_.ranks(); ++r) {
+  if (meet_new_stages(barrier_.step(), deadline)) op.has_new_stages = true;
+  for (int r = 0; r < barrier_.ranks(); ++r) {
     Source& source = op.sources[at(r)];
     source.kind = Source::Kind::staged;
-    find_stage(r, meeting_.region().header(r, meeting_.step()), source, deadline);
+    find_stage(r, barrier_.region().header(r, barrier_.step()), source, deadline);
   }
 }
 
 // What this rank needs of the others' pieces, from `from` to `to` of each.
 void Engine::take(Round& op, std::size_t from, std::size_t to) {
   const Call& call = op.call();
-  const int rank = meeting_.rank(), ranks = meeting_.ranks();
+  const int rank = barrier_.rank(), ranks = barrier_.ranks();
   auto copy = [&](int giver, int number, void* output) {
     const Source& source = op.sources[at(giver)];
     if (source.kind == Source::Kind::nothing) return;

@@ -16,7 +16,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/comm/engine/part.h>
 #include <lockstep/comm/transports/shm/engine/arena.h>
-#include <lockstep/comm/transports/shm/engine/meeting.h>
+#include <lockstep/comm/transports/shm/engine/barrier.h>
 #include <lockstep/comm/transports/shm/engine/stage_copy.h>
 
 namespace lockstep::shm {
@@ -60,11 +60,11 @@ class Engine final : public detail::CollectiveEngine {
   void begin(Part& part) override;
   void finish(Part& part, Clock::time_point deadline) override;
   void give_up() noexcept override;
-  void interrupt(const std::string& cause) override { meeting_.interrupt(cause); }
-  std::string absent() const override { return meeting_.absent(); }
-  bool is_awaited() const override { return meeting_.is_awaited(); }
+  void interrupt(const std::string& cause) override { barrier_.interrupt(cause); }
+  std::string absent() const override { return barrier_.absent(); }
+  bool is_awaited() const override { return barrier_.is_awaited(); }
 
-  Meeting& meeting() { return meeting_; }
+  Barrier& barrier() { return barrier_; }
 
  private:
   struct Round;
@@ -91,7 +91,7 @@ class Engine final : public detail::CollectiveEngine {
   bool meet_new_stages(std::uint64_t step, Clock::time_point deadline);
   void reach(Round& op, Clock::time_point deadline);
 
-  Meeting meeting_;
+  Barrier barrier_;
   const Tuning tuning_;
   Memory& memory_;
   char* stage_ = nullptr;  // two of them, used in turn

@@ -16,20 +16,20 @@ constexpr std::size_t kLeastClaim = 16384;
 // Chunks are taken by whoever is awake, until all are done.
 template <typename Work>
 void Engine::share_out(std::uint64_t chunks, Clock::time_point deadline, Work work) {
-  Claims& claims = meeting_.region().claims(meeting_.step());
+  Claims& claims = barrier_.region().claims(barrier_.step());
   for (;;) {
     LOCKSTEP_SHM_PAUSE();
     const auto chunk = claims.taken.fetch_add(1, std::memory_order_relaxed);
     if (chunk >= chunks) break;
     work(static_cast<std::size_t>(chunk));
     LOCKSTEP_SHM_PAUSE();
-    if (claims.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) meeting_.tell();
+    if (claims.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == chunks) barrier_.tell();
   }
-  meeting_.await([&] { return claims.finished.load(std::memory_order_acquire) >= chunks; }, deadline);
+  barrier_.await([&] { return claims.finished.load(std::memory_order_acquire) >= chunks; }, deadline);
 }
 
 void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
-  const auto ranks = at(meeting_.ranks());
+  const auto ranks = at(barrier_.ranks());
   const auto share = round_up((op.bytes + ranks - 1) / ranks, kLeastClaim);
   const auto chunk = std::min(share, round_up(tuning_.claim, kCacheLine));
   std::vector<char*> buffers;
@@ -38,8 +38,8 @@ void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
     // memory.
     if (buffers.empty()) {
       reach(op, deadline);
-      for (int r = 0; r < meeting_.ranks(); ++r)
-        buffers.push_back(r == meeting_.rank() ? static_cast<char*>(op.part->outputs[0])
+      for (int r = 0; r < barrier_.ranks(); ++r)
+        buffers.push_back(r == barrier_.rank() ? static_cast<char*>(op.part->outputs[0])
                                                : const_cast<char*>(op.sources[at(r)].base));
     }
     for (std::size_t r = 0; r < ranks; ++r) op.inputs[r] = op.outputs[r] = buffers[r] + i * chunk;
@@ -51,20 +51,20 @@ void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
 // Each sums a share of the slots, in its own, and takes the others' from theirs: a step more, and far less to
 // read where there are many ranks.
 void Engine::reduce_slots(Round& op, Clock::time_point deadline) {
-  const int ranks = meeting_.ranks();
-  const auto& region = meeting_.region();
+  const int ranks = barrier_.ranks();
+  const auto& region = barrier_.region();
   const auto share = round_up((op.bytes + at(ranks) - 1) / at(ranks), kCacheLine);
   auto length = [&](int r) {
     const auto start = at(r) * share;
     return start < op.bytes ? std::min(share, op.bytes - start) : 0;
   };
-  const auto mine = at(meeting_.rank()) * share;
-  if (const auto bytes = length(meeting_.rank()); bytes != 0) {
+  const auto mine = at(barrier_.rank()) * share;
+  if (const auto bytes = length(barrier_.rank()); bytes != 0) {
     for (int r = 0; r < ranks; ++r) op.inputs[at(r)] = region.data(r, op.first_step) + mine;
     // Into the next step's slot, which nobody reads any more: this step's belong to the operation after this
     // one.
     detail::reduce_tree(op.call().dtype, op.call().reduction, op.inputs,
-                        region.data(meeting_.rank(), op.first_step + 1) + mine, bytes / op.part->item_size);
+                        region.data(barrier_.rank(), op.first_step + 1) + mine, bytes / op.part->item_size);
   }
   come();
   meet(deadline);
@@ -75,12 +75,12 @@ void Engine::reduce_slots(Round& op, Clock::time_point deadline) {
 }
 
 void Engine::reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline) {
-  const auto ranks = at(meeting_.ranks());
+  const auto ranks = at(barrier_.ranks());
   const auto bytes = std::min(op.window, op.bytes - from);
   const auto share = round_up((bytes + ranks - 1) / ranks, kCacheLine);
   std::vector<char*> stages;
-  for (int r = 0; r < meeting_.ranks(); ++r)
-    stages.push_back(r == meeting_.rank() ? stage_ + stage_size_ * (meeting_.step() % 2)
+  for (int r = 0; r < barrier_.ranks(); ++r)
+    stages.push_back(r == barrier_.rank() ? stage_ + stage_size_ * (barrier_.step() % 2)
                                           : const_cast<char*>(piece(op, r, 0, from)));
   auto length = [&](std::size_t s) { return s * share < bytes ? std::min(share, bytes - s * share) : 0; };
   share_out((bytes + share - 1) / share, deadline, [&](std::size_t s) {

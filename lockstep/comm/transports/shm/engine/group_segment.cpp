@@ -115,7 +115,7 @@ char* GroupSegment::map(int rank, Place place, std::size_t bytes, const Patience
   } catch (const Error& error) {
     // Most likely it has ended: that is known in a moment, and says more.
     patience.check();
-    const int name = patience.meeting.name(rank);
+    const int name = patience.barrier.name(rank);
     throw PeerLost(name, fmt::format("the shared memory of rank {} cannot be had: {}", name, error.what()));
   }
 }

@@ -13,7 +13,7 @@
 
 #include <lockstep/base/crew.h>
 #include <lockstep/comm/engine/part.h>
-#include <lockstep/comm/transports/shm/engine/meeting.h>
+#include <lockstep/comm/transports/shm/engine/barrier.h>
 
 namespace lockstep::shm {
 

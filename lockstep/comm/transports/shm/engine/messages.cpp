@@ -52,14 +52,14 @@ Call far_call(const Note& note, const Call& own, lockstep::Operation operation, 
   return call;
 }
 
-Messages::Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin,
+Messages::Messages(Barrier& barrier, Memory& memory, std::chrono::nanoseconds spin,
                    std::shared_ptr<void> keep, bool has_others)
-    : meeting_(meeting),
+    : barrier_(barrier),
       memory_(memory),
       spin_(spin),
       keep_(std::move(keep)),
       has_others_(has_others),
-      outbox_(static_cast<std::size_t>(meeting.ranks())) {}
+      outbox_(static_cast<std::size_t>(barrier.ranks())) {}
 
 Messages::ItemPtr Messages::post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
   auto item = std::make_shared<Item>();
@@ -124,10 +124,10 @@ void Messages::put(int to, const Note& note) {
 }
 
 void Messages::flush() {
-  for (int to = 0; to < meeting_.ranks(); ++to) {
+  for (int to = 0; to < barrier_.ranks(); ++to) {
     auto& waiting = outbox_[static_cast<std::size_t>(to)];
     if (waiting.empty()) continue;
-    Channel& channel = meeting_.region().channel(meeting_.rank(), to);
+    Channel& channel = barrier_.region().channel(barrier_.rank(), to);
     auto head = channel.head.load(std::memory_order_relaxed);
     bool any = false;
     while (!waiting.empty() && head - channel.tail.load(std::memory_order_acquire) < kNotes) {
@@ -138,13 +138,13 @@ void Messages::flush() {
       LOCKSTEP_SHM_PAUSE();
       any = true;
     }
-    if (any) meeting_.ring(to);
+    if (any) barrier_.ring(to);
   }
 }
 
 void Messages::take_notes() {
-  for (int from = 0; from < meeting_.ranks(); ++from) {
-    Channel& channel = meeting_.region().channel(from, meeting_.rank());
+  for (int from = 0; from < barrier_.ranks(); ++from) {
+    Channel& channel = barrier_.region().channel(from, barrier_.rank());
     auto tail = channel.tail.load(std::memory_order_relaxed);
     bool was_full = false;
     for (;;) {
@@ -159,7 +159,7 @@ void Messages::take_notes() {
       else
         acknowledged(note, from);
     }
-    if (was_full) meeting_.ring(from);  // it may have more to say
+    if (was_full) barrier_.ring(from);  // it may have more to say
   }
 }
 
@@ -187,14 +187,14 @@ void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
   reply.kind = Note::kRefused;
   std::exception_ptr error;
   try {
-    const Call sent = far_call(note, call, lockstep::Operation::send, meeting_.name(from));
+    const Call sent = far_call(note, call, lockstep::Operation::send, barrier_.name(from));
     const bool fits = item->part.takes_less && sent.dtype == call.dtype && sent.count <= call.count &&
                       sent.bytes == sent.count * static_cast<std::int64_t>(item->part.item_size);
     if (auto mismatch = fits ? std::nullopt : detail::find_mismatch(sent, call)) throw Mismatch(*mismatch);
     const auto bytes = static_cast<std::size_t>(sent.bytes);
     if (bytes > 0)
       std::memcpy(item->part.outputs.at(0),
-                  memory_.map(from, {note.segment, note.offset}, bytes, {meeting_, item->deadline}), bytes);
+                  memory_.map(from, {note.segment, note.offset}, bytes, {barrier_, item->deadline}), bytes);
     reply.kind = Note::kReceived;
   } catch (...) {
     error = std::current_exception();
@@ -213,7 +213,7 @@ void Messages::acknowledged(const Note& note, int from) {
   if (note.kind == Note::kRefused) {
     const Call& call = item->part.call;
     error = std::make_exception_ptr(Mismatch(
-        detail::find_mismatch(call, far_call(note, call, lockstep::Operation::recv, meeting_.name(from)))
+        detail::find_mismatch(call, far_call(note, call, lockstep::Operation::recv, barrier_.name(from)))
             .value_or("the receiver could not take it")));
   }
   settle(item, error);
@@ -232,7 +232,7 @@ void Messages::tell_settled(Lock& lock) {
     auto batch = std::exchange(settled_, {});
     for (auto& each : batch) each.item->settled = true;
     // Another thread that waits for one of them sleeps on the bell.
-    if (waiting_ > 0) meeting_.ring(meeting_.rank());
+    if (waiting_ > 0) barrier_.ring(barrier_.rank());
     lock.unlock();
     for (auto& each : batch) {
       auto done = std::move(each.item->part.done);
@@ -265,9 +265,9 @@ void Messages::expire() {
 std::exception_ptr Messages::trouble() const {
   const auto now = Clock::now();
   std::vector<std::exception_ptr> lost;
-  for (int r = 0; r < meeting_.ranks(); ++r)
-    lost.push_back(r == meeting_.rank() ? nullptr : meeting_.lost(r));
-  const auto all_lost = meeting_.lost(kAnySource);
+  for (int r = 0; r < barrier_.ranks(); ++r)
+    lost.push_back(r == barrier_.rank() ? nullptr : barrier_.lost(r));
+  const auto all_lost = barrier_.lost(kAnySource);
   auto of = [&](const Item& item) -> std::exception_ptr {
     if (item.peer != kAnySource || !has_others_)
       if (auto error = item.peer == kAnySource ? all_lost : lost[static_cast<std::size_t>(item.peer)])
@@ -298,7 +298,7 @@ void Messages::wait(Item& item, Clock::time_point deadline) {
   ++waiting_;
   auto spin_until = Clock::now() + spin_;
   for (;;) {
-    const auto bell = meeting_.bell();
+    const auto bell = barrier_.bell();
     look(lock);
     if (item.settled) break;
     if (Clock::now() >= std::min(deadline, item.deadline)) {
@@ -308,9 +308,9 @@ void Messages::wait(Item& item, Clock::time_point deadline) {
     }
     lock.unlock();
     if (Clock::now() < spin_until) {
-      for (int i = 0; i < 64 && meeting_.bell() == bell; ++i) relax();
+      for (int i = 0; i < 64 && barrier_.bell() == bell; ++i) relax();
     } else {
-      meeting_.sleep(bell, kMessageSlice);
+      barrier_.sleep(bell, kMessageSlice);
     }
     lock.lock();
   }
@@ -333,7 +333,7 @@ void Messages::interrupt(const std::string& cause) {
   Lock lock(mutex_);
   fail_all(std::make_exception_ptr(Interrupted(cause)));
   tell_settled(lock);
-  meeting_.ring(meeting_.rank());
+  barrier_.ring(barrier_.rank());
 }
 
 void Messages::close() {
@@ -350,15 +350,15 @@ void Messages::close() {
 void Messages::take_leave(Lock& lock) {
   const auto until = Clock::now() + kFarewell;
   auto unheard = [&](int r) {
-    return !outbox_[static_cast<std::size_t>(r)].replies.empty() && !meeting_.lost(r);
+    return !outbox_[static_cast<std::size_t>(r)].replies.empty() && !barrier_.lost(r);
   };
-  for (int r = 0; r < meeting_.ranks(); ++r)
+  for (int r = 0; r < barrier_.ranks(); ++r)
     while (!broken_ && unheard(r) && Clock::now() < until) {
-      const auto bell = meeting_.bell();
+      const auto bell = barrier_.bell();
       look(lock);
       if (!unheard(r)) break;
       lock.unlock();
-      meeting_.sleep(bell, kMessageSlice);
+      barrier_.sleep(bell, kMessageSlice);
       lock.lock();
     }
 }
@@ -379,11 +379,11 @@ void Messages::watch() {
     // Most are waited for at once, and those who wait look themselves.
     posted_.wait_for(lock, kMessageNap);
     while (neglected() && !closed_) {
-      const auto bell = meeting_.bell();
+      const auto bell = barrier_.bell();
       look(lock);
       if (!neglected() || closed_) break;
       lock.unlock();
-      meeting_.sleep(bell, kMessageSlice);
+      barrier_.sleep(bell, kMessageSlice);
       lock.lock();
     }
   }

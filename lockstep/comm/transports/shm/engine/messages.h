@@ -36,7 +36,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   // The meeting tells who is gone. keep: what is needed as long as this lives.
   // has_others: ranks that are not of the meeting may answer a receive from any rank too.
-  Messages(Meeting& meeting, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep,
+  Messages(Barrier& barrier, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep,
            bool has_others = false);
 
   // peer: or kAnySource. Never waits.
@@ -84,7 +84,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   bool idle() const;
   bool neglected() const { return !idle() && waiting_ == 0; }  // nobody but the thread looks after them
 
-  Meeting& meeting_;
+  Barrier& barrier_;
   Memory& memory_;
   const std::chrono::nanoseconds spin_;
   const std::shared_ptr<void> keep_;

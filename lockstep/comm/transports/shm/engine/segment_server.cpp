@@ -16,7 +16,7 @@
 #include <lockstep/base/quiet_threads.h>
 #include <lockstep/base/start_thread.h>
 #include <lockstep/comm/transports/shm/engine/fork.h>
-#include <lockstep/comm/transports/shm/engine/meeting.h>
+#include <lockstep/comm/transports/shm/engine/barrier.h>
 
 namespace lockstep::shm {
 namespace {

@@ -57,35 +57,35 @@ void Hub::post(int rank, Part part) {
     return part.done(error, -1);
   }
   const auto sequence = next_[static_cast<std::size_t>(rank)]++;
-  Meeting& meeting = meetings_[sequence];
-  if (meeting.parts.empty()) meeting.parts.resize(ranks_.size());
+  Collective& collective = collectives_[sequence];
+  if (collective.parts.empty()) collective.parts.resize(ranks_.size());
 
   // Compared as they come, so that ranks that would never all arrive learn of it too.
   std::optional<std::string> mismatch;
-  for (const auto& other : meeting.parts)
+  for (const auto& other : collective.parts)
     if (other) {
       mismatch = find_difference(other->call, part.call);
       break;
     }
-  meeting.parts[static_cast<std::size_t>(rank)] = std::make_unique<Part>(std::move(part));
-  const bool complete = ++meeting.arrived == static_cast<int>(ranks_.size());
+  collective.parts[static_cast<std::size_t>(rank)] = std::make_unique<Part>(std::move(part));
+  const bool complete = ++collective.arrived == static_cast<int>(ranks_.size());
   if (!mismatch && complete) {
     std::vector<const Call*> calls;
-    for (const auto& each : meeting.parts) calls.push_back(&each->call);
+    for (const auto& each : collective.parts) calls.push_back(&each->call);
     mismatch = find_mismatch(calls);
   }
   if (mismatch) return fail_all(std::move(lock), *mismatch, CommError::Kind::mismatch);
   if (!complete) {
     auto gone = std::find(left_.begin(), left_.end(), true);
     const auto who = static_cast<std::size_t>(gone - left_.begin());
-    if (gone != left_.end() && !meeting.parts[who])
+    if (gone != left_.end() && !collective.parts[who])
       return fail_all(std::move(lock), fmt::format("rank {} has left the group", who),
                       CommError::Kind::peer_died);
     return;
   }
 
-  Meeting ready = std::move(meeting);
-  meetings_.erase(sequence);
+  Collective ready = std::move(collective);
+  collectives_.erase(sequence);
   lock.unlock();
   std::exception_ptr error;
   try {
@@ -148,10 +148,10 @@ void Hub::poison(const std::string& cause, CommError::Kind kind) {
 void Hub::fail_all(std::unique_lock<std::mutex> lock, const std::string& cause, CommError::Kind kind) {
   if (poison_.empty()) poison_ = cause, poison_kind_ = kind;
   Finished failed;
-  for (auto& [sequence, meeting] : meetings_)
-    for (auto& part : meeting.parts)
+  for (auto& [sequence, collective] : collectives_)
+    for (auto& part : collective.parts)
       if (part) failed.push_back(std::move(*part));
-  meetings_.clear();
+  collectives_.clear();
   for (auto* list : {&sends_, &receives_}) {
     for (auto& waiting : *list) failed.push_back(std::move(waiting.part));
     list->clear();
@@ -164,7 +164,7 @@ void Hub::fail_all(std::unique_lock<std::mutex> lock, const std::string& cause, 
 void Hub::leave(int rank) {
   std::unique_lock lock(mutex_);
   left_[static_cast<std::size_t>(rank)] = true;
-  const bool awaited = std::any_of(meetings_.begin(), meetings_.end(), [&](const auto& entry) {
+  const bool awaited = std::any_of(collectives_.begin(), collectives_.end(), [&](const auto& entry) {
     return !entry.second.parts[static_cast<std::size_t>(rank)];
   });
   auto waits = [&](const Waiting& waiting) { return nobody_left(waiting.rank, waiting.part.call.root); };
@@ -175,7 +175,7 @@ void Hub::leave(int rank) {
 
 bool Hub::is_awaited(int rank) const {
   std::lock_guard lock(mutex_);
-  return std::any_of(meetings_.begin(), meetings_.end(),
+  return std::any_of(collectives_.begin(), collectives_.end(),
                      [&](const auto& entry) { return !entry.second.parts[static_cast<std::size_t>(rank)]; });
 }
 
@@ -190,10 +190,10 @@ std::string Hub::absent(std::uint64_t sequence) const {
   std::vector<std::size_t> missing;
   {
     std::lock_guard lock(mutex_);
-    auto meeting = meetings_.find(sequence);
-    if (meeting == meetings_.end()) return poison_;  // somebody's verdict, or nobody is absent
+    auto collective = collectives_.find(sequence);
+    if (collective == collectives_.end()) return poison_;  // somebody's verdict, or nobody is absent
     for (std::size_t r = 0; r < ranks_.size(); ++r)
-      if (!meeting->second.parts[r]) missing.push_back(r);
+      if (!collective->second.parts[r]) missing.push_back(r);
   }
   std::vector<std::string> texts;
   for (auto r : missing)
@@ -201,8 +201,8 @@ std::string Hub::absent(std::uint64_t sequence) const {
   return fmt::format("{}", fmt::join(texts, "; "));
 }
 
-void Hub::execute(Meeting& meeting) {
-  auto& parts = meeting.parts;
+void Hub::execute(Collective& collective) {
+  auto& parts = collective.parts;
   const Call& call = parts[0]->call;
   const std::size_t p = parts.size(), item = parts[0]->item_size;
   const auto root = static_cast<std::size_t>(std::max(call.root, 0));

@@ -53,7 +53,7 @@ class Hub {
   std::string absent(std::uint64_t sequence) const;
 
  private:
-  struct Meeting {
+  struct Collective {
     std::vector<std::unique_ptr<Part>> parts;  // by rank
     int arrived = 0;
   };
@@ -66,7 +66,7 @@ class Hub {
 
   void fail_all(std::unique_lock<std::mutex> lock, const std::string& cause, CommError::Kind kind);
   static void finish(Finished parts, const std::exception_ptr& error);
-  static void execute(Meeting& meeting);
+  static void execute(Collective& collective);
   // Who could still answer rank's message to or from peer has left.
   bool nobody_left(int rank, int peer) const;
 
@@ -77,7 +77,7 @@ class Hub {
   CommError::Kind poison_kind_ = CommError::Kind::stopped;
   std::vector<bool> left_;
   std::vector<std::uint64_t> next_;  // each rank's next collective
-  std::map<std::uint64_t, Meeting> meetings_;
+  std::map<std::uint64_t, Collective> collectives_;
   std::list<Waiting> sends_, receives_;  // in the order of posting
 };
 

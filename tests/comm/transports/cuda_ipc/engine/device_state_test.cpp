@@ -114,7 +114,7 @@ TEST(CudaIpcPeers, who_leaves_waits_for_its_device_as_long_as_that_helps) {
   Job(shape).run([&](Rank& rank) {
     if (rank.rank() == 1) return;
     auto& peers = *rank.peers();
-    auto& meeting = rank.meeting();
+    auto& barrier = rank.barrier();
     const std::atomic<bool> no = false, yes = true;
     for (const auto& track : {peers.collectives, peers.messages}) {
       std::optional<Stopped> queue(std::in_place, track->stream());
@@ -122,21 +122,21 @@ TEST(CudaIpcPeers, who_leaves_waits_for_its_device_as_long_as_that_helps) {
         std::this_thread::sleep_for(milliseconds(200));
         queue.reset();
       });
-      EXPECT_TRUE(peers.finish(meeting, soon(), no));
+      EXPECT_TRUE(peers.finish(barrier, soon(), no));
       EXPECT_TRUE(track->is_idle());
       device.join();
     }
     const Stopped queue(peers.collectives->stream());
-    EXPECT_FALSE(peers.finish(meeting, soon(), yes));
+    EXPECT_FALSE(peers.finish(barrier, soon(), yes));
     // One that has left in order is waited for, as its events are; one that has given up is not.
-    auto& presence = meeting.region().line(1).presence;
+    auto& presence = barrier.region().line(1).presence;
     presence = shm::Line::kLeft;
     const auto deadline = shm::Clock::now() + milliseconds(100);
-    EXPECT_FALSE(peers.finish(meeting, deadline, no));
+    EXPECT_FALSE(peers.finish(barrier, deadline, no));
     EXPECT_GE(shm::Clock::now(), deadline);
     presence = shm::Line::kFailed;
     const auto late = soon();
-    EXPECT_FALSE(peers.finish(meeting, late, no));
+    EXPECT_FALSE(peers.finish(barrier, late, no));
     EXPECT_LT(shm::Clock::now(), late);
   });
 }

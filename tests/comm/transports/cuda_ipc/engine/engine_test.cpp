@@ -186,7 +186,7 @@ TEST(CudaIpcMail, messages_come_by_peer_and_tag_in_the_order_of_streams) {
     job.run([&](Rank& rank) {
       const int p = shape.ranks, me = rank.rank(), next = (me + 1) % p, previous = (me + p - 1) % p;
       auto messages =
-          std::make_shared<shm::Messages>(rank.meeting(), job.memory(), std::chrono::nanoseconds(0), nullptr);
+          std::make_shared<shm::Messages>(rank.barrier(), job.memory(), std::chrono::nanoseconds(0), nullptr);
       auto mail = std::make_shared<Mail>(messages, rank.peers());
       auto *out = rank.make(shape.count), *in = rank.make(shape.count);
       for (int round = 0; round < 40; ++round) {
@@ -215,7 +215,7 @@ TEST(CudaIpcMail, messages_of_different_sizes_fail_on_both_sides) {
   Job job(shape);
   job.run([&](Rank& rank) {
     auto messages =
-        std::make_shared<shm::Messages>(rank.meeting(), job.memory(), std::chrono::nanoseconds(0), nullptr);
+        std::make_shared<shm::Messages>(rank.barrier(), job.memory(), std::chrono::nanoseconds(0), nullptr);
     auto mail = std::make_shared<Mail>(messages, rank.peers());
     const bool sends = rank.rank() == 0;
     Message message(rank, *mail, sends ? Operation::send : Operation::recv, 1 - rank.rank(), rank.make(20),

@@ -51,7 +51,7 @@ class Rank {
       : rank_(rank),
         shape_(shape),
         device_(shape.one_device ? 0 : rank),
-        meeting_(host->meeting()),
+        barrier_(host->barrier()),
         peers_(std::make_shared<Peers>(*host, rank, shape.ranks, device_, soon())),
         engine_(std::make_shared<Engine>(std::move(host), peers_)) {
     stream_ = track_->stream();
@@ -62,7 +62,7 @@ class Rank {
   int ranks() const { return shape_.ranks; }
   Engine& engine() { return *engine_; }
   std::shared_ptr<Peers> peers() { return peers_; }
-  shm::Meeting& meeting() { return meeting_; }
+  shm::Barrier& barrier() { return barrier_; }
   cudaStream_t stream() const { return stream_; }
 
   float* make(std::int64_t count) {
@@ -115,7 +115,7 @@ class Rank {
   const int rank_;
   const Shape shape_;
   const int device_;
-  shm::Meeting& meeting_;
+  shm::Barrier& barrier_;
   const std::shared_ptr<Peers> peers_;
   const std::shared_ptr<Engine> engine_;
   const std::shared_ptr<Track> track_ = Track::take(device_);  // a stream that is used again

@@ -150,16 +150,16 @@ class HostRanks {
       }
       auto links = std::make_shared<ThreadLinks>(network, r);
       std::shared_ptr<shm::Messages> messages;
-      shm::Meeting* meeting = inside ? &inside->meeting() : nullptr;
+      shm::Barrier* barrier = inside ? &inside->barrier() : nullptr;
       engines_.push_back(std::make_shared<Engine>(hosts, std::move(inside), links,
                                                   neighbours > 1 ? &host.memory : nullptr, tuning));
       // Their thread may be at work for a moment after they are closed.
       auto owner = std::make_shared<std::pair<std::shared_ptr<Host>, std::shared_ptr<Engine>>>(
           of_host, engines_.back());
-      if (meeting != nullptr)
-        messages = std::make_shared<shm::Messages>(*meeting, host.memory, std::chrono::nanoseconds(0),
+      if (barrier != nullptr)
+        messages = std::make_shared<shm::Messages>(*barrier, host.memory, std::chrono::nanoseconds(0),
                                                    std::move(owner), true);
-      mails_.push_back(std::make_shared<Mail>(hosts, messages, meeting, links));
+      mails_.push_back(std::make_shared<Mail>(hosts, messages, barrier, links));
     }
   }
   ~HostRanks() {

@@ -315,8 +315,8 @@ TEST_F(EngineTest, a_wait_ends_at_its_deadline_when_it_is_interrupted_and_when_t
       if (rank == 1) {
         while (!waits) std::this_thread::yield();
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        if (end == 1) ranks.engine(0).meeting().interrupt("enough");
-        if (end == 2) engine.meeting().leave();
+        if (end == 1) ranks.engine(0).barrier().interrupt("enough");
+        if (end == 2) engine.barrier().leave();
         return;
       }
       float data = 1;
@@ -325,7 +325,7 @@ TEST_F(EngineTest, a_wait_ends_at_its_deadline_when_it_is_interrupted_and_when_t
       part.outputs = {&data};
       part.item_size = 4;
       engine.begin(part);
-      EXPECT_EQ(engine.meeting().absent(), "rank 1 has not come");
+      EXPECT_EQ(engine.barrier().absent(), "rank 1 has not come");
       waits = true;
       const auto deadline = Clock::now() + (end == 0 ? seconds(0) : seconds(60));
       switch (end) {

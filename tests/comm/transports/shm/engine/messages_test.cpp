@@ -95,7 +95,7 @@ class TwoRanks : public ::testing::Test {
     Region region(memory_of_region_.get(), 2);
     region.prepare();
     for (int r : {0, 1}) {
-      meetings_[r] = std::make_unique<Meeting>(region, r, std::chrono::nanoseconds(0));
+      meetings_[r] = std::make_unique<Barrier>(region, r, std::chrono::nanoseconds(0));
       messages_[r] =
           std::make_shared<Messages>(*meetings_[r], memory_, std::chrono::nanoseconds(0), memory_of_region_);
     }
@@ -110,7 +110,7 @@ class TwoRanks : public ::testing::Test {
   ThreadMemory memory_;
   std::shared_ptr<char> memory_of_region_{
       static_cast<char*>(std::aligned_alloc(128, (Region::size_for(2) + 127) / 128 * 128)), &std::free};
-  std::unique_ptr<Meeting> meetings_[2];
+  std::unique_ptr<Barrier> meetings_[2];
   std::shared_ptr<Messages> messages_[2];
 };
 

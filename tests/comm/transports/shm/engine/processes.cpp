@@ -53,9 +53,9 @@ Member join(const std::filesystem::path& folder, const std::string& name, int ra
   member.group_segment =
       std::make_shared<GroupSegment>(rank, ranks, Company{}, words, Clock::now() + seconds(60), [] {});
   auto engine = std::make_unique<Engine>(member.group_segment->region(), rank, tuning, *member.group_segment);
-  auto& meeting = engine->meeting();
+  auto& barrier = engine->barrier();
   member.lane = std::make_shared<Lane>(std::move(engine), member.group_segment);
-  member.messages = std::make_shared<Messages>(meeting, *member.group_segment, tuning.spin, member.lane);
+  member.messages = std::make_shared<Messages>(barrier, *member.group_segment, tuning.spin, member.lane);
   return member;
 }
 

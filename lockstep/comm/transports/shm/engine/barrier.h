@@ -39,18 +39,18 @@ class PeerLost : public std::runtime_error, public detail::Kinded {
   const int rank;  // as it is called
 };
 
-class Meeting;
+class Barrier;
 // How long something may take: asked now and then by whoever waits for a peer outside the meeting itself.
 struct Patience {
-  const Meeting& meeting;
+  const Barrier& barrier;
   Clock::time_point deadline;
   void check() const;  // throws as a wait would
 };
 
-class Meeting {
+class Barrier {
  public:
   // spin: how long a wait may keep its processor. names: of the ranks, in errors; none: their numbers.
-  Meeting(Region region, int rank, std::chrono::nanoseconds spin, std::vector<int> names = {})
+  Barrier(Region region, int rank, std::chrono::nanoseconds spin, std::vector<int> names = {})
       : region_(region), rank_(rank), spin_(spin), names_(std::move(names)) {}
 
   const Region& region() const { return region_; }
@@ -120,7 +120,7 @@ class Meeting {
 };
 
 template <typename Done>
-void Meeting::await(Done done, Clock::time_point deadline) {
+void Barrier::await(Done done, Clock::time_point deadline) {
   LOCKSTEP_SHM_PAUSE();
   if (done()) return check_others();
   if (spin_.count() > 0) {

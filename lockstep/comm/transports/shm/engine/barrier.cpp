@@ -1,4 +1,4 @@
-#include <lockstep/comm/transports/shm/engine/meeting.h>
+#include <lockstep/comm/transports/shm/engine/barrier.h>
 
 #include <cerrno>
 #include <vector>
@@ -14,7 +14,7 @@ constexpr auto kComing = std::memory_order_relaxed;
 constexpr auto kComing = std::memory_order_seq_cst;
 #endif
 
-void Meeting::arrive() {
+void Barrier::arrive() {
   LOCKSTEP_SHM_PAUSE();
   ++step_;
   region_.line(rank_).arrived.store(step_, kComing);
@@ -24,21 +24,21 @@ void Meeting::arrive() {
 }
 
 void Patience::check() const {
-  if (auto trouble = meeting.look_around(deadline)) std::rethrow_exception(trouble);
+  if (auto trouble = barrier.look_around(deadline)) std::rethrow_exception(trouble);
 }
 
-void Meeting::tell() {
+void Barrier::tell() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (region_.shared().sleepers.load(std::memory_order_seq_cst) != 0) wake();
 }
 
-void Meeting::wake() {
+void Barrier::wake() {
   LOCKSTEP_SHM_PAUSE();
   region_.shared().epoch.fetch_add(1, std::memory_order_release);
   futex_wake_all(region_.shared().epoch);
 }
 
-void Meeting::interrupt(const std::string& cause) {
+void Barrier::interrupt(const std::string& cause) {
   {
     std::lock_guard lock(mutex_);
     if (cause_.empty()) cause_ = cause;
@@ -47,17 +47,17 @@ void Meeting::interrupt(const std::string& cause) {
   wake();
 }
 
-void Meeting::leave(std::uint32_t how) {
+void Barrier::leave(std::uint32_t how) {
   std::uint32_t here = Line::kHere;
   region_.line(rank_).presence.compare_exchange_strong(here, how);
   wake();
 }
 
-void Meeting::gave_up(int rank) const {
+void Barrier::gave_up(int rank) const {
   throw PeerLost(name(rank), fmt::format("rank {} has given the operation up", name(rank)));
 }
 
-bool Meeting::has_ended(int rank) const {
+bool Barrier::has_ended(int rank) const {
   // Held by a thread that lives as long as its process: when that has ended, the first to ask is told, and
   // tells the others. (Left unmended, the lock would say so itself, but for glibc: it forgets to let it go
   // then.)
@@ -72,7 +72,7 @@ bool Meeting::has_ended(int rank) const {
   return held == EOWNERDEAD;
 }
 
-std::exception_ptr Meeting::gone(int rank) const {
+std::exception_ptr Barrier::gone(int rank) const {
   auto lost = [&](const std::string& how) {
     return std::make_exception_ptr(PeerLost(name(rank), fmt::format("rank {} {}", name(rank), how)));
   };
@@ -85,7 +85,7 @@ std::exception_ptr Meeting::gone(int rank) const {
   return lost(presence == Line::kLeft ? "has left the group" : "has given up");
 }
 
-std::exception_ptr Meeting::look_around(Clock::time_point deadline) const {
+std::exception_ptr Barrier::look_around(Clock::time_point deadline) const {
   if (interrupted_.load(std::memory_order_acquire)) {
     std::lock_guard lock(mutex_);
     return std::make_exception_ptr(Interrupted(cause_));
@@ -101,7 +101,7 @@ std::exception_ptr Meeting::look_around(Clock::time_point deadline) const {
   return nullptr;
 }
 
-std::exception_ptr Meeting::lost(int peer) const {
+std::exception_ptr Barrier::lost(int peer) const {
   std::exception_ptr trouble;
   bool somebody = false;
   for (int r = 0; r < ranks(); ++r) {
@@ -112,14 +112,14 @@ std::exception_ptr Meeting::lost(int peer) const {
   return somebody ? nullptr : trouble;
 }
 
-void Meeting::ring(int rank) {
+void Barrier::ring(int rank) {
   Line& line = region_.line(rank);
   line.bell.fetch_add(1, std::memory_order_seq_cst);
   LOCKSTEP_SHM_PAUSE();
   if (line.listens.load(std::memory_order_seq_cst) != 0) futex_wake_all(line.bell);
 }
 
-void Meeting::sleep(std::uint32_t bell, std::chrono::nanoseconds limit) {
+void Barrier::sleep(std::uint32_t bell, std::chrono::nanoseconds limit) {
   Line& line = region_.line(rank_);
   line.listens.fetch_add(1, std::memory_order_seq_cst);
   LOCKSTEP_SHM_PAUSE();
@@ -127,14 +127,14 @@ void Meeting::sleep(std::uint32_t bell, std::chrono::nanoseconds limit) {
   line.listens.fetch_sub(1, std::memory_order_relaxed);
 }
 
-bool Meeting::is_awaited() const {
+bool Barrier::is_awaited() const {
   const auto own = region_.line(rank_).arrived.load(std::memory_order_acquire);
   for (int r = 0; r < ranks(); ++r)
     if (region_.line(r).arrived.load(std::memory_order_acquire) > own) return true;
   return false;
 }
 
-std::string Meeting::absent() const {
+std::string Barrier::absent() const {
   std::vector<int> missing;
   std::vector<std::string> texts;
   for (int r = 0; r < ranks(); ++r) {

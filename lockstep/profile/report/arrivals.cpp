@@ -1,4 +1,4 @@
-#include <lockstep/profile/report/meetings.h>
+#include <lockstep/profile/report/arrivals.h>
 
 #include <algorithm>
 
@@ -29,8 +29,8 @@ const GroupOf& group_of(const RankProfile& profile, const Transfer& transfer) {
   return profile.groups[static_cast<std::size_t>(transfer.group)];
 }
 
-Met meetings(const std::vector<RankProfile>& profiles) {
-  Met met;
+ArrivalsByCollective arrivals_of(const std::vector<RankProfile>& profiles) {
+  ArrivalsByCollective met;
   for (const auto& profile : profiles)
     for (const auto& transfer : profile.transfers) {
       if (detail::point_to_point(transfer.operation)) continue;

@@ -11,7 +11,7 @@
 
 namespace lockstep::profile {
 
-using Meeting = std::pair<std::int64_t, std::uint64_t>;  // group, sequence
+using CollectiveKey = std::pair<std::int64_t, std::uint64_t>;  // group, sequence
 
 struct Arrivals {
   struct Of {
@@ -25,10 +25,10 @@ struct Arrivals {
   const Of& last() const;
   std::int64_t middle() const;
 };
-using Met = std::map<Meeting, Arrivals>;
+using ArrivalsByCollective = std::map<CollectiveKey, Arrivals>;
 
 const GroupOf& group_of(const RankProfile& profile, const Transfer& transfer);
-Met meetings(const std::vector<RankProfile>& profiles);
+ArrivalsByCollective arrivals_of(const std::vector<RankProfile>& profiles);
 
 // For the args of a trace: what each rank came after the first, in ms; of many ranks only the last's.
 //   {"0":0.000,"1":20.113}     {"first":3,"last":61,"last_after":20.113}
