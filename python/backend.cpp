@@ -103,7 +103,7 @@ std::string text_of(const std::exception_ptr& error) {
 
 struct Living {
   std::uint64_t generation;
-  std::weak_ptr<shm::Lane> lane;
+  std::weak_ptr<shm::OpQueue> op_queue;
   std::weak_ptr<shm::Messages> messages;
 };
 std::mutex living_mutex;
@@ -119,7 +119,7 @@ TorchBackend::TorchBackend(const c10d::DistributedBackendOptions& options)
   for (auto rank : options.global_ranks_in_group)
     options_->global_ranks_in_group.push_back(static_cast<std::uint64_t>(rank));
   std::lock_guard lock(living_mutex);
-  living[this] = {shm::fork_generation(), lane(), messages()};
+  living[this] = {shm::fork_generation(), op_queue(), messages()};
 }
 
 TorchBackend::~TorchBackend() {
@@ -173,13 +173,13 @@ void TorchBackend::abort() {
 
 void TorchBackend::leave_all() {
   constexpr milliseconds kPatience(500);
-  std::vector<std::shared_ptr<shm::Lane>> lanes;
+  std::vector<std::shared_ptr<shm::OpQueue>> lanes;
   std::vector<std::shared_ptr<shm::Messages>> messages;
   {
     std::lock_guard lock(living_mutex);
     for (const auto& [_, each] : living) {
       if (each.generation != shm::fork_generation()) continue;
-      if (auto lane = each.lane.lock()) lanes.push_back(std::move(lane));
+      if (auto op_queue = each.op_queue.lock()) lanes.push_back(std::move(op_queue));
       if (auto own = each.messages.lock()) messages.push_back(std::move(own));
     }
   }
@@ -194,7 +194,7 @@ void TorchBackend::leave_all() {
 }
 
 std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(const Call& call) {
-  return [call, lane = lane()](const std::exception_ptr& error) {
+  return [call, op_queue = op_queue()](const std::exception_ptr& error) {
     const auto where = fmt::format("lockstep: {}, call {} of rank {} in group '{}': ", detail::describe(call),
                                    call.sequence, call.rank, call.group);
     std::string what;
@@ -202,7 +202,7 @@ std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(
       std::rethrow_exception(error);
     } catch (const shm::TimedOut&) {
       what = where + kTimedOut;
-      if (const auto absent = lane->absent(); !absent.empty()) what += ": " + absent;
+      if (const auto absent = op_queue->absent(); !absent.empty()) what += ": " + absent;
     } catch (const detail::Refused& refused) {
       what = refused.what();
     } catch (const shm::Mismatch& mismatch) {

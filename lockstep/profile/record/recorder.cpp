@@ -37,7 +37,7 @@ std::int64_t steady_now() noexcept {
       .count();
 }
 
-struct Recorder::Lane {
+struct Recorder::ThreadRecord {
   struct Open {
     std::size_t place;  // in events, or none
     bool says;
@@ -60,15 +60,15 @@ struct Recorder::Lane {
 Recorder::Recorder(bool with_memory) : id_(++recorders), with_memory_(with_memory) {}
 Recorder::~Recorder() = default;
 
-Recorder::Lane& Recorder::lane() noexcept {
+Recorder::ThreadRecord& Recorder::thread_record() noexcept {
   thread_local std::uint64_t owner = 0;
-  thread_local Lane* mine = nullptr;
+  thread_local ThreadRecord* mine = nullptr;
   if (owner == id_) return *mine;
   std::lock_guard lock(mutex_);
-  auto& place = lanes_[std::this_thread::get_id()];
+  auto& place = thread_records_[std::this_thread::get_id()];
   if (!place) {
-    place = std::make_unique<Lane>();
-    place->number = static_cast<std::int32_t>(lanes_.size() - 1);
+    place = std::make_unique<ThreadRecord>();
+    place->number = static_cast<std::int32_t>(thread_records_.size() - 1);
     place->id = ::syscall(SYS_gettid);
     place->title = fmt::format("thread {}", place->id);
   }
@@ -90,32 +90,32 @@ std::int32_t Recorder::name_under_lock(std::string_view text) {
 }
 
 void Recorder::begin(SpanKind kind, std::string_view name, std::int64_t bytes, detail::SpanOf of) noexcept {
-  Lane& lane = this->lane();
+  ThreadRecord& thread_record = this->thread_record();
   const bool says = says_what(kind);
-  Lane::Open open{Lane::kNowhere, says};
+  ThreadRecord::Open open{ThreadRecord::kNowhere, says};
   // Before the lane's lock, which others take after the one that this needs.
-  const auto known = recording_.load(std::memory_order_acquire) ? known_name(lane, name) : -1;
+  const auto known = recording_.load(std::memory_order_acquire) ? known_name(thread_record, name) : -1;
   const auto transfer = known >= 0 && of.group != 0 ? transfer_of(of) : -1;
-  std::lock_guard lock(lane.mutex);
+  std::lock_guard lock(thread_record.mutex);
   if (known >= 0) {
-    open.place = lane.events.size();
-    const auto depth = static_cast<std::int32_t>(lane.open.size());
-    lane.events.push_back({.kind = kind, .name = known, .thread = lane.number, .depth = depth});
+    open.place = thread_record.events.size();
+    const auto depth = static_cast<std::int32_t>(thread_record.open.size());
+    thread_record.events.push_back({.kind = kind, .name = known, .thread = thread_record.number, .depth = depth});
     count_.fetch_add(1, std::memory_order_relaxed);
-    Event& event = lane.events.back();
+    Event& event = thread_record.events.back();
     event.bytes = bytes;
     event.transfer = transfer;
-    if (says && lane.saying == 0) event.cpu_begin = thread_time();
+    if (says && thread_record.saying == 0) event.cpu_begin = thread_time();
     event.begin = steady_now();
   }
-  lane.saying += says;
-  lane.open.push_back(open);
+  thread_record.saying += says;
+  thread_record.open.push_back(open);
 }
 
-std::int32_t Recorder::known_name(Lane& lane, std::string_view name) {
-  const auto known = lane.names.find(name);
-  return known != lane.names.end() ? known->second
-                                   : lane.names.emplace(std::string(name), name_of(name)).first->second;
+std::int32_t Recorder::known_name(ThreadRecord& thread_record, std::string_view name) {
+  const auto known = thread_record.names.find(name);
+  return known != thread_record.names.end() ? known->second
+                                   : thread_record.names.emplace(std::string(name), name_of(name)).first->second;
 }
 
 std::int64_t Recorder::transfer_of(const detail::SpanOf& of) {
@@ -125,23 +125,23 @@ std::int64_t Recorder::transfer_of(const detail::SpanOf& of) {
 }
 
 void Recorder::end() noexcept {
-  Lane& lane = this->lane();
-  std::lock_guard lock(lane.mutex);
-  if (lane.open.empty()) return;
-  const auto open = lane.open.back();
-  lane.open.pop_back();
-  lane.saying -= open.says;
-  if (open.place >= lane.events.size()) return;  // of another window
-  Event& event = lane.events[open.place];
+  ThreadRecord& thread_record = this->thread_record();
+  std::lock_guard lock(thread_record.mutex);
+  if (thread_record.open.empty()) return;
+  const auto open = thread_record.open.back();
+  thread_record.open.pop_back();
+  thread_record.saying -= open.says;
+  if (open.place >= thread_record.events.size()) return;  // of another window
+  Event& event = thread_record.events[open.place];
   event.end = steady_now();
-  if (open.says && lane.saying == 0) event.cpu_end = thread_time();
+  if (open.says && thread_record.saying == 0) event.cpu_end = thread_time();
 }
 
 void Recorder::flops(std::int64_t count) noexcept {
-  Lane& lane = this->lane();
-  std::lock_guard lock(lane.mutex);
-  if (!lane.open.empty() && lane.open.back().place < lane.events.size())
-    lane.events[lane.open.back().place].flops += count;
+  ThreadRecord& thread_record = this->thread_record();
+  std::lock_guard lock(thread_record.mutex);
+  if (!thread_record.open.empty() && thread_record.open.back().place < thread_record.events.size())
+    thread_record.events[thread_record.open.back().place].flops += count;
 }
 
 bool Recorder::wants_memory() noexcept {
@@ -166,7 +166,7 @@ void Recorder::started(const Call& call) noexcept {
   const bool message = detail::point_to_point(call.operation);
   if (over_ || (!message && !recording_.load(std::memory_order_relaxed))) return;
   const auto tag = name_of(call.tag);
-  Lane& lane = this->lane();
+  ThreadRecord& thread_record = this->thread_record();
   std::lock_guard lock(mutex_);
   std::int64_t nth = 0;
   if (message) nth = messages_[{call.group_key, call.root, call.tag, call.operation == Operation::send}]++;
@@ -184,9 +184,9 @@ void Recorder::started(const Call& call) noexcept {
                         .nth = nth,
                         .begin = now});
   // This thread has begun to wait for it already.
-  std::lock_guard inner(lane.mutex);
-  if (lane.open.empty() || lane.open.back().place >= lane.events.size()) return;
-  Event& event = lane.events[lane.open.back().place];
+  std::lock_guard inner(thread_record.mutex);
+  if (thread_record.open.empty() || thread_record.open.back().place >= thread_record.events.size()) return;
+  Event& event = thread_record.events[thread_record.open.back().place];
   if (event.kind == SpanKind::wait && event.transfer < 0)
     event.transfer = static_cast<std::int64_t>(transfers_.size()) - 1;
 }
@@ -203,12 +203,12 @@ void Recorder::ended(const Call& call, bool failed) noexcept {
 }
 
 void Recorder::start() {
-  lane();  // the main thread's, to have one
+  thread_record();  // the main thread's, to have one
   std::lock_guard lock(mutex_);
-  for (auto& [thread, lane] : lanes_) {
-    std::lock_guard inner(lane->mutex);
-    lane->events.clear();
-    for (auto& open : lane->open) open.place = Lane::kNowhere;
+  for (auto& [thread, thread_record] : thread_records_) {
+    std::lock_guard inner(thread_record->mutex);
+    thread_record->events.clear();
+    for (auto& open : thread_record->open) open.place = ThreadRecord::kNowhere;
   }
   steps_.clear();
   memory_.clear();
@@ -222,16 +222,16 @@ void Recorder::start() {
 
 // A reading of the processor time at the border of a step, which lies between operators.
 void Recorder::mark() {
-  const auto known = lanes_.find(std::this_thread::get_id());
-  if (known == lanes_.end()) return;
-  Lane& lane = *known->second;
-  std::lock_guard lock(lane.mutex);
-  if (lane.saying > 0) return;
+  const auto known = thread_records_.find(std::this_thread::get_id());
+  if (known == thread_records_.end()) return;
+  ThreadRecord& thread_record = *known->second;
+  std::lock_guard lock(thread_record.mutex);
+  if (thread_record.saying > 0) return;
   const auto now = steady_now(), used = thread_time();
-  lane.events.push_back({.kind = SpanKind::range,
+  thread_record.events.push_back({.kind = SpanKind::range,
                          .name = name_under_lock("step"),
-                         .thread = lane.number,
-                         .depth = static_cast<std::int32_t>(lane.open.size()),
+                         .thread = thread_record.number,
+                         .depth = static_cast<std::int32_t>(thread_record.open.size()),
                          .begin = now,
                          .end = now,
                          .cpu_begin = used,
@@ -261,22 +261,22 @@ RankProfile Recorder::stop() {
   profile.names = texts_;
   profile.groups = groups_;
   profile.notes = notes_;
-  profile.threads.resize(lanes_.size());
-  profile.thread_ids.resize(lanes_.size());
-  for (auto& [thread, lane] : lanes_) {
-    std::lock_guard inner(lane->mutex);
+  profile.threads.resize(thread_records_.size());
+  profile.thread_ids.resize(thread_records_.size());
+  for (auto& [thread, thread_record] : thread_records_) {
+    std::lock_guard inner(thread_record->mutex);
     const bool is_main = thread == main_thread_;
-    if (is_main) profile.main_thread = lane->number;
-    profile.threads[static_cast<std::size_t>(lane->number)] = is_main ? "main" : lane->title;
-    profile.thread_ids[static_cast<std::size_t>(lane->number)] = lane->id;
-    for (Event& event : lane->events) {
+    if (is_main) profile.main_thread = thread_record->number;
+    profile.threads[static_cast<std::size_t>(thread_record->number)] = is_main ? "main" : thread_record->title;
+    profile.thread_ids[static_cast<std::size_t>(thread_record->number)] = thread_record->id;
+    for (Event& event : thread_record->events) {
       if (event.end == 0) event.end = std::max(now, event.begin);  // it may have begun since
       event.begin -= origin_;
       event.end -= origin_;
       profile.events.push_back(event);
     }
-    lane->events = {};
-    for (auto& open : lane->open) open.place = Lane::kNowhere;
+    thread_record->events = {};
+    for (auto& open : thread_record->open) open.place = ThreadRecord::kNowhere;
   }
   count_ = 0;
   profile.steps = std::move(steps_);

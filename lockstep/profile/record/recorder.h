@@ -43,12 +43,12 @@ class Recorder final : public detail::SpanSink {
   void ended(const Call& call, bool failed) noexcept;
 
  private:
-  struct Lane;
-  Lane& lane() noexcept;
+  struct ThreadRecord;
+  ThreadRecord& thread_record() noexcept;
   void mark();
   std::int32_t name_of(std::string_view text);
   std::int32_t name_under_lock(std::string_view text);  // the same, by who holds the mutex
-  std::int32_t known_name(Lane& lane, std::string_view name);
+  std::int32_t known_name(ThreadRecord& thread_record, std::string_view name);
   std::int64_t transfer_of(const detail::SpanOf& of);
 
   const std::uint64_t id_;
@@ -58,7 +58,7 @@ class Recorder final : public detail::SpanSink {
   std::atomic<std::int64_t> next_memory_ = 0;
 
   std::mutex mutex_;  // of all below; a lane has one of its own
-  std::map<std::thread::id, std::unique_ptr<Lane>> lanes_;
+  std::map<std::thread::id, std::unique_ptr<ThreadRecord>> thread_records_;
   std::unordered_map<std::string, std::int32_t> names_;
   std::vector<std::string> texts_;
   std::int64_t origin_ = 0, step_begin_ = 0;

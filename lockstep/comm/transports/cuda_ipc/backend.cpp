@@ -15,7 +15,7 @@
 #include <lockstep/comm/transports/cuda_ipc/engine/gpu.h>
 #include <lockstep/comm/transports/cuda_ipc/engine/mail.h>
 #include <lockstep/comm/transports/shm/backend.h>
-#include <lockstep/comm/transports/shm/lane_work.h>
+#include <lockstep/comm/transports/shm/queue_work.h>
 #include <lockstep/kernels/kernels.h>
 
 namespace lockstep::cuda_ipc {
@@ -91,11 +91,11 @@ class ArenaAllocator final : public c10::Allocator {
 // are kept until wait() has returned: what that stream does with their memory afterwards comes after the
 // operation. The work itself may be kept longer, to ask whether the device is done.
 template <typename Engine>
-class DeviceWork final : public LaneWork<Engine> {
+class DeviceWork final : public QueueWork<Engine> {
  public:
   DeviceWork(int rank, c10d::OpType type, std::vector<at::Tensor> tensors, std::shared_ptr<Engine> engine,
              std::shared_ptr<Order> order)
-      : LaneWork<Engine>(rank, type, {}, {}, std::move(engine), /*abandons_shared_only=*/false),
+      : QueueWork<Engine>(rank, type, {}, {}, std::move(engine), /*abandons_shared_only=*/false),
         order_(std::move(order)),
         tensors_(std::move(tensors)) {}
 
@@ -107,7 +107,7 @@ class DeviceWork final : public LaneWork<Engine> {
     return cuda_ipc::is_done(cudaEventQuery(order_->done));
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    const bool complete = LaneWork<Engine>::wait(timeout);
+    const bool complete = QueueWork<Engine>::wait(timeout);
     take_tensors();
     return complete;
   }
@@ -143,9 +143,9 @@ class CudaIpcBackend final : public PartBackend {
     barrier_ = &place.engine->barrier();
     const auto deadline = shm::Clock::now() + context.timeout;
     peers_ = std::make_shared<Peers>(*place.engine, context.rank, context.size(), device_, deadline);
-    lane_ = std::make_shared<shm::Lane>(std::make_unique<cuda_ipc::Engine>(std::move(place.engine), peers_),
+    op_queue_ = std::make_shared<shm::OpQueue>(std::make_unique<cuda_ipc::Engine>(std::move(place.engine), peers_),
                                         place.group_segment);
-    auto messages = std::make_shared<shm::Messages>(*barrier_, *place.group_segment, place.tuning.spin, lane_);
+    auto messages = std::make_shared<shm::Messages>(*barrier_, *place.group_segment, place.tuning.spin, op_queue_);
     mail_ = std::make_shared<Mail>(std::move(messages), peers_);
     init();
   }
@@ -170,7 +170,7 @@ class CudaIpcBackend final : public PartBackend {
   void interrupt(const std::string& cause) {
     if (shm::fork_generation() != generation_) return;
     interrupted_ = true;
-    lane_->interrupt(cause);
+    op_queue_->interrupt(cause);
     mail_->interrupt(cause);
   }
   void leave() {
@@ -182,12 +182,12 @@ class CudaIpcBackend final : public PartBackend {
           "group's timeout, are over",
           rank_, size_, timeout_.load().count());
     mail_->close();
-    lane_->close();
+    op_queue_->close();
     // What their threads let go of last is CUDA's, which may be gone soon: the process may end.
     mail_->wait_for_threads(kLetGo);
-    lane_->wait_for_threads(kLetGo);
+    op_queue_->wait_for_threads(kLetGo);
   }
-  std::string absent() const { return lane_->absent(); }
+  std::string absent() const { return op_queue_->absent(); }
 
  protected:
   at::Device device() const override { return {at::kCUDA, static_cast<c10::DeviceIndex>(device_)}; }
@@ -219,9 +219,9 @@ class CudaIpcBackend final : public PartBackend {
       work->set_item(mail_->post(std::move(request.part), peer, request.tag, timeout));
       return work;
     }
-    auto work = prepare(lane_);
+    auto work = prepare(op_queue_);
     const bool soon = request.asynchronous || request.part.call.bytes >= kLarge;
-    post_to(*lane_, work, std::move(request.part), timeout, soon);
+    post_to(*op_queue_, work, std::move(request.part), timeout, soon);
     return work;
   }
 
@@ -237,7 +237,7 @@ class CudaIpcBackend final : public PartBackend {
   std::atomic<bool> interrupted_ = false, left_ = false;
   std::shared_ptr<Peers> peers_;
   shm::Barrier* barrier_ = nullptr;  // the lane's
-  std::shared_ptr<shm::Lane> lane_;
+  std::shared_ptr<shm::OpQueue> op_queue_;
   std::shared_ptr<Mail> mail_;
 };
 

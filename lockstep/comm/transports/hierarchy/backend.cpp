@@ -7,7 +7,7 @@
 #include <lockstep/comm/transports/hierarchy/engine/engine.h>
 #include <lockstep/comm/transports/hierarchy/engine/mail.h>
 #include <lockstep/comm/transports/shm/backend.h>
-#include <lockstep/comm/transports/shm/lane_work.h>
+#include <lockstep/comm/transports/shm/queue_work.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 namespace lockstep::detail {
@@ -51,12 +51,12 @@ class HierarchyBackend final : public PartBackend {
     // To measure other values; ranks that have different ones are told.
     tuning.window = static_cast<std::size_t>(
         env::integer("LOCKSTEP_WINDOW", 64, 1 << 30).value_or(static_cast<std::int64_t>(tuning.window)));
-    lane_ = std::make_shared<shm::Lane>(
+    op_queue_ = std::make_shared<shm::OpQueue>(
         std::make_unique<hierarchy::Engine>(hosts, std::move(inside), links_, group_segment.get(), tuning),
         group_segment);
     std::shared_ptr<shm::Messages> messages;
     if (barrier != nullptr)
-      messages = std::make_shared<shm::Messages>(*barrier, *group_segment, spin, lane_, /*has_others=*/true);
+      messages = std::make_shared<shm::Messages>(*barrier, *group_segment, spin, op_queue_, /*has_others=*/true);
     mail_ = std::make_shared<Mail>(hosts, std::move(messages), barrier, links_);
     init();
   }
@@ -72,17 +72,17 @@ class HierarchyBackend final : public PartBackend {
   }
 
   bool is_own() const { return shm::fork_generation() == generation_; }
-  const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
+  const std::shared_ptr<shm::OpQueue>& op_queue() const { return op_queue_; }
   void interrupt(const std::string& cause) {
     if (!is_own()) return;
-    lane_->interrupt(cause);
+    op_queue_->interrupt(cause);
     links_->interrupt(cause);
     mail_->interrupt(cause);
   }
   void leave() {
     if (!is_own()) return;
     mail_->close();
-    lane_->close();
+    op_queue_->close();
   }
 
  protected:
@@ -91,7 +91,7 @@ class HierarchyBackend final : public PartBackend {
     const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_;
     auto prepare = [&](const auto& engine) {
       using Engine = typename std::decay_t<decltype(engine)>::element_type;
-      auto work = c10::make_intrusive<LaneWork<Engine>>(rank_, request.type, std::move(request.keep),
+      auto work = c10::make_intrusive<QueueWork<Engine>>(rank_, request.type, std::move(request.keep),
                                                         std::move(request.results), engine, false);
       work->prepare(std::move(request.finish), std::move(request.explain));
       return work;
@@ -104,8 +104,8 @@ class HierarchyBackend final : public PartBackend {
       work->set_item(mail_->post(std::move(request.part), request.tag, timeout));
       return work;
     }
-    auto work = prepare(lane_);
-    post_to(*lane_, work, std::move(request.part), timeout, request.asynchronous);
+    auto work = prepare(op_queue_);
+    post_to(*op_queue_, work, std::move(request.part), timeout, request.asynchronous);
     return work;
   }
 
@@ -114,7 +114,7 @@ class HierarchyBackend final : public PartBackend {
   const std::uint64_t generation_ = shm::fork_generation();
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<C10dLinks> links_;
-  std::shared_ptr<shm::Lane> lane_;
+  std::shared_ptr<shm::OpQueue> op_queue_;
   std::shared_ptr<Mail> mail_;
 };
 
@@ -127,7 +127,7 @@ class HierarchyTransport final : public PartTransport<HierarchyBackend> {
     traits.completes_unwatched = false;
     return traits;
   }
-  PartEngine* parts() override { return own().is_own() ? own().lane().get() : nullptr; }
+  PartEngine* parts() override { return own().is_own() ? own().op_queue().get() : nullptr; }
   // Links may still write to any of them.
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {
@@ -135,8 +135,8 @@ class HierarchyTransport final : public PartTransport<HierarchyBackend> {
     } catch (...) {  // no memory to note them in: they are not freed either
     }
   }
-  std::string absent(std::uint64_t /*sequence*/) override { return own().lane()->absent(); }
-  bool is_awaited() override { return own().lane()->is_awaited(); }
+  std::string absent(std::uint64_t /*sequence*/) override { return own().op_queue()->absent(); }
+  bool is_awaited() override { return own().op_queue()->is_awaited(); }
 };
 
 }  // namespace

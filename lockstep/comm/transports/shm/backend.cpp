@@ -7,7 +7,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/comm/c10d/part_transport.h>
-#include <lockstep/comm/transports/shm/lane_work.h>
+#include <lockstep/comm/transports/shm/queue_work.h>
 
 namespace lockstep::detail {
 namespace {
@@ -92,8 +92,8 @@ ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size
     : PartBackend(rank, size), timeout_(options.timeout.count()) {
   ShmPlace place(*store, rank, size, options);
   auto& barrier = place.engine->barrier();
-  lane_ = std::make_shared<shm::Lane>(std::move(place.engine), place.group_segment);
-  messages_ = std::make_shared<shm::Messages>(barrier, *place.group_segment, place.tuning.spin, lane_);
+  op_queue_ = std::make_shared<shm::OpQueue>(std::move(place.engine), place.group_segment);
+  messages_ = std::make_shared<shm::Messages>(barrier, *place.group_segment, place.tuning.spin, op_queue_);
   init();
 }
 
@@ -118,7 +118,7 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
   auto prepare = [&](const auto& engine) {
     using Engine = typename std::decay_t<decltype(engine)>::element_type;
     auto work =
-        c10::make_intrusive<LaneWork<Engine>>(rank_, request.type, std::move(request.keep),
+        c10::make_intrusive<QueueWork<Engine>>(rank_, request.type, std::move(request.keep),
                                               std::move(request.results), engine, true, title(request.part));
     work->prepare(std::move(request.finish), std::move(request.explain));
     return work;
@@ -132,21 +132,21 @@ PartBackend::WorkPtr ShmBackend::post(Request request) {
     work->set_item(messages_->post(std::move(request.part), peer, request.tag, timeout));
     return work;
   }
-  auto work = prepare(lane_);
-  post_to(*lane_, work, std::move(request.part), timeout, request.asynchronous);
+  auto work = prepare(op_queue_);
+  post_to(*op_queue_, work, std::move(request.part), timeout, request.asynchronous);
   return work;
 }
 
 void ShmBackend::interrupt(const std::string& cause) {
   if (!is_own()) return;
-  lane_->interrupt(cause);
+  op_queue_->interrupt(cause);
   messages_->interrupt(cause);
 }
 
 void ShmBackend::leave() {
   if (!is_own()) return;
   messages_->close();
-  lane_->close();
+  op_queue_->close();
 }
 
 namespace {
@@ -156,7 +156,7 @@ class ShmTransport final : public PartTransport<ShmBackend> {
   using PartTransport::PartTransport;
 
   // A child that was forked is refused by the backend, which says why.
-  PartEngine* parts() override { return own().is_own() ? own().lane().get() : nullptr; }
+  PartEngine* parts() override { return own().is_own() ? own().op_queue().get() : nullptr; }
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {
       detail::abandon(std::move(tensors), true);

@@ -7,7 +7,7 @@
 
 #include <lockstep/comm/c10d/part_backend.h>
 #include <lockstep/comm/transports/shm/engine/fork.h>
-#include <lockstep/comm/transports/shm/engine/lane.h>
+#include <lockstep/comm/transports/shm/engine/op_queue.h>
 #include <lockstep/comm/transports/shm/engine/messages.h>
 #include <lockstep/comm/transports/shm/engine/group_segment.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -54,24 +54,24 @@ class ShmBackend : public PartBackend {
   // doing.
   bool is_own() const { return shm::fork_generation() == generation_; }
 
-  const std::shared_ptr<shm::Lane>& lane() const { return lane_; }
+  const std::shared_ptr<shm::OpQueue>& op_queue() const { return op_queue_; }
   void interrupt(const std::string& cause);
   void leave();
-  std::string absent() const { return lane_->absent(); }
-  bool is_awaited() const { return lane_->is_awaited(); }
+  std::string absent() const { return op_queue_->absent(); }
+  bool is_awaited() const { return op_queue_->is_awaited(); }
 
  protected:
   WorkPtr post(Request request) override;
   // Of an operation's row in PyTorch's profiler, static; null: it has none.
   virtual const char* title(const Part&) const { return nullptr; }
-  void drain() { lane_->drain(); }
+  void drain() { op_queue_->drain(); }
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_); }
   const std::shared_ptr<shm::Messages>& messages() const { return messages_; }
 
  private:
   const std::uint64_t generation_ = shm::fork_generation();
   std::atomic<std::chrono::milliseconds::rep> timeout_;
-  std::shared_ptr<shm::Lane> lane_;
+  std::shared_ptr<shm::OpQueue> op_queue_;
   std::shared_ptr<shm::Messages> messages_;
 };
 

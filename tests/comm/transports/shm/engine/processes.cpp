@@ -54,8 +54,8 @@ Member join(const std::filesystem::path& folder, const std::string& name, int ra
       std::make_shared<GroupSegment>(rank, ranks, Company{}, words, Clock::now() + seconds(60), [] {});
   auto engine = std::make_unique<Engine>(member.group_segment->region(), rank, tuning, *member.group_segment);
   auto& barrier = engine->barrier();
-  member.lane = std::make_shared<Lane>(std::move(engine), member.group_segment);
-  member.messages = std::make_shared<Messages>(barrier, *member.group_segment, tuning.spin, member.lane);
+  member.op_queue = std::make_shared<OpQueue>(std::move(engine), member.group_segment);
+  member.messages = std::make_shared<Messages>(barrier, *member.group_segment, tuning.spin, member.op_queue);
   return member;
 }
 
@@ -82,8 +82,8 @@ void Member::run(Part part) {
     item->part = std::move(part);
     item->tell = tell;
     item->start(seconds(60));
-    lane->post(item, false);
-    lane->wait(*item, Clock::now() + seconds(60));
+    op_queue->post(item, false);
+    op_queue->wait(*item, Clock::now() + seconds(60));
   }
   done.get_future().get();
 }
@@ -143,7 +143,7 @@ Processes::Processes(int ranks, Body body, Engine::Tuning tuning) : ended_(stati
         write_file(folder_ / ("met." + std::to_string(r)), "");
         status = body(member);
         member.messages->close();
-        member.lane->close();
+        member.op_queue->close();
       } catch (const std::exception& error) {
         std::fprintf(stderr, "rank %d: %s\n", r, error.what());
       }

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/comm/transports/shm/engine/lane.h>
+#include <lockstep/comm/transports/shm/engine/op_queue.h>
 #include <lockstep/comm/transports/shm/engine/messages.h>
 #include <lockstep/comm/transports/shm/engine/group_segment.h>
 
@@ -25,7 +25,7 @@ constexpr int kLost = 7, kWrong = 8;
 struct Member {
   int rank = 0, ranks = 1;
   std::shared_ptr<GroupSegment> group_segment;
-  std::shared_ptr<Lane> lane;
+  std::shared_ptr<OpQueue> op_queue;
   std::shared_ptr<Messages> messages;
 
   // Waits for it; throws what it failed with.

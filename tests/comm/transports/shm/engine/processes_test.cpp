@@ -270,7 +270,7 @@ TEST(ShmProcesses, groups_of_one_name_follow_one_another) {
       if (member.rank == i % 3) std::this_thread::sleep_for(milliseconds(5));
       auto again = join(folder, "again", member.rank, member.ranks);
       again.messages->close();
-      again.lane->close();
+      again.op_queue->close();
     }
     return 0;
   });
@@ -387,7 +387,7 @@ TEST(ShmProcesses, groups_do_not_wait_for_one_another) {
     for (; complete < kOfSecond; ++complete) sum(second);
     late.join();
     second.messages->close();
-    second.lane->close();
+    second.op_queue->close();
     return right ? 0 : 1;
   });
   EXPECT_EQ(statuses(processes), (std::vector<int>{0, 0}));

@@ -291,7 +291,7 @@ class Running {
 
   // What is wrong with it; nothing: all is well.
   std::string end() {
-    if (item_) member_.lane->wait(*item_, Clock::now() + seconds(60));
+    if (item_) member_.op_queue->wait(*item_, Clock::now() + seconds(60));
     if (message_) member_.messages->wait(*message_, Clock::now() + seconds(60));
     if (auto failed = ended_.get(); !failed.empty()) {
       for (auto& each : buffers_) each.keep();
@@ -326,7 +326,7 @@ class Running {
       item_->part = std::move(part);
       ended_ = item_->told.get_future();
       item_->start(seconds(60));
-      member_.lane->post(item_, soon);
+      member_.op_queue->post(item_, soon);
       return;
     }
     auto told = std::make_shared<std::promise<std::string>>();

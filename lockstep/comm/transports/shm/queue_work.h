@@ -8,7 +8,7 @@
 #include <lockstep/comm/c10d/engine_work.h>
 #include <lockstep/comm/c10d/part_backend.h>
 #include <lockstep/comm/transports/shm/engine/fork.h>
-#include <lockstep/comm/transports/shm/engine/lane.h>
+#include <lockstep/comm/transports/shm/engine/op_queue.h>
 
 namespace lockstep::detail {
 
@@ -28,10 +28,10 @@ inline bool was_refused(const std::exception_ptr& error) {
 }
 
 template <typename Engine>
-class LaneWork : public EngineWork {
+class QueueWork : public EngineWork {
  public:
   using ItemPtr = std::shared_ptr<typename Engine::Item>;
-  LaneWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
+  QueueWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
            std::shared_ptr<Engine> engine, bool abandons_shared_only, const char* title = nullptr)
       : EngineWork(rank, type, std::move(inputs), std::move(outputs), title),
         engine_(std::move(engine)),
@@ -63,22 +63,22 @@ class LaneWork : public EngineWork {
   ItemPtr item_;
 };
 
-struct LaneItem final : PartItem {
-  c10::intrusive_ptr<LaneWork<shm::Lane>> work;
+struct QueueItem final : PartItem {
+  c10::intrusive_ptr<QueueWork<shm::OpQueue>> work;
   void done(const std::exception_ptr& error, int source) override {
     std::exchange(work, {})->settle_or_abandon(error, source);
   }
 };
 
 // Gives a collective to the lane, whose end settles the work.
-inline void post_to(shm::Lane& lane, const c10::intrusive_ptr<LaneWork<shm::Lane>>& work, Part part,
+inline void post_to(shm::OpQueue& op_queue, const c10::intrusive_ptr<QueueWork<shm::OpQueue>>& work, Part part,
                     std::chrono::milliseconds timeout, bool soon) {
-  auto item = std::make_shared<LaneItem>();
+  auto item = std::make_shared<QueueItem>();
   item->part = std::move(part);
   item->work = work;
   work->set_item(item);
   item->start(timeout);
-  lane.post(std::move(item), soon);
+  op_queue.post(std::move(item), soon);
 }
 
 }  // namespace lockstep::detail

@@ -1,5 +1,5 @@
 // The order of a group's operations, and their ends, with ranks as threads.
-#include <lockstep/comm/transports/shm/engine/lane.h>
+#include <lockstep/comm/transports/shm/engine/op_queue.h>
 
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -49,14 +49,14 @@ class Lanes {
     Region region(region_memory_.get(), ranks);
     region.prepare();
     for (int r = 0; r < ranks; ++r)
-      lanes_.push_back(std::make_shared<Lane>(std::make_unique<Engine>(region, r, Engine::Tuning{}, memory_),
+      lanes_.push_back(std::make_shared<OpQueue>(std::make_unique<Engine>(region, r, Engine::Tuning{}, memory_),
                                               region_memory_));
   }
   ~Lanes() {
-    for (const auto& lane : lanes_) lane->close();
+    for (const auto& op_queue : lanes_) op_queue->close();
     for (char* each : taken_) memory_.drop(each);
   }
-  const std::shared_ptr<Lane>& lane(int rank) { return lanes_[static_cast<std::size_t>(rank)]; }
+  const std::shared_ptr<OpQueue>& op_queue(int rank) { return lanes_[static_cast<std::size_t>(rank)]; }
   ThreadMemory& memory() { return memory_; }
 
   std::shared_ptr<Ticket> post(
@@ -78,14 +78,14 @@ class Lanes {
     ticket->part.outputs = {data};
     ticket->part.item_size = 4;
     ticket->start(seconds(60));
-    lane(rank)->post(ticket, soon);
+    op_queue(rank)->post(ticket, soon);
     return ticket;
   }
 
  private:
   ThreadMemory memory_;
   std::shared_ptr<char> region_memory_;
-  std::vector<std::shared_ptr<Lane>> lanes_;
+  std::vector<std::shared_ptr<OpQueue>> lanes_;
   std::vector<char*> taken_;
 };
 
@@ -95,11 +95,11 @@ std::string end_of(const std::shared_ptr<Ticket>& ticket) {
 }
 
 // The operation that is under way may be complete all the same; none is after it.
-TEST(Lane, everything_that_is_queued_ends_when_it_is_closed) {
+TEST(OpQueue, everything_that_is_queued_ends_when_it_is_closed) {
   Lanes lanes(2);
   lanes.memory().on_map = [&](int rank, Place) {  // rank 0, in the first one, for the memory of rank 1
     if (rank != 1) return;
-    lanes.lane(0)->close();
+    lanes.op_queue(0)->close();
     std::this_thread::sleep_for(milliseconds(50));
   };
   auto first = lanes.post(0, Operation::broadcast, kCount, true);
@@ -114,7 +114,7 @@ TEST(Lane, everything_that_is_queued_ends_when_it_is_closed) {
 }
 
 // What is called at the end of an operation may wait for a later one, whose end does so too.
-TEST(Lane, ends_of_operations_may_wait_for_later_ones) {
+TEST(OpQueue, ends_of_operations_may_wait_for_later_ones) {
   constexpr int kDeep = 5;
   std::promise<void> last;
   auto future = last.get_future().share();
@@ -131,12 +131,12 @@ TEST(Lane, ends_of_operations_may_wait_for_later_ones) {
 }
 
 // An operation may be the last that holds its group.
-TEST(Lane, whoever_lets_go_of_an_operation_may_close_the_lane) {
+TEST(OpQueue, whoever_lets_go_of_an_operation_may_close_the_lane) {
   std::promise<void> closed;
   Lanes lanes(1);
   auto ticket = lanes.post(0, Operation::all_reduce, 10, false);
   ticket->at_destruction = [&] {
-    lanes.lane(0)->close();
+    lanes.op_queue(0)->close();
     closed.set_value();
   };
   ticket.reset();  // the lane's thread has it now
@@ -144,7 +144,7 @@ TEST(Lane, whoever_lets_go_of_an_operation_may_close_the_lane) {
 }
 
 // Whoever waits does the work: a process that may have no more threads can go on.
-TEST(Lane, works_without_a_thread_of_its_own) {
+TEST(OpQueue, works_without_a_thread_of_its_own) {
 #ifdef __SANITIZE_THREAD__
   GTEST_SKIP() << "ThreadSanitizer lets a child of fork() start no threads";
 #endif
@@ -164,7 +164,7 @@ TEST(Lane, works_without_a_thread_of_its_own) {
     }
     try {
       auto ticket = lanes.post(0, Operation::all_reduce, 10, true);
-      lanes.lane(0)->wait(*ticket, Clock::now() + seconds(60));
+      lanes.op_queue(0)->wait(*ticket, Clock::now() + seconds(60));
       if (status == 1 && ticket->settled) status = 0;
     } catch (const std::exception& error) {
       std::fprintf(stderr, "%s\n", error.what());
@@ -177,7 +177,7 @@ TEST(Lane, works_without_a_thread_of_its_own) {
 }
 
 // An engine whose end touches what goes with the process ends with whoever has waited for the threads.
-TEST(Lane, who_waits_for_its_threads_lets_go_of_the_engine) {
+TEST(OpQueue, who_waits_for_its_threads_lets_go_of_the_engine) {
   struct Marked final : detail::CollectiveEngine {
     explicit Marked(std::thread::id& its_end) : end(its_end) {}
     ~Marked() override { end = std::this_thread::get_id(); }
@@ -190,16 +190,16 @@ TEST(Lane, who_waits_for_its_threads_lets_go_of_the_engine) {
   };
   for (int round = 0; round < 200; ++round) {
     std::thread::id end;
-    auto lane = std::make_shared<Lane>(std::make_unique<Marked>(end), nullptr);
+    auto op_queue = std::make_shared<OpQueue>(std::make_unique<Marked>(end), nullptr);
     auto ticket = std::make_shared<Ticket>();
     ticket->part.call.operation = Operation::barrier;
     ticket->start(seconds(60));
-    lane->post(ticket, /*soon=*/true);
-    lane->wait(*ticket, Clock::now() + seconds(60));
-    lane->close();
-    ASSERT_TRUE(lane->wait_for_threads(seconds(20)));
+    op_queue->post(ticket, /*soon=*/true);
+    op_queue->wait(*ticket, Clock::now() + seconds(60));
+    op_queue->close();
+    ASSERT_TRUE(op_queue->wait_for_threads(seconds(20)));
     ASSERT_EQ(end, std::thread::id());
-    lane.reset();
+    op_queue.reset();
     ASSERT_EQ(end, std::this_thread::get_id()) << round;
   }
 }

@@ -17,13 +17,13 @@
 
 namespace lockstep::shm {
 
-class Lane : public detail::PartEngine, public std::enable_shared_from_this<Lane> {
+class OpQueue : public detail::PartEngine, public std::enable_shared_from_this<OpQueue> {
  public:
   using Item = detail::PartItem;
 
   // keep: what the engine needs as long as it lives.
-  Lane(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep);
-  ~Lane() override;
+  OpQueue(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep);
+  ~OpQueue() override;
 
   void post(std::shared_ptr<Item> item, bool soon) override;
   void wait(Item& item, Clock::time_point deadline) override;

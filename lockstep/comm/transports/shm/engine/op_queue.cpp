@@ -1,4 +1,4 @@
-#include <lockstep/comm/transports/shm/engine/lane.h>
+#include <lockstep/comm/transports/shm/engine/op_queue.h>
 
 #include <algorithm>
 #include <thread>
@@ -19,12 +19,12 @@ constexpr std::chrono::milliseconds kAway(2);
 
 }  // namespace
 
-Lane::Lane(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep)
+OpQueue::OpQueue(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep)
     : keep_(std::move(keep)), engine_(std::move(engine)) {}
 
-Lane::~Lane() = default;
+OpQueue::~OpQueue() = default;
 
-void Lane::post(std::shared_ptr<Item> item, bool soon) {
+void OpQueue::post(std::shared_ptr<Item> item, bool soon) {
   Lock lock(mutex_);
   last_post_ = item->posted;
   // What it says is there for the others from now on, whenever this rank looks again.
@@ -47,7 +47,7 @@ void Lane::post(std::shared_ptr<Item> item, bool soon) {
   }
 }
 
-void Lane::begin(Item& item) {
+void OpQueue::begin(Item& item) {
   try {
     engine_->begin(item.part);
     item.begun = true;
@@ -57,7 +57,7 @@ void Lane::begin(Item& item) {
   }
 }
 
-void Lane::drive(Lock& lock, Clock::time_point deadline) {
+void OpQueue::drive(Lock& lock, Clock::time_point deadline) {
   auto item = std::move(queue_.front());
   queue_.pop_front();
   busy_ = true;
@@ -87,7 +87,7 @@ void Lane::drive(Lock& lock, Clock::time_point deadline) {
 
 // The lock is given up meanwhile: what is called may post again, and wait. The item may be the last that
 // holds its group, and so this lane's owner.
-void Lane::settle(Lock& lock, std::shared_ptr<Item> item, const std::exception_ptr& error) {
+void OpQueue::settle(Lock& lock, std::shared_ptr<Item> item, const std::exception_ptr& error) {
   item->settled = true;
   if (waiting_ > 0) settled_.notify_all();
   const detail::Settling here;
@@ -106,7 +106,7 @@ void Lane::settle(Lock& lock, std::shared_ptr<Item> item, const std::exception_p
   if (is_ours) away_ = false;
 }
 
-void Lane::fail_queued(Lock& lock) {
+void OpQueue::fail_queued(Lock& lock) {
   while (!queue_.empty()) {
     auto item = std::move(queue_.front());
     queue_.pop_front();
@@ -114,7 +114,7 @@ void Lane::fail_queued(Lock& lock) {
   }
 }
 
-void Lane::wait(Item& item, Clock::time_point deadline) {
+void OpQueue::wait(Item& item, Clock::time_point deadline) {
   Lock lock(mutex_);
   while (!item.settled) {
     if (!busy_ && !queue_.empty()) {
@@ -131,7 +131,7 @@ void Lane::wait(Item& item, Clock::time_point deadline) {
   }
 }
 
-void Lane::interrupt(const std::string& cause) {
+void OpQueue::interrupt(const std::string& cause) {
   engine_->interrupt(cause);
   Lock lock(mutex_);
   if (broken_) return;
@@ -142,7 +142,7 @@ void Lane::interrupt(const std::string& cause) {
   fail_queued(lock);
 }
 
-void Lane::drain() {
+void OpQueue::drain() {
   Lock lock(mutex_);
   while (busy_ || !queue_.empty()) {
     if (!busy_) {
@@ -155,17 +155,17 @@ void Lane::drain() {
   }
 }
 
-bool Lane::is_idle() {
+bool OpQueue::is_idle() {
   Lock lock(mutex_);
   return !busy_ && queue_.empty();
 }
 
-bool Lane::is_awaited() {
+bool OpQueue::is_awaited() {
   Lock lock(mutex_);
   return !busy_ && queue_.empty() && !broken_ && engine_->is_awaited();
 }
 
-void Lane::close() {
+void OpQueue::close() {
   constexpr const char* kLeft = "the group has been left";
   Lock lock(mutex_);
   if (busy_ || !queue_.empty()) {
@@ -181,7 +181,7 @@ void Lane::close() {
   away_long_.notify_one();
 }
 
-void Lane::call_deputy() {
+void OpQueue::call_deputy() {
   if (deputy_called_) return;
   deputy_called_ = true;
   if (has_deputy_) return away_long_.notify_one();
@@ -189,7 +189,7 @@ void Lane::call_deputy() {
   deputy_called_ = has_deputy_;
 }
 
-void Lane::stand_in() {
+void OpQueue::stand_in() {
   Lock lock(mutex_);
   const auto self = deputy_ = std::this_thread::get_id();
   while (!closed_) {
@@ -206,7 +206,7 @@ void Lane::stand_in() {
   }
 }
 
-void Lane::progress() {
+void OpQueue::progress() {
   Lock lock(mutex_);
   thread_ = std::this_thread::get_id();
   while (!closed_) {
