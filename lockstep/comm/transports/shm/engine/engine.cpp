@@ -6,7 +6,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/reduce/reduce.h>
-#include <lockstep/comm/transports/shm/engine/round.h>
+#include <lockstep/comm/transports/shm/engine/collective_state.h>
 
 namespace lockstep::shm {
 
@@ -27,7 +27,7 @@ Engine::Engine(Region region, int rank, Tuning tuning, Memory& memory, std::vect
     : barrier_(region, rank, tuning.spin, std::move(names)),
       tuning_(tuning),
       memory_(memory),
-      round_(std::make_unique<Round>()) {}
+      state_(std::make_unique<CollectiveState>()) {}
 
 Engine::~Engine() {
   if (stage_ != nullptr) memory_.free(stage_);
@@ -72,16 +72,16 @@ void Engine::begin(Part& part) {
   if (!part.refusal.empty()) return begin_refused(part);
   const Call& call = part.call;
   const int rank = barrier_.rank(), ranks = barrier_.ranks();
-  Round& op = *round_;
-  op.start(part, barrier_.step() + 1, at(ranks));
-  op.window = round_up(tuning_.chunk, kCacheLine);
+  CollectiveState& state = *state_;
+  state.start(part, barrier_.step() + 1, at(ranks));
+  state.window = round_up(tuning_.chunk, kCacheLine);
 
   auto add = [&](const void* data, std::int64_t elements) {
     const auto* bytes = static_cast<const char*>(data);
-    if (!op.own.empty() && bytes != op.own.back() + op.sizes.back()) op.adjacent = false;
-    op.own.push_back(bytes);
-    op.sizes.push_back(op.length(elements));
-    op.bytes += op.sizes.back();
+    if (!state.own.empty() && bytes != state.own.back() + state.sizes.back()) state.adjacent = false;
+    state.own.push_back(bytes);
+    state.sizes.push_back(state.length(elements));
+    state.bytes += state.sizes.back();
   };
   switch (call.operation) {
     case Operation::broadcast:
@@ -101,17 +101,17 @@ void Engine::begin(Part& part) {
     default: break;
   }
   if (in_pieces(call.operation))
-    op.window = std::max(round_up(op.window / at(ranks), kCacheLine), kCacheLine);
+    state.window = std::max(round_up(state.window / at(ranks), kCacheLine), kCacheLine);
   // Where every rank knows the longest piece, no more is staged than that.
   if (!pairwise(call.operation)) {
     auto longest = call.count;
     for (const auto* table : {&call.to, &call.from})
       if (!table->empty()) longest = *std::max_element(table->begin(), table->end());
-    op.window = std::min(op.window, round_up(op.length(longest), kCacheLine));
+    state.window = std::min(state.window, round_up(state.length(longest), kCacheLine));
   }
 
   const auto& region = barrier_.region();
-  Header& header = region.header(rank, op.first_step);
+  Header& header = region.header(rank, state.first_step);
   detail::Digest digest;
   digest.add(operations_++)
       .add(part.item_size)
@@ -123,7 +123,7 @@ void Engine::begin(Part& part) {
   header = {};
   header.digest = digest.value();
   if (pairwise(call.operation)) {
-    auto table = region.sizes(rank, op.first_step);
+    auto table = region.sizes(rank, state.first_step);
     std::fill(table.begin(), table.end(), 0);
     auto to = table.first(at(ranks)), from = table.last(at(ranks));
     std::copy(call.to.begin(), call.to.end(), to.begin());
@@ -131,17 +131,17 @@ void Engine::begin(Part& part) {
     if (call.operation == Operation::gather) to[at(call.root)] = call.count;
     if (call.operation == Operation::scatter) from[at(call.root)] = call.count;
   }
-  if (op.bytes > kInline && op.adjacent) {
-    const auto place = memory_.find(op.own[0], op.bytes);
+  if (state.bytes > kInline && state.adjacent) {
+    const auto place = memory_.find(state.own[0], state.bytes);
     header.segment = place.segment;
     header.offset = place.offset;
   }
-  if (op.bytes <= kInline) {
-    char* slot = region.data(rank, op.first_step);
-    for (std::size_t i = 0; i < op.own.size(); slot += op.sizes[i++])
-      std::memcpy(slot, op.own[i], op.sizes[i]);
+  if (state.bytes <= kInline) {
+    char* slot = region.data(rank, state.first_step);
+    for (std::size_t i = 0; i < state.own.size(); slot += state.sizes[i++])
+      std::memcpy(slot, state.own[i], state.sizes[i]);
   } else if (header.segment == 0) {
-    fill_stage(op, 0);
+    fill_stage(state, 0);
   }
   tell_stage(header);
   under_way_ = true;
@@ -150,8 +150,8 @@ void Engine::begin(Part& part) {
 
 // The others see that this rank's digest is not theirs.
 void Engine::begin_refused(Part& part) {
-  round_->start(part, barrier_.step() + 1, at(barrier_.ranks()));
-  Header& header = barrier_.region().header(barrier_.rank(), round_->first_step);
+  state_->start(part, barrier_.step() + 1, at(barrier_.ranks()));
+  Header& header = barrier_.region().header(barrier_.rank(), state_->first_step);
   header = {};
   header.digest = detail::Digest().add(operations_++).add(std::string("refused")).value();
   under_way_ = true;
@@ -187,34 +187,34 @@ void Engine::find_stage(int rank, const Header& header, Source& source, Clock::t
 }
 
 void Engine::finish(Part& part, Clock::time_point deadline) {
-  Round& op = *round_;
-  LOCKSTEP_ASSERT(op.part == &part, "another operation has begun meanwhile");
+  CollectiveState& state = *state_;
+  LOCKSTEP_ASSERT(state.part == &part, "another operation has begun meanwhile");
   meet(deadline);
-  check(op, deadline);
-  op.has_new_stages = meet_new_stages(op.first_step, deadline);
-  find_sources(op, deadline);
-  exchange(op, deadline);
+  check(state, deadline);
+  state.has_new_stages = meet_new_stages(state.first_step, deadline);
+  find_sources(state, deadline);
+  exchange(state, deadline);
   stage_is_new_ = false;
   under_way_ = false;
 }
 
-void Engine::check(const Round& op, Clock::time_point deadline) {
+void Engine::check(const CollectiveState& state, Clock::time_point deadline) {
   const auto& region = barrier_.region();
   const int ranks = barrier_.ranks();
   bool same = true;
   for (int r = 1; r < ranks; ++r)
-    same = same && region.header(r, op.first_step).digest == region.header(0, op.first_step).digest;
-  const bool refuses = !op.part->refusal.empty();
-  if (same && !refuses && pairwise(op.call().operation))
+    same = same && region.header(r, state.first_step).digest == region.header(0, state.first_step).digest;
+  const bool refuses = !state.part->refusal.empty();
+  if (same && !refuses && pairwise(state.call().operation))
     for (int giver = 0; giver < ranks; ++giver)
       for (int taker = 0; taker < ranks; ++taker)
-        same = same && region.sizes(giver, op.first_step)[at(taker)] ==
-                           region.sizes(taker, op.first_step)[at(ranks + giver)];
+        same = same && region.sizes(giver, state.first_step)[at(taker)] ==
+                           region.sizes(taker, state.first_step)[at(ranks + giver)];
   // Where all refuse, no digest differs.
   if (same && !refuses) return;
 
   // All have seen it: now they tell one another everything.
-  tell_call(*op.part);
+  tell_call(*state.part);
   come();
   meet(deadline);
   std::vector<Call> calls;
@@ -251,46 +251,46 @@ std::string Engine::refusals() const {
 }
 
 // After all have come, and before this rank comes again.
-void Engine::find_sources(Round& op, Clock::time_point deadline) {
+void Engine::find_sources(CollectiveState& state, Clock::time_point deadline) {
   const auto& region = barrier_.region();
-  const Call& call = op.call();
+  const Call& call = state.call();
   const int ranks = barrier_.ranks();
-  op.each_has = in_pieces(call.operation) ? at(ranks) : 1;
-  op.pieces.assign(at(ranks) * op.each_has, 0);
+  state.each_has = in_pieces(call.operation) ? at(ranks) : 1;
+  state.pieces.assign(at(ranks) * state.each_has, 0);
   for (int r = 0; r < ranks; ++r) {
-    Source& source = op.sources[at(r)];
-    std::size_t* pieces = op.pieces.data() + at(r) * op.each_has;
+    Source& source = state.sources[at(r)];
+    std::size_t* pieces = state.pieces.data() + at(r) * state.each_has;
     // Sizes are looked up now: the next operation of a rank that is done sooner overwrites them.
     switch (call.operation) {
       case Operation::broadcast:
         if (r != call.root) continue;
         [[fallthrough]];
       case Operation::all_reduce:
-      case Operation::reduce: pieces[0] = op.length(call.count); break;
-      case Operation::all_gather: pieces[0] = op.length(call.from.at(at(r))); break;
-      case Operation::gather: pieces[0] = op.length(region.sizes(r, op.first_step)[at(call.root)]); break;
+      case Operation::reduce: pieces[0] = state.length(call.count); break;
+      case Operation::all_gather: pieces[0] = state.length(call.from.at(at(r))); break;
+      case Operation::gather: pieces[0] = state.length(region.sizes(r, state.first_step)[at(call.root)]); break;
       case Operation::reduce_scatter:
-        for (auto elements : call.to) *pieces++ = op.length(elements);
+        for (auto elements : call.to) *pieces++ = state.length(elements);
         break;
       case Operation::scatter:
         if (r != call.root) continue;
         [[fallthrough]];
       case Operation::all_to_all:
-        for (auto elements : region.sizes(r, op.first_step).first(at(ranks))) *pieces++ = op.length(elements);
+        for (auto elements : region.sizes(r, state.first_step).first(at(ranks))) *pieces++ = state.length(elements);
         break;
       default: continue;
     }
-    for (auto bytes : op.pieces_of(r)) source.bytes += bytes;
+    for (auto bytes : state.pieces_of(r)) source.bytes += bytes;
     if (source.bytes == 0) continue;
-    const Header& header = region.header(r, op.first_step);
+    const Header& header = region.header(r, state.first_step);
     const bool own = r == barrier_.rank();
     if (source.bytes <= kInline) {
       source.kind = Source::Kind::slot;
-      source.base = region.data(r, op.first_step);
+      source.base = region.data(r, state.first_step);
     } else if (header.segment != 0) {
       source.kind = Source::Kind::direct;
       source.place = {header.segment, header.offset};
-      if (own) source.base = op.own[0];
+      if (own) source.base = state.own[0];
     } else {
       source.kind = Source::Kind::staged;
     }
@@ -299,64 +299,64 @@ void Engine::find_sources(Round& op, Clock::time_point deadline) {
 }
 
 // Those whose data lies where it is must still be in the operation: it may be theirs alone, and their last.
-void Engine::reach(Round& op, Clock::time_point deadline) {
+void Engine::reach(CollectiveState& state, Clock::time_point deadline) {
   for (int r = 0; r < barrier_.ranks(); ++r) {
-    Source& source = op.sources[at(r)];
+    Source& source = state.sources[at(r)];
     if (source.kind == Source::Kind::direct && source.base == nullptr)
       source.base = memory_.map(r, source.place, source.bytes, {barrier_, deadline});
   }
 }
 
 // This rank's data from `from` on, of each piece, for the step that it comes to next.
-void Engine::fill_stage(const Round& op, std::size_t from) {
-  char* stage = this->stage(op.window * op.own.size());
-  for (std::size_t i = 0; i < op.own.size(); ++i)
-    if (from < op.sizes[i])
-      to_stage_.copy(stage + i * op.window, op.own[i] + from, std::min(op.window, op.sizes[i] - from));
+void Engine::fill_stage(const CollectiveState& state, std::size_t from) {
+  char* stage = this->stage(state.window * state.own.size());
+  for (std::size_t i = 0; i < state.own.size(); ++i)
+    if (from < state.sizes[i])
+      to_stage_.copy(stage + i * state.window, state.own[i] + from, std::min(state.window, state.sizes[i] - from));
 }
 
-const char* Engine::piece(const Round& op, int rank, int number, std::size_t from) const {
-  const Source& source = op.sources[at(rank)];
-  if (rank == barrier_.rank()) return op.own[at(number)] + from;
+const char* Engine::piece(const CollectiveState& state, int rank, int number, std::size_t from) const {
+  const Source& source = state.sources[at(rank)];
+  if (rank == barrier_.rank()) return state.own[at(number)] + from;
   if (source.kind == Source::Kind::staged)
-    return source.stage + source.stage_size * (barrier_.step() % 2) + op.window * at(number);
+    return source.stage + source.stage_size * (barrier_.step() % 2) + state.window * at(number);
   const char* base = source.base;
-  for (int i = 0; i < number; ++i) base += op.pieces_of(rank)[at(i)];
+  for (int i = 0; i < number; ++i) base += state.pieces_of(rank)[at(i)];
   return base + from;
 }
 
-void Engine::exchange(Round& op, Clock::time_point deadline) {
-  const bool in_slots = op.bytes <= kInline;
-  const bool all_reduce = op.call().operation == Operation::all_reduce && !in_slots;
-  if (op.call().operation == Operation::all_reduce && in_slots &&
-      op.bytes * at(barrier_.ranks()) > tuning_.slot_pull)
-    return reduce_slots(op, deadline);
+void Engine::exchange(CollectiveState& state, Clock::time_point deadline) {
+  const bool in_slots = state.bytes <= kInline;
+  const bool all_reduce = state.call().operation == Operation::all_reduce && !in_slots;
+  if (state.call().operation == Operation::all_reduce && in_slots &&
+      state.bytes * at(barrier_.ranks()) > tuning_.slot_pull)
+    return reduce_slots(state, deadline);
   auto any = [&](Source::Kind kind) {
-    return std::any_of(op.sources.begin(), op.sources.end(),
+    return std::any_of(state.sources.begin(), state.sources.end(),
                        [&](const auto& each) { return each.kind == kind; });
   };
-  if (all_reduce && !any(Source::Kind::staged)) return reduce_in_place(op, deadline);
-  if (all_reduce && any(Source::Kind::direct)) stage_all(op, deadline);
-  reach(op, deadline);
+  if (all_reduce && !any(Source::Kind::staged)) return reduce_in_place(state, deadline);
+  if (all_reduce && any(Source::Kind::direct)) stage_all(state, deadline);
+  reach(state, deadline);
   const bool direct = any(Source::Kind::direct), staged = any(Source::Kind::staged);
   const bool by_shares = all_reduce && barrier_.ranks() > tuning_.pull_up_to;
 
   std::size_t longest = 0;
   for (int r = 0; r < barrier_.ranks(); ++r)
-    if (op.sources[at(r)].kind == Source::Kind::staged)
-      for (auto bytes : op.pieces_of(r)) longest = std::max(longest, bytes);
+    if (state.sources[at(r)].kind == Source::Kind::staged)
+      for (auto bytes : state.pieces_of(r)) longest = std::max(longest, bytes);
   for (std::size_t from = 0;;) {
     if (by_shares)
-      reduce_by_shares(op, from, deadline);
+      reduce_by_shares(state, from, deadline);
     else
-      take(op, from, staged ? from + op.window : SIZE_MAX);
-    from += op.window;
+      take(state, from, staged ? from + state.window : SIZE_MAX);
+    from += state.window;
     if (from >= longest) break;
-    if (op.bytes != 0 && op.sources[at(barrier_.rank())].kind == Source::Kind::staged) fill_stage(op, from);
+    if (state.bytes != 0 && state.sources[at(barrier_.rank())].kind == Source::Kind::staged) fill_stage(state, from);
     come();
     meet(deadline);
   }
-  if (!direct && !op.has_new_stages) return;
+  if (!direct && !state.has_new_stages) return;
   // Nobody reads from here any more, and all have met what is new.
   come();
   meet(deadline);
@@ -364,41 +364,41 @@ void Engine::exchange(Round& op, Clock::time_point deadline) {
 
 // Each writes its result where its data is, so that it cannot be read in place by those who are not as far:
 // all start again by way of staging.
-void Engine::stage_all(Round& op, Clock::time_point deadline) {
-  fill_stage(op, 0);
+void Engine::stage_all(CollectiveState& state, Clock::time_point deadline) {
+  fill_stage(state, 0);
   tell_stage(barrier_.region().header(barrier_.rank(), barrier_.step() + 1));
   come();
   meet(deadline);
-  if (meet_new_stages(barrier_.step(), deadline)) op.has_new_stages = true;
+  if (meet_new_stages(barrier_.step(), deadline)) state.has_new_stages = true;
   for (int r = 0; r < barrier_.ranks(); ++r) {
-    Source& source = op.sources[at(r)];
+    Source& source = state.sources[at(r)];
     source.kind = Source::Kind::staged;
     find_stage(r, barrier_.region().header(r, barrier_.step()), source, deadline);
   }
 }
 
 // What this rank needs of the others' pieces, from `from` to `to` of each.
-void Engine::take(Round& op, std::size_t from, std::size_t to) {
-  const Call& call = op.call();
+void Engine::take(CollectiveState& state, std::size_t from, std::size_t to) {
+  const Call& call = state.call();
   const int rank = barrier_.rank(), ranks = barrier_.ranks();
   auto copy = [&](int giver, int number, void* output) {
-    const Source& source = op.sources[at(giver)];
+    const Source& source = state.sources[at(giver)];
     if (source.kind == Source::Kind::nothing) return;
-    const auto size = op.pieces_of(giver)[at(number)];
+    const auto size = state.pieces_of(giver)[at(number)];
     // What is not staged is there as a whole from the start, and in a slot not for long.
     const bool staged = source.kind == Source::Kind::staged && giver != rank;
     const auto begin = staged ? from : 0, end = staged ? std::min(to, size) : size;
     if ((!staged && from != 0) || begin >= end) return;
-    const char* input = piece(op, giver, number, begin);
+    const char* input = piece(state, giver, number, begin);
     char* target = static_cast<char*>(output) + begin;
     if (input != target) std::memmove(target, input, end - begin);
   };
   auto reduce = [&](int number, void* output) {
-    const auto size = op.pieces_of(rank)[at(number)];
+    const auto size = state.pieces_of(rank)[at(number)];
     if (from >= size) return;
-    for (int r = 0; r < ranks; ++r) op.inputs[at(r)] = piece(op, r, number, from);
-    detail::reduce_tree(call.dtype, call.reduction, op.inputs, static_cast<char*>(output) + from,
-                        (std::min(to, size) - from) / op.part->item_size);
+    for (int r = 0; r < ranks; ++r) state.inputs[at(r)] = piece(state, r, number, from);
+    detail::reduce_tree(call.dtype, call.reduction, state.inputs, static_cast<char*>(output) + from,
+                        (std::min(to, size) - from) / state.part->item_size);
   };
   // Each starts with another rank, so that not all read from one at a time.
   auto each_giver = [&](auto receive) {
@@ -406,19 +406,19 @@ void Engine::take(Round& op, std::size_t from, std::size_t to) {
   };
   switch (call.operation) {
     case Operation::broadcast:
-      if (rank != call.root) copy(call.root, 0, op.part->outputs[0]);
+      if (rank != call.root) copy(call.root, 0, state.part->outputs[0]);
       break;
     case Operation::gather:
       if (rank != call.root) break;
       [[fallthrough]];
-    case Operation::all_gather: each_giver([&](int r) { copy(r, 0, op.part->outputs[at(r)]); }); break;
-    case Operation::scatter: copy(call.root, rank, op.part->outputs[0]); break;
-    case Operation::all_to_all: each_giver([&](int r) { copy(r, rank, op.part->outputs[at(r)]); }); break;
+    case Operation::all_gather: each_giver([&](int r) { copy(r, 0, state.part->outputs[at(r)]); }); break;
+    case Operation::scatter: copy(call.root, rank, state.part->outputs[0]); break;
+    case Operation::all_to_all: each_giver([&](int r) { copy(r, rank, state.part->outputs[at(r)]); }); break;
     case Operation::reduce:
       if (rank != call.root) break;
       [[fallthrough]];
-    case Operation::all_reduce: reduce(0, op.part->outputs[0]); break;
-    case Operation::reduce_scatter: reduce(rank, op.part->outputs[0]); break;
+    case Operation::all_reduce: reduce(0, state.part->outputs[0]); break;
+    case Operation::reduce_scatter: reduce(rank, state.part->outputs[0]); break;
     default: break;
   }
 }

@@ -67,29 +67,29 @@ class Engine final : public detail::CollectiveEngine {
   Barrier& barrier() { return barrier_; }
 
  private:
-  struct Round;
+  struct CollectiveState;
   void begin_refused(Part& part);
   void come();
   void meet(Clock::time_point deadline);
-  void check(const Round& op, Clock::time_point deadline);
+  void check(const CollectiveState& state, Clock::time_point deadline);
   void tell_call(const Part& part);
   std::string refusals() const;
-  void find_sources(Round& op, Clock::time_point deadline);
-  void exchange(Round& op, Clock::time_point deadline);
-  void take(Round& op, std::size_t from, std::size_t to);
-  const char* piece(const Round& op, int rank, int number, std::size_t from) const;
-  void reduce_in_place(Round& op, Clock::time_point deadline);
-  void reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline);
-  void reduce_slots(Round& op, Clock::time_point deadline);
+  void find_sources(CollectiveState& state, Clock::time_point deadline);
+  void exchange(CollectiveState& state, Clock::time_point deadline);
+  void take(CollectiveState& state, std::size_t from, std::size_t to);
+  const char* piece(const CollectiveState& state, int rank, int number, std::size_t from) const;
+  void reduce_in_place(CollectiveState& state, Clock::time_point deadline);
+  void reduce_by_shares(CollectiveState& state, std::size_t from, Clock::time_point deadline);
+  void reduce_slots(CollectiveState& state, Clock::time_point deadline);
   template <typename Work>
   void share_out(std::uint64_t chunks, Clock::time_point deadline, Work work);
   char* stage(std::size_t bytes);
-  void fill_stage(const Round& op, std::size_t from);
-  void stage_all(Round& op, Clock::time_point deadline);
+  void fill_stage(const CollectiveState& state, std::size_t from);
+  void stage_all(CollectiveState& state, Clock::time_point deadline);
   void tell_stage(Header& header) const;
   void find_stage(int rank, const Header& header, Source& source, Clock::time_point deadline);
   bool meet_new_stages(std::uint64_t step, Clock::time_point deadline);
-  void reach(Round& op, Clock::time_point deadline);
+  void reach(CollectiveState& state, Clock::time_point deadline);
 
   Barrier barrier_;
   const Tuning tuning_;
@@ -102,7 +102,7 @@ class Engine final : public detail::CollectiveEngine {
   std::vector<char*> old_stages_;
   std::uint64_t operations_ = 0;
   bool under_way_ = false;  // the others count on this rank, for the operation that it has begun
-  const std::unique_ptr<Round> round_;
+  const std::unique_ptr<CollectiveState> state_;
 };
 
 }  // namespace lockstep::shm

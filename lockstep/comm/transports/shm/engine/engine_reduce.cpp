@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include <lockstep/comm/reduce/reduce.h>
-#include <lockstep/comm/transports/shm/engine/round.h>
+#include <lockstep/comm/transports/shm/engine/collective_state.h>
 
 namespace lockstep::shm {
 namespace {
@@ -28,67 +28,67 @@ void Engine::share_out(std::uint64_t chunks, Clock::time_point deadline, Work wo
   barrier_.await([&] { return claims.finished.load(std::memory_order_acquire) >= chunks; }, deadline);
 }
 
-void Engine::reduce_in_place(Round& op, Clock::time_point deadline) {
+void Engine::reduce_in_place(CollectiveState& state, Clock::time_point deadline) {
   const auto ranks = at(barrier_.ranks());
-  const auto share = round_up((op.bytes + ranks - 1) / ranks, kLeastClaim);
+  const auto share = round_up((state.bytes + ranks - 1) / ranks, kLeastClaim);
   const auto chunk = std::min(share, round_up(tuning_.claim, kCacheLine));
   std::vector<char*> buffers;
-  share_out((op.bytes + chunk - 1) / chunk, deadline, [&](std::size_t i) {
+  share_out((state.bytes + chunk - 1) / chunk, deadline, [&](std::size_t i) {
     // While there is a chunk to do, nobody has left: whoever comes when all are done need not see the others'
     // memory.
     if (buffers.empty()) {
-      reach(op, deadline);
+      reach(state, deadline);
       for (int r = 0; r < barrier_.ranks(); ++r)
-        buffers.push_back(r == barrier_.rank() ? static_cast<char*>(op.part->outputs[0])
-                                               : const_cast<char*>(op.sources[at(r)].base));
+        buffers.push_back(r == barrier_.rank() ? static_cast<char*>(state.part->outputs[0])
+                                               : const_cast<char*>(state.sources[at(r)].base));
     }
-    for (std::size_t r = 0; r < ranks; ++r) op.inputs[r] = op.outputs[r] = buffers[r] + i * chunk;
-    detail::reduce_tree_to_all(op.call().dtype, op.call().reduction, op.inputs, op.outputs,
-                               std::min(chunk, op.bytes - i * chunk) / op.part->item_size);
+    for (std::size_t r = 0; r < ranks; ++r) state.inputs[r] = state.outputs[r] = buffers[r] + i * chunk;
+    detail::reduce_tree_to_all(state.call().dtype, state.call().reduction, state.inputs, state.outputs,
+                               std::min(chunk, state.bytes - i * chunk) / state.part->item_size);
   });
 }
 
 // Each sums a share of the slots, in its own, and takes the others' from theirs: a step more, and far less to
 // read where there are many ranks.
-void Engine::reduce_slots(Round& op, Clock::time_point deadline) {
+void Engine::reduce_slots(CollectiveState& state, Clock::time_point deadline) {
   const int ranks = barrier_.ranks();
   const auto& region = barrier_.region();
-  const auto share = round_up((op.bytes + at(ranks) - 1) / at(ranks), kCacheLine);
+  const auto share = round_up((state.bytes + at(ranks) - 1) / at(ranks), kCacheLine);
   auto length = [&](int r) {
     const auto start = at(r) * share;
-    return start < op.bytes ? std::min(share, op.bytes - start) : 0;
+    return start < state.bytes ? std::min(share, state.bytes - start) : 0;
   };
   const auto mine = at(barrier_.rank()) * share;
   if (const auto bytes = length(barrier_.rank()); bytes != 0) {
-    for (int r = 0; r < ranks; ++r) op.inputs[at(r)] = region.data(r, op.first_step) + mine;
+    for (int r = 0; r < ranks; ++r) state.inputs[at(r)] = region.data(r, state.first_step) + mine;
     // Into the next step's slot, which nobody reads any more: this step's belong to the operation after this
     // one.
-    detail::reduce_tree(op.call().dtype, op.call().reduction, op.inputs,
-                        region.data(barrier_.rank(), op.first_step + 1) + mine, bytes / op.part->item_size);
+    detail::reduce_tree(state.call().dtype, state.call().reduction, state.inputs,
+                        region.data(barrier_.rank(), state.first_step + 1) + mine, bytes / state.part->item_size);
   }
   come();
   meet(deadline);
-  auto* output = static_cast<char*>(op.part->outputs[0]);
+  auto* output = static_cast<char*>(state.part->outputs[0]);
   for (int r = 0; r < ranks; ++r)
     if (length(r) != 0)
-      std::memcpy(output + at(r) * share, region.data(r, op.first_step + 1) + at(r) * share, length(r));
+      std::memcpy(output + at(r) * share, region.data(r, state.first_step + 1) + at(r) * share, length(r));
 }
 
-void Engine::reduce_by_shares(Round& op, std::size_t from, Clock::time_point deadline) {
+void Engine::reduce_by_shares(CollectiveState& state, std::size_t from, Clock::time_point deadline) {
   const auto ranks = at(barrier_.ranks());
-  const auto bytes = std::min(op.window, op.bytes - from);
+  const auto bytes = std::min(state.window, state.bytes - from);
   const auto share = round_up((bytes + ranks - 1) / ranks, kCacheLine);
   std::vector<char*> stages;
   for (int r = 0; r < barrier_.ranks(); ++r)
     stages.push_back(r == barrier_.rank() ? stage_ + stage_size_ * (barrier_.step() % 2)
-                                          : const_cast<char*>(piece(op, r, 0, from)));
+                                          : const_cast<char*>(piece(state, r, 0, from)));
   auto length = [&](std::size_t s) { return s * share < bytes ? std::min(share, bytes - s * share) : 0; };
   share_out((bytes + share - 1) / share, deadline, [&](std::size_t s) {
-    for (std::size_t r = 0; r < ranks; ++r) op.inputs[r] = stages[r] + s * share;
-    detail::reduce_tree(op.call().dtype, op.call().reduction, op.inputs, stages[s] + s * share,
-                        length(s) / op.part->item_size);
+    for (std::size_t r = 0; r < ranks; ++r) state.inputs[r] = stages[r] + s * share;
+    detail::reduce_tree(state.call().dtype, state.call().reduction, state.inputs, stages[s] + s * share,
+                        length(s) / state.part->item_size);
   });
-  auto* output = static_cast<char*>(op.part->outputs[0]) + from;
+  auto* output = static_cast<char*>(state.part->outputs[0]) + from;
   for (std::size_t s = 0; s < ranks; ++s)
     if (length(s) != 0) std::memcpy(output + s * share, stages[s] + s * share, length(s));
 }

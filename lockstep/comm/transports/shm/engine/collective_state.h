@@ -25,7 +25,7 @@ struct Source {
 };
 
 // The operation that is under way. It is used again and again, with the memory that it has.
-struct Engine::Round {
+struct Engine::CollectiveState {
   Part* part = nullptr;
   std::vector<const char*> own;    // this rank's pieces
   std::vector<std::size_t> sizes;  // of them, in bytes
