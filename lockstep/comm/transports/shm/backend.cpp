@@ -63,27 +63,27 @@ void abandon(std::vector<at::Tensor> tensors, bool shared_only) {
 }
 
 ShmPlace::ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& options) {
-  shm::Words words;
-  words.set = [&](const std::string& key, const std::string& value) {
+  shm::KeyValue key_value;
+  key_value.set = [&](const std::string& key, const std::string& value) {
     store.set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
   };
-  words.get = [&](const std::string& key) {
+  key_value.get = [&](const std::string& key) {
     const auto value = store.get(key);
     return std::string(value.begin(), value.end());
   };
-  words.forget = [&](const std::string& key) {
+  key_value.forget = [&](const std::string& key) {
     try {
       store.deleteKey(key);
-      for (const auto& each : options.words) store.deleteKey(each);
+      for (const auto& each : options.key_value) store.deleteKey(each);
     } catch (const std::exception&) {  // some stores cannot
     }
   };
   auto check = [&] {
     if (options.failed()) throw std::runtime_error("the job has failed");
   };
-  const shm::Company company{options.local_ranks, options.threads, options.names};
+  const shm::HostInfo host_info{options.local_ranks, options.threads, options.names};
   group_segment =
-      std::make_shared<shm::GroupSegment>(rank, size, company, words, shm::Clock::now() + options.timeout, check);
+      std::make_shared<shm::GroupSegment>(rank, size, host_info, key_value, shm::Clock::now() + options.timeout, check);
   tuning = tuning_for(group_segment->roomy(), size);
   engine = std::make_unique<shm::Engine>(group_segment->region(), rank, tuning, *group_segment, options.names);
 }

@@ -23,7 +23,7 @@ void Barrier::arrive() {
   if (region_.shared().sleepers.load(std::memory_order_seq_cst) != 0 && all_at(step_)) wake();
 }
 
-void Patience::check() const {
+void WaitLimit::check() const {
   if (auto trouble = barrier.look_around(deadline)) std::rethrow_exception(trouble);
 }
 

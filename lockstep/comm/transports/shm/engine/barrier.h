@@ -41,7 +41,7 @@ class PeerLost : public std::runtime_error, public detail::Kinded {
 
 class Barrier;
 // How long something may take: asked now and then by whoever waits for a peer outside the meeting itself.
-struct Patience {
+struct WaitLimit {
   const Barrier& barrier;
   Clock::time_point deadline;
   void check() const;  // throws as a wait would
@@ -104,7 +104,7 @@ class Barrier {
       if (region_.line(r).presence.load(std::memory_order_seq_cst) == Line::kFailed) gave_up(r);
   }
   [[noreturn]] void gave_up(int rank) const;
-  friend struct Patience;
+  friend struct WaitLimit;
   std::exception_ptr look_around(Clock::time_point deadline) const;
   bool has_ended(int rank) const;
   std::exception_ptr gone(int rank) const;

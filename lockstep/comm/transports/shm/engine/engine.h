@@ -29,7 +29,7 @@ class Memory {
   virtual ~Memory() = default;
   virtual Place find(const void* pointer, std::size_t bytes) = 0;
   // May wait for that rank the first time.
-  virtual char* map(int rank, Place place, std::size_t bytes, const Patience& patience) = 0;
+  virtual char* map(int rank, Place place, std::size_t bytes, const WaitLimit& limit) = 0;
   virtual char* allocate(std::size_t bytes) = 0;  // that peers can map
   virtual void free(char* memory) noexcept = 0;
 };

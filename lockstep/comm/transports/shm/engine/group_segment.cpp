@@ -37,7 +37,7 @@ struct Offer {
 
 }  // namespace
 
-GroupSegment::GroupSegment(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
+GroupSegment::GroupSegment(int rank, int ranks, const HostInfo& host_info, const KeyValue& key_value, Clock::time_point deadline,
                  const std::function<void()>& check)
     : rank_(rank), ranks_(ranks) {
   auto key = [](int each) { return fmt::format("rank {}", each); };
@@ -47,32 +47,32 @@ GroupSegment::GroupSegment(int rank, int ranks, const Company& company, const Wo
     region().prepare();
     offer.id = SegmentServer::instance().offer(segment_);
   }
-  words.set(key(rank), fmt::format("{} {} {}", SegmentServer::instance().name(), own_processors(), offer.id));
+  key_value.set(key(rank), fmt::format("{} {} {}", SegmentServer::instance().name(), own_processors(), offer.id));
   for (int r = 0; r < ranks; ++r) {
-    std::istringstream word(words.get(key(r)));
+    std::istringstream word(key_value.get(key(r)));
     std::string name;
     std::uint64_t id = 0;
     if (!(word >> name >> processors_.emplace_back() >> id))
-      throw Error(fmt::format("rank {} left a word that makes no sense", company.name(r)));
+      throw Error(fmt::format("rank {} left a word that makes no sense", host_info.name(r)));
     peers_.push_back(r == rank ? nullptr : Peer::reach(name));
     if (r == 0 && rank != 0) segment_ = peers_[0]->segment(id, check);
   }
   if (segment_->size() < Region::size_for(ranks))
     throw Error("the ranks disagree on the shared memory of the group: are all of the same build?");
 
-  if (rank == 0) region().shared().roomy.store(has_room(company) ? 1 : 0, std::memory_order_relaxed);
+  if (rank == 0) region().shared().roomy.store(has_room(host_info) ? 1 : 0, std::memory_order_relaxed);
   Holder::hold(region().line(rank).alive);
   try {
-    meet(1, company, deadline, check);  // all have read all words, and hold their locks
-    words.forget(key(rank));
-    meet(2, company, deadline, check);  // there are none any more
+    meet(1, host_info, deadline, check);  // all have read all words, and hold their locks
+    key_value.forget(key(rank));
+    meet(2, host_info, deadline, check);  // there are none any more
   } catch (...) {
     Holder::let_go(region().line(rank).alive);
     throw;
   }
 }
 
-void GroupSegment::meet(std::uint32_t stage, const Company& company, Clock::time_point deadline,
+void GroupSegment::meet(std::uint32_t stage, const HostInfo& host_info, Clock::time_point deadline,
                    const std::function<void()>& check) {
   Line& line = region().line(rank_);
   line.joined.store(stage, std::memory_order_seq_cst);
@@ -84,9 +84,9 @@ void GroupSegment::meet(std::uint32_t stage, const Company& company, Clock::time
       check();
       if (joined.load() >= stage) break;
       if (r != rank_ && peers_[static_cast<std::size_t>(r)]->has_ended())
-        throw PeerLost(company.name(r), fmt::format("rank {} has ended", company.name(r)));
+        throw PeerLost(host_info.name(r), fmt::format("rank {} has ended", host_info.name(r)));
       if (Clock::now() >= deadline)
-        throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", company.name(r)));
+        throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", host_info.name(r)));
     }
   }
 }
@@ -95,8 +95,8 @@ GroupSegment::~GroupSegment() {
   if (fork_generation() == generation_) Holder::let_go(region().line(rank_).alive);
 }
 
-bool GroupSegment::has_room(const Company& company) const {
-  const int threads = std::max(company.threads, 1), local_ranks = company.local_ranks;
+bool GroupSegment::has_room(const HostInfo& host_info) const {
+  const int threads = std::max(host_info.threads, 1), local_ranks = host_info.local_ranks;
   const bool bound = std::any_of(processors_.begin(), processors_.end(),
                                  [&](const auto& each) { return each != processors_[0]; });
   std::size_t all = 0;
@@ -109,13 +109,13 @@ bool GroupSegment::has_room(const Company& company) const {
   return needed <= all && (!quota || static_cast<double>(std::max(ranks_, local_ranks) * threads) <= *quota);
 }
 
-char* GroupSegment::map(int rank, Place place, std::size_t bytes, const Patience& patience) {
+char* GroupSegment::map(int rank, Place place, std::size_t bytes, const WaitLimit& limit) {
   try {
-    return peers_[static_cast<std::size_t>(rank)]->map(place, bytes, [&] { patience.check(); });
+    return peers_[static_cast<std::size_t>(rank)]->map(place, bytes, [&] { limit.check(); });
   } catch (const Error& error) {
     // Most likely it has ended: that is known in a moment, and says more.
-    patience.check();
-    const int name = patience.barrier.name(rank);
+    limit.check();
+    const int name = limit.barrier.name(rank);
     throw PeerLost(name, fmt::format("the shared memory of rank {} cannot be had: {}", name, error.what()));
   }
 }

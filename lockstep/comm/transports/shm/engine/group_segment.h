@@ -15,14 +15,14 @@ namespace lockstep::shm {
 
 // Where the ranks leave word for one another before they have met: get waits until it is there. What a rank
 // has set it forgets when all have read it: a later group may have the same place for its words.
-struct Words {
+struct KeyValue {
   std::function<void(const std::string& key, const std::string& value)> set;
   std::function<std::string(const std::string& key)> get;
   std::function<void(const std::string& key)> forget;
 };
 
 // Of the job on this host.
-struct Company {
+struct HostInfo {
   int local_ranks = 0;          // 0: not known
   int threads = 1;              // that each computes with
   std::vector<int> names = {};  // of the group's ranks, in errors; none: their numbers
@@ -33,7 +33,7 @@ struct Company {
 class GroupSegment final : public Memory {
  public:
   // Meets the others. check is called now and then while it waits, and throws to end that.
-  GroupSegment(int rank, int ranks, const Company& company, const Words& words, Clock::time_point deadline,
+  GroupSegment(int rank, int ranks, const HostInfo& host_info, const KeyValue& key_value, Clock::time_point deadline,
           const std::function<void()>& check);
   ~GroupSegment() override;
 
@@ -45,13 +45,13 @@ class GroupSegment final : public Memory {
   Place find(const void* pointer, std::size_t bytes) override {
     return Arena::instance().find(pointer, bytes);
   }
-  char* map(int rank, Place place, std::size_t bytes, const Patience& patience) override;
+  char* map(int rank, Place place, std::size_t bytes, const WaitLimit& limit) override;
   char* allocate(std::size_t bytes) override { return static_cast<char*>(Arena::instance().allocate(bytes)); }
   void free(char* memory) noexcept override { Arena::instance().free(memory); }
 
  private:
-  bool has_room(const Company& company) const;
-  void meet(std::uint32_t stage, const Company& company, Clock::time_point deadline,
+  bool has_room(const HostInfo& host_info) const;
+  void meet(std::uint32_t stage, const HostInfo& host_info, Clock::time_point deadline,
             const std::function<void()>& check);
 
   const int rank_, ranks_;

@@ -37,7 +37,7 @@ std::string await_file(const std::filesystem::path& path) {
 
 }  // namespace
 
-Words words_in(const std::filesystem::path& folder, const std::string& name) {
+KeyValue words_in(const std::filesystem::path& folder, const std::string& name) {
   const auto file = [=](const std::string& key) { return folder / (name + "." + key); };
   return {.set = [=](const std::string& key, const std::string& value) { write_file(file(key), value); },
           .get = [=](const std::string& key) { return await_file(file(key)); },
@@ -46,12 +46,12 @@ Words words_in(const std::filesystem::path& folder, const std::string& name) {
 
 Member join(const std::filesystem::path& folder, const std::string& name, int rank, int ranks,
             Engine::Tuning tuning) {
-  const auto words = words_in(folder, name);
+  const auto key_value = words_in(folder, name);
   Member member;
   member.rank = rank;
   member.ranks = ranks;
   member.group_segment =
-      std::make_shared<GroupSegment>(rank, ranks, Company{}, words, Clock::now() + seconds(60), [] {});
+      std::make_shared<GroupSegment>(rank, ranks, HostInfo{}, key_value, Clock::now() + seconds(60), [] {});
   auto engine = std::make_unique<Engine>(member.group_segment->region(), rank, tuning, *member.group_segment);
   auto& barrier = engine->barrier();
   member.op_queue = std::make_shared<OpQueue>(std::move(engine), member.group_segment);

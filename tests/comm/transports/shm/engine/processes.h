@@ -60,8 +60,8 @@ class Processes {
   std::vector<Ended> ended_;
 };
 
-// Words that are files in the folder.
-Words words_in(const std::filesystem::path& folder, const std::string& name);
+// KeyValue that are files in the folder.
+KeyValue words_in(const std::filesystem::path& folder, const std::string& name);
 
 // Makes the group `name` in this process.
 Member join(const std::filesystem::path& folder, const std::string& name, int rank, int ranks,

@@ -244,14 +244,14 @@ TEST(ShmProcesses, a_rank_that_dies_while_a_group_is_made_is_named) {
   char name[] = "/tmp/lockstep_shm_XXXXXX";
   const std::filesystem::path folder = ::mkdtemp(name);
   Processes processes(3, [&](Member& member) {
-    auto words = words_in(folder, "second");
+    auto key_value = words_in(folder, "second");
     if (member.rank == 1)
-      words.get = [get = words.get](const std::string& key) {
+      key_value.get = [get = key_value.get](const std::string& key) {
         if (key == "rank 2") ::raise(SIGKILL);  // the others can reach it by now
         return get(key);
       };
     try {
-      GroupSegment second(member.rank, member.ranks, {}, words, Clock::now() + seconds(60), [] {});
+      GroupSegment second(member.rank, member.ranks, {}, key_value, Clock::now() + seconds(60), [] {});
     } catch (const PeerLost& lost) {
       return lost.rank == 1 ? kLost : kWrong;
     }
@@ -398,9 +398,9 @@ std::set<std::string> mapped_files(const std::string& pid) {
   std::set<std::string> found;
   std::ifstream maps("/proc/" + pid + "/maps");
   for (std::string line; std::getline(maps, line);) {
-    std::istringstream words(line);
+    std::istringstream key_value(line);
     std::string range, rights, offset, device, inode, path;
-    if (words >> range >> rights >> offset >> device >> inode && std::getline(words >> std::ws, path))
+    if (key_value >> range >> rights >> offset >> device >> inode && std::getline(key_value >> std::ws, path))
       found.insert(device + " " + inode + " " + path);
   }
   return found;

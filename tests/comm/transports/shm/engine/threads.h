@@ -37,7 +37,7 @@ class ThreadMemory final : public Memory {
     if (address + bytes > above->first + above->second) return {};
     return {1, reinterpret_cast<std::uint64_t>(address)};
   }
-  char* map(int rank, Place place, std::size_t, const Patience&) override {
+  char* map(int rank, Place place, std::size_t, const WaitLimit&) override {
     if (on_map) on_map(rank, place);
     return reinterpret_cast<char*>(place.offset);
   }
