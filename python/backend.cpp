@@ -134,14 +134,14 @@ void TorchBackend::setTimeout(milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-const char* TorchBackend::title(const detail::Part& part) const {
+const char* TorchBackend::title(const detail::Op& op) const {
   constexpr std::array titles = {"lockstep:all_reduce",     "lockstep:reduce",     "lockstep:broadcast",
                                  "lockstep:all_gather",     "lockstep:gather",     "lockstep:scatter",
                                  "lockstep:reduce_scatter", "lockstep:all_to_all", "lockstep:barrier",
                                  "lockstep:send",           "lockstep:recv"};
   // Without a profiler, c10d's Work would make the row all the same, which costs as much as a small operation.
-  if (!part.refusal.empty() || !at::hasCallbacks()) return nullptr;
-  return titles.at(static_cast<std::size_t>(part.call.operation));
+  if (!op.refusal.empty() || !at::hasCallbacks()) return nullptr;
+  return titles.at(static_cast<std::size_t>(op.call.operation));
 }
 
 void TorchBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {

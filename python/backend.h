@@ -24,7 +24,7 @@ class TorchBackend final : public detail::ShmBackend {
 
  protected:
   std::function<std::exception_ptr(std::exception_ptr)> explanation(const Call& call) override;
-  const char* title(const detail::Part& part) const override;
+  const char* title(const detail::Op& op) const override;
   bool takes_less() const override { return true; }  // as gloo has it
   [[noreturn]] void refuse(Operation operation, std::chrono::milliseconds timeout,
                            const std::exception_ptr& error) override;

@@ -10,7 +10,7 @@
 #include <ATen/core/jit_type.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/quiet_threads.h>
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 
 namespace lockstep::detail {
 
@@ -110,26 +110,26 @@ std::vector<at::Tensor> EngineWork::tensors() const {
 }
 
 bool JoinedWork::isCompleted() {
-  return std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->isCompleted(); });
+  return std::all_of(parts_.begin(), parts_.end(), [](const auto& op) { return op->isCompleted(); });
 }
 
 bool JoinedWork::isSuccess() const { return !exception(); }
 
 std::exception_ptr JoinedWork::exception() const {
-  for (const auto& part : parts_)
-    if (auto error = part->exception()) return error;
+  for (const auto& op : parts_)
+    if (auto error = op->exception()) return error;
   return nullptr;
 }
 
 bool JoinedWork::wait(std::chrono::milliseconds timeout) {
-  for (const auto& part : parts_) part->wait(timeout);
+  for (const auto& op : parts_) op->wait(timeout);
   return true;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
   const auto type = c10::ListType::create(c10::TensorType::get());
   c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(type));
-  for (const auto& part : parts_) futures.push_back(part->getFuture());
+  for (const auto& op : parts_) futures.push_back(op->getFuture());
   return c10::collectAll(futures)->then(
       [results = results_](c10::ivalue::Future& all) {
         all.value();  // throws what one of them failed with

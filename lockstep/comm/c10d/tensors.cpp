@@ -69,7 +69,7 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
-std::vector<at::Tensor> copy_what_is_written_over(Part& part, at::Device device) {
+std::vector<at::Tensor> copy_what_is_written_over(Op& part, at::Device device) {
   std::vector<at::Tensor> copies;
   const Call& call = part.call;
   const auto rank = static_cast<std::size_t>(call.rank);

@@ -19,7 +19,7 @@ void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 // Where a result would be written over what a rank has yet to read, that is read from a copy, which must live
 // as long as the part. In place is in order where this rank's own piece takes its own result.
-std::vector<at::Tensor> copy_what_is_written_over(Part& part, at::Device device = at::kCPU);
+std::vector<at::Tensor> copy_what_is_written_over(Op& part, at::Device device = at::kCPU);
 
 // The call that describes a tensor.
 Call describe_call(Operation operation, const at::Tensor& tensor, Site site);

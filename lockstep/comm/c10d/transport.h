@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <lockstep/base/error.h>
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -59,7 +59,7 @@ class Transport {
   // The current stream is being recorded for a CUDA graph: what is issued runs later, any number of times.
   virtual bool capturing() const { return false; }
   // Where collectives may be given as parts, without c10d; null elsewhere.
-  virtual PartEngine* parts() { return nullptr; }
+  virtual OpSink* parts() { return nullptr; }
   // Of a part that failed: peers may still read or write them.
   virtual void abandon(std::vector<at::Tensor> /*tensors*/) noexcept {}
   // This rank will start nothing more, though works of its own may still hold the engine.

@@ -69,7 +69,7 @@ Pending::Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> t
       transport_(std::move(transport)),
       timeout_(timeout),
       deadline_(start_ + timeout) {
-  item_.part.call = std::move(its_call);
+  item_.op.call = std::move(its_call);
 }
 
 void Pending::Item::done(const std::exception_ptr& its_error, int /*source*/) {
@@ -78,29 +78,29 @@ void Pending::Item::done(const std::exception_ptr& its_error, int /*source*/) {
   finished.notify_all();
 }
 
-void Pending::post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs) {
-  Part& part = item_.part;
+void Pending::post(OpSink& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs) {
+  Op& op = item_.op;
   for (const auto* tensors : {&inputs, &outputs})
-    for (const auto& tensor : *tensors) part.item_size = tensor.element_size();
+    for (const auto& tensor : *tensors) op.item_size = tensor.element_size();
   auto add = [&](auto& places, auto* place, const std::vector<std::int64_t>& table, std::size_t tensors) {
     places.push_back(place);
     if (tensors != 1 || table.empty()) return;
     for (std::size_t i = 0; i + 1 < table.size(); ++i)
-      places.push_back(place += static_cast<std::size_t>(table[i]) * part.item_size);
+      places.push_back(place += static_cast<std::size_t>(table[i]) * op.item_size);
   };
   for (const auto& tensor : inputs)
-    add(part.inputs, static_cast<const char*>(tensor.const_data_ptr()), call().to, inputs.size());
+    add(op.inputs, static_cast<const char*>(tensor.const_data_ptr()), call().to, inputs.size());
   for (const auto& tensor : outputs)
-    add(part.outputs, static_cast<char*>(tensor.mutable_data_ptr()), call().from, outputs.size());
-  for (auto& copy : copy_what_is_written_over(part)) keep.push_back(std::move(copy));
+    add(op.outputs, static_cast<char*>(tensor.mutable_data_ptr()), call().from, outputs.size());
+  for (auto& copy : copy_what_is_written_over(op)) keep.push_back(std::move(copy));
   parts_ = &engine;
   item_.posted = start_;
   item_.deadline = deadline_;
   engine.post({shared_from_this(), &item_}, false);
 }
 
-void Pending::post_refusal(PartEngine& engine, std::string text) {
-  item_.part.refusal = std::move(text);
+void Pending::post_refusal(OpSink& engine, std::string text) {
+  item_.op.refusal = std::move(text);
   post(engine, {}, {});
 }
 

@@ -31,12 +31,12 @@ class Pending : public std::enable_shared_from_this<Pending> {
   control::FlightRing::Ticket record = control::FlightRing::kNone;
   // In place of works, for an engine that takes parts. Tensors are dense and kept; one tensor where the call
   // has a table of sizes stands for its pieces.
-  void post(PartEngine& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs);
+  void post(OpSink& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs);
   // Takes part with nothing but the reason for not taking part (refusal.h).
-  void post_refusal(PartEngine& engine, std::string text);
+  void post_refusal(OpSink& engine, std::string text);
 
   std::chrono::steady_clock::time_point begun() const { return moment_.steady; }
-  const Call& call() const { return item_.part.call; }
+  const Call& call() const { return item_.op.call; }
   GroupState& group() const { return *group_; }
   const std::shared_ptr<Transport>& transport() const { return transport_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
@@ -69,7 +69,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
  private:
   enum class State { running, complete, failed };
 
-  struct Item final : PartItem {
+  struct Item final : OpItem {
     std::exception_ptr error;
     std::atomic<bool> finished = false;
     void done(const std::exception_ptr& its_error, int source) override;
@@ -96,7 +96,7 @@ class Pending : public std::enable_shared_from_this<Pending> {
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Transport> transport_;
   Item item_;  // has the call, whichever engine it goes to
-  PartEngine* parts_ = nullptr;
+  OpSink* parts_ = nullptr;
   const Clock::Moment moment_ = Clock::moment();
   const Clock::time_point start_ = moment_.awake;
   const std::chrono::milliseconds timeout_;

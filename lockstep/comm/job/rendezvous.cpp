@@ -109,7 +109,7 @@ class TorchrunStore {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
-// Part of the proof: agents of another job, or of an earlier attempt, do not fit even with the same key. What
+// Op of the proof: agents of another job, or of an earlier attempt, do not fit even with the same key. What
 // MPICH has is of this host alone.
 std::string job_of_all_hosts(const Identity& identity) {
   return fmt::format("{} {} {} {}", identity.launcher, identity.master_address, identity.restart_count,

@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
-#include <lockstep/comm/c10d/part_transport.h>
+#include <lockstep/comm/c10d/op_transport.h>
 #include <lockstep/comm/transports/cuda_ipc/engine/engine.h>
 #include <lockstep/comm/transports/cuda_ipc/engine/gpu.h>
 #include <lockstep/comm/transports/cuda_ipc/engine/mail.h>
@@ -133,10 +133,10 @@ class DeviceWork final : public QueueWork<Engine> {
   std::vector<at::Tensor> tensors_;
 };
 
-class CudaIpcBackend final : public PartBackend {
+class CudaIpcBackend final : public OpBackend {
  public:
   explicit CudaIpcBackend(const TransportContext& context)
-      : PartBackend(context.rank, context.size()), device_(context.device_index), timeout_(context.timeout) {
+      : OpBackend(context.rank, context.size()), device_(context.device_index), timeout_(context.timeout) {
     cuda_ipc::Arena::make_room = [] { c10::cuda::CUDACachingAllocator::emptyCache(); };
     auto options = shm_options(context);
     ShmPlace place(*context.store, context.rank, context.size(), options);
@@ -202,7 +202,7 @@ class CudaIpcBackend final : public PartBackend {
       const OnDevice here(device_);
       check(cudaEventRecord(order->ready, current_stream(device_)), "an event cannot be recorded");
     }
-    request.part.order = order;
+    request.op.order = order;
     auto prepare = [&](const auto& engine) {
       using Engine = typename std::decay_t<decltype(engine)>::element_type;
       auto work = c10::make_intrusive<DeviceWork<Engine>>(rank_, request.type, std::move(request.keep),
@@ -210,18 +210,18 @@ class CudaIpcBackend final : public PartBackend {
       work->prepare(nullptr, std::move(request.explain));
       return work;
     };
-    if (point_to_point(request.part.call.operation)) {
+    if (point_to_point(request.op.call.operation)) {
       auto work = prepare(mail_);
-      request.part.done = [work](const std::exception_ptr& error, int source) {
+      request.op.done = [work](const std::exception_ptr& error, int source) {
         work->settle_or_abandon(error, source);
       };
-      const int peer = request.part.call.root;
-      work->set_item(mail_->post(std::move(request.part), peer, request.tag, timeout));
+      const int peer = request.op.call.root;
+      work->set_item(mail_->post(std::move(request.op), peer, request.tag, timeout));
       return work;
     }
     auto work = prepare(op_queue_);
-    const bool soon = request.asynchronous || request.part.call.bytes >= kLarge;
-    post_to(*op_queue_, work, std::move(request.part), timeout, soon);
+    const bool soon = request.asynchronous || request.op.call.bytes >= kLarge;
+    post_to(*op_queue_, work, std::move(request.op), timeout, soon);
     return work;
   }
 
@@ -241,12 +241,12 @@ class CudaIpcBackend final : public PartBackend {
   std::shared_ptr<Mail> mail_;
 };
 
-class CudaIpcTransport final : public PartTransport<CudaIpcBackend> {
+class CudaIpcTransport final : public OpTransport<CudaIpcBackend> {
  public:
   CudaIpcTransport(c10::intrusive_ptr<CudaIpcBackend> backend, int device)
-      : PartTransport(std::move(backend)), device_(device) {}
+      : OpTransport(std::move(backend)), device_(device) {}
   Traits traits() const override {
-    auto traits = PartTransport::traits();
+    auto traits = OpTransport::traits();
     traits.on_device = true;
     return traits;
   }

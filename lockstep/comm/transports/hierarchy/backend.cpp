@@ -2,7 +2,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/comm/c10d/part_transport.h>
+#include <lockstep/comm/c10d/op_transport.h>
 #include <lockstep/comm/transports/hierarchy/c10d_links.h>
 #include <lockstep/comm/transports/hierarchy/engine/engine.h>
 #include <lockstep/comm/transports/hierarchy/engine/mail.h>
@@ -25,10 +25,10 @@ std::vector<int> far_ranks(const TransportContext& context) {
   return ranks;
 }
 
-class HierarchyBackend final : public PartBackend {
+class HierarchyBackend final : public OpBackend {
  public:
   HierarchyBackend(const TransportContext& context, std::string name, std::unique_ptr<Transport> between)
-      : PartBackend(context.rank, context.size()),
+      : OpBackend(context.rank, context.size()),
         name_(std::move(name)),
         timeout_(context.timeout),
         links_(std::make_shared<C10dLinks>(std::move(between), far_ranks(context))) {
@@ -96,16 +96,16 @@ class HierarchyBackend final : public PartBackend {
       work->prepare(std::move(request.finish), std::move(request.explain));
       return work;
     };
-    if (point_to_point(request.part.call.operation)) {
+    if (point_to_point(request.op.call.operation)) {
       auto work = prepare(mail_);
-      request.part.done = [work](const std::exception_ptr& error, int source) {
+      request.op.done = [work](const std::exception_ptr& error, int source) {
         work->settle_or_abandon(error, source);
       };
-      work->set_item(mail_->post(std::move(request.part), request.tag, timeout));
+      work->set_item(mail_->post(std::move(request.op), request.tag, timeout));
       return work;
     }
     auto work = prepare(op_queue_);
-    post_to(*op_queue_, work, std::move(request.part), timeout, request.asynchronous);
+    post_to(*op_queue_, work, std::move(request.op), timeout, request.asynchronous);
     return work;
   }
 
@@ -118,16 +118,16 @@ class HierarchyBackend final : public PartBackend {
   std::shared_ptr<Mail> mail_;
 };
 
-class HierarchyTransport final : public PartTransport<HierarchyBackend> {
+class HierarchyTransport final : public OpTransport<HierarchyBackend> {
  public:
-  using PartTransport::PartTransport;
+  using OpTransport::OpTransport;
 
   Traits traits() const override {
-    auto traits = PartTransport::traits();
+    auto traits = OpTransport::traits();
     traits.completes_unwatched = false;
     return traits;
   }
-  PartEngine* parts() override { return own().is_own() ? own().op_queue().get() : nullptr; }
+  OpSink* parts() override { return own().is_own() ? own().op_queue().get() : nullptr; }
   // Links may still write to any of them.
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {

@@ -6,7 +6,7 @@
 #include <ATen/Parallel.h>
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
-#include <lockstep/comm/c10d/part_transport.h>
+#include <lockstep/comm/c10d/op_transport.h>
 #include <lockstep/comm/transports/shm/queue_work.h>
 
 namespace lockstep::detail {
@@ -89,7 +89,7 @@ ShmPlace::ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& opt
 }
 
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ShmOptions& options)
-    : PartBackend(rank, size), timeout_(options.timeout.count()) {
+    : OpBackend(rank, size), timeout_(options.timeout.count()) {
   ShmPlace place(*store, rank, size, options);
   auto& barrier = place.engine->barrier();
   op_queue_ = std::make_shared<shm::OpQueue>(std::move(place.engine), place.group_segment);
@@ -112,28 +112,28 @@ at::Tensor shared_tensor(std::int64_t size, const at::TensorOptions& options) {
   return tensor;
 }
 
-PartBackend::WorkPtr ShmBackend::post(Request request) {
+OpBackend::WorkPtr ShmBackend::post(Request request) {
   TORCH_CHECK(is_own(), "a process that was forked from a rank cannot use the rank's groups");
   const auto timeout = request.timeout.count() > 0 ? request.timeout : this->timeout();
   auto prepare = [&](const auto& engine) {
     using Engine = typename std::decay_t<decltype(engine)>::element_type;
     auto work =
         c10::make_intrusive<QueueWork<Engine>>(rank_, request.type, std::move(request.keep),
-                                              std::move(request.results), engine, true, title(request.part));
+                                              std::move(request.results), engine, true, title(request.op));
     work->prepare(std::move(request.finish), std::move(request.explain));
     return work;
   };
-  if (point_to_point(request.part.call.operation)) {
+  if (point_to_point(request.op.call.operation)) {
     auto work = prepare(messages_);
-    request.part.done = [work](const std::exception_ptr& error, int source) {
+    request.op.done = [work](const std::exception_ptr& error, int source) {
       work->settle_or_abandon(error, source);
     };
-    const int peer = request.part.call.root;
-    work->set_item(messages_->post(std::move(request.part), peer, request.tag, timeout));
+    const int peer = request.op.call.root;
+    work->set_item(messages_->post(std::move(request.op), peer, request.tag, timeout));
     return work;
   }
   auto work = prepare(op_queue_);
-  post_to(*op_queue_, work, std::move(request.part), timeout, request.asynchronous);
+  post_to(*op_queue_, work, std::move(request.op), timeout, request.asynchronous);
   return work;
 }
 
@@ -151,12 +151,12 @@ void ShmBackend::leave() {
 
 namespace {
 
-class ShmTransport final : public PartTransport<ShmBackend> {
+class ShmTransport final : public OpTransport<ShmBackend> {
  public:
-  using PartTransport::PartTransport;
+  using OpTransport::OpTransport;
 
   // A child that was forked is refused by the backend, which says why.
-  PartEngine* parts() override { return own().is_own() ? own().op_queue().get() : nullptr; }
+  OpSink* parts() override { return own().is_own() ? own().op_queue().get() : nullptr; }
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {
       detail::abandon(std::move(tensors), true);

@@ -5,7 +5,7 @@
 #include <memory>
 #include <mutex>
 
-#include <lockstep/comm/c10d/part_backend.h>
+#include <lockstep/comm/c10d/op_backend.h>
 #include <lockstep/comm/transports/shm/engine/fork.h>
 #include <lockstep/comm/transports/shm/engine/op_queue.h>
 #include <lockstep/comm/transports/shm/engine/messages.h>
@@ -37,7 +37,7 @@ struct ShmPlace {
 // In memory that every process of this host can reach.
 at::Tensor shared_tensor(std::int64_t size, const at::TensorOptions& options);
 
-class ShmBackend : public PartBackend {
+class ShmBackend : public OpBackend {
  public:
   ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ShmOptions& options);
   ~ShmBackend() override;
@@ -63,7 +63,7 @@ class ShmBackend : public PartBackend {
  protected:
   WorkPtr post(Request request) override;
   // Of an operation's row in PyTorch's profiler, static; null: it has none.
-  virtual const char* title(const Part&) const { return nullptr; }
+  virtual const char* title(const Op&) const { return nullptr; }
   void drain() { op_queue_->drain(); }
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_); }
   const std::shared_ptr<shm::Messages>& messages() const { return messages_; }

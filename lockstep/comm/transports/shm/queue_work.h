@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <lockstep/comm/c10d/engine_work.h>
-#include <lockstep/comm/c10d/part_backend.h>
+#include <lockstep/comm/c10d/op_backend.h>
 #include <lockstep/comm/transports/shm/engine/fork.h>
 #include <lockstep/comm/transports/shm/engine/op_queue.h>
 
@@ -63,7 +63,7 @@ class QueueWork : public EngineWork {
   ItemPtr item_;
 };
 
-struct QueueItem final : PartItem {
+struct QueueItem final : OpItem {
   c10::intrusive_ptr<QueueWork<shm::OpQueue>> work;
   void done(const std::exception_ptr& error, int source) override {
     std::exchange(work, {})->settle_or_abandon(error, source);
@@ -71,10 +71,10 @@ struct QueueItem final : PartItem {
 };
 
 // Gives a collective to the lane, whose end settles the work.
-inline void post_to(shm::OpQueue& op_queue, const c10::intrusive_ptr<QueueWork<shm::OpQueue>>& work, Part part,
+inline void post_to(shm::OpQueue& op_queue, const c10::intrusive_ptr<QueueWork<shm::OpQueue>>& work, Op op,
                     std::chrono::milliseconds timeout, bool soon) {
   auto item = std::make_shared<QueueItem>();
-  item->part = std::move(part);
+  item->op = std::move(op);
   item->work = work;
   work->set_item(item);
   item->start(timeout);

@@ -2,17 +2,17 @@
 
 #include <lockstep/base/error.h>
 #include <lockstep/comm/c10d/engine_work.h>
-#include <lockstep/comm/c10d/part_backend.h>
-#include <lockstep/comm/c10d/part_transport.h>
+#include <lockstep/comm/c10d/op_backend.h>
+#include <lockstep/comm/c10d/op_transport.h>
 #include <lockstep/comm/job/stop.h>
 
 namespace lockstep::detail {
 namespace {
 
-class ThreadsBackend final : public PartBackend {
+class ThreadsBackend final : public OpBackend {
  public:
   ThreadsBackend(std::shared_ptr<Hub> hub, int rank, int size)
-      : PartBackend(rank, size), hub_(std::move(hub)) {
+      : OpBackend(rank, size), hub_(std::move(hub)) {
     init();
   }
   ~ThreadsBackend() override { hub_->leave(rank_); }
@@ -28,11 +28,11 @@ class ThreadsBackend final : public PartBackend {
     auto work = c10::make_intrusive<EngineWork>(rank_, request.type, std::move(request.keep),
                                                 std::move(request.results));
     work->prepare(std::move(request.finish), std::move(request.explain));
-    request.part.done = [work](const std::exception_ptr& error, int source) { work->settle(error, source); };
-    if (point_to_point(request.part.call.operation))
-      hub_->post_point_to_point(rank_, request.tag, std::move(request.part));
+    request.op.done = [work](const std::exception_ptr& error, int source) { work->settle(error, source); };
+    if (point_to_point(request.op.call.operation))
+      hub_->post_point_to_point(rank_, request.tag, std::move(request.op));
     else
-      hub_->post(rank_, std::move(request.part));
+      hub_->post(rank_, std::move(request.op));
     return work;
   }
 
@@ -40,9 +40,9 @@ class ThreadsBackend final : public PartBackend {
   const std::shared_ptr<Hub> hub_;
 };
 
-class ThreadsTransport final : public PartTransport<ThreadsBackend> {
+class ThreadsTransport final : public OpTransport<ThreadsBackend> {
  public:
-  using PartTransport::PartTransport;
+  using OpTransport::OpTransport;
   std::string absent(std::uint64_t sequence) override { return own().absent(sequence); }
   bool is_awaited() override { return own().is_awaited(); }
 };

@@ -16,8 +16,8 @@ constexpr std::size_t kLine = 256;  // pieces of a stage begin at multiples of i
 
 std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
-std::size_t length(const Part& part, std::int64_t elements) {
-  return static_cast<std::size_t>(elements) * part.item_size;
+std::size_t length(const Op& op, std::int64_t elements) {
+  return static_cast<std::size_t>(elements) * op.item_size;
 }
 
 }  // namespace
@@ -67,25 +67,25 @@ const Engine::Offer& Engine::offer(int rank) const {
 
 // ---- coming -----------------------------------------------------------------------------------------------
 
-std::vector<Engine::Piece> Engine::pieces_of(const Part& part) const {
-  const Call& call = part.call;
+std::vector<Engine::Piece> Engine::pieces_of(const Op& op) const {
+  const Call& call = op.call;
   const int rank = peers_->rank, ranks = peers_->ranks;
   std::vector<Piece> pieces;
   auto add = [&](int reader, const void* data, std::int64_t elements) {
-    if (elements > 0) pieces.push_back({reader, static_cast<const char*>(data), length(part, elements)});
+    if (elements > 0) pieces.push_back({reader, static_cast<const char*>(data), length(op, elements)});
   };
   if (ranks == 1) return pieces;
   switch (call.operation) {
-    case Operation::all_reduce: add(-1, part.outputs.at(0), call.count); break;
+    case Operation::all_reduce: add(-1, op.outputs.at(0), call.count); break;
     case Operation::reduce:
-      if (rank != call.root) add(call.root, part.outputs.at(0), call.count);
+      if (rank != call.root) add(call.root, op.outputs.at(0), call.count);
       break;
     case Operation::broadcast:
-      if (rank == call.root) add(-1, part.outputs.at(0), call.count);
+      if (rank == call.root) add(-1, op.outputs.at(0), call.count);
       break;
-    case Operation::all_gather: add(-1, part.inputs.at(0), call.count); break;
+    case Operation::all_gather: add(-1, op.inputs.at(0), call.count); break;
     case Operation::gather:
-      if (rank != call.root) add(call.root, part.inputs.at(0), call.count);
+      if (rank != call.root) add(call.root, op.inputs.at(0), call.count);
       break;
     case Operation::scatter:
       if (rank != call.root) break;
@@ -93,7 +93,7 @@ std::vector<Engine::Piece> Engine::pieces_of(const Part& part) const {
     case Operation::reduce_scatter:
     case Operation::all_to_all:
       for (int r = 0; r < ranks; ++r)
-        if (r != rank) add(r, part.inputs.at(at(r)), call.to.at(at(r)));
+        if (r != rank) add(r, op.inputs.at(at(r)), call.to.at(at(r)));
       break;
     default: break;
   }
@@ -139,18 +139,18 @@ void Engine::show(const std::vector<Piece>& pieces, Offer& own) {
   }
 }
 
-void Engine::begin(Part& part) {
+void Engine::begin(Op& op) {
   const OnDevice here(peers_->device);
-  const Call& call = part.call;
+  const Call& call = op.call;
   const int ranks = peers_->ranks;
   // Where the device has nothing of this rank's to do, it need not take a turn just to say so.
-  auto* ready = static_cast<Order*>(part.order.get())->ready;
+  auto* ready = static_cast<Order*>(op.order.get())->ready;
   const bool at_once = track_.is_idle() && is_done(cudaEventQuery(ready));
   if (!at_once) track_.wait(ready);
 
   std::vector<char> word(Offer::size_for(ranks), 0);
   Offer& own = *reinterpret_cast<Offer*>(word.data());
-  own.digest = detail::Digest().add(operations_).add(part.item_size).add(call).value();
+  own.digest = detail::Digest().add(operations_).add(op.item_size).add(call).value();
   own.ready = static_cast<std::int32_t>(2 * operations_ % Track::kEvents);
   own.done = own.ready + 1;
   ++operations_;
@@ -161,7 +161,7 @@ void Engine::begin(Part& part) {
     if (call.operation == Operation::gather) to[call.root] = call.count;
     if (call.operation == Operation::scatter) from[call.root] = call.count;
   }
-  const auto pieces = pieces_of(part);
+  const auto pieces = pieces_of(op);
   show(pieces, own);
   if (at_once && (pieces.empty() || own.is_direct != 0))
     own.ready = Offer::kAtOnce;
@@ -173,40 +173,40 @@ void Engine::begin(Part& part) {
 
 // ---- taking -----------------------------------------------------------------------------------------------
 
-void Engine::finish(Part& part, Clock::time_point deadline) {
+void Engine::finish(Op& op, Clock::time_point deadline) {
   const OnDevice here(peers_->device);
   const int rank = peers_->rank, ranks = peers_->ranks;
   exchange_.finish(deadline);
-  compare(part, deadline);
+  compare(op, deadline);
   reached_.assign(at(ranks), nullptr);
-  take(part);
+  take(op);
   track_.record(offer(rank).done);
   std::vector<cudaEvent_t> takers;
   for (int r = 0; r < ranks; ++r)
-    if (r != rank && takes_from(part, r, rank)) takers.push_back(peers_->collective_event(r, offer(r).done));
+    if (r != rank && takes_from(op, r, rank)) takers.push_back(peers_->collective_event(r, offer(r).done));
   exchange_.meet(deadline);
   for (auto* event : takers) track_.wait(event);
   if (result_ != nullptr) {
-    copy(part.outputs[0], result_, length(part, part.call.count));
+    copy(op.outputs[0], result_, length(op, op.call.count));
     arena_.free(std::exchange(result_, nullptr));
   }
-  check(cudaEventRecord(static_cast<Order*>(part.order.get())->done, track_.stream()),
+  check(cudaEventRecord(static_cast<Order*>(op.order.get())->done, track_.stream()),
         "an event cannot be recorded");
   under_way_ = false;
 }
 
-void Engine::compare(const Part& part, Clock::time_point deadline) {
+void Engine::compare(const Op& op, Clock::time_point deadline) {
   const int ranks = peers_->ranks;
   bool same = true;
   for (int r = 1; r < ranks; ++r) same = same && offer(r).digest == offer(0).digest;
-  if (same && detail::pairwise(part.call.operation))
+  if (same && detail::pairwise(op.call.operation))
     for (int giver = 0; giver < ranks; ++giver)
       for (int taker = 0; taker < ranks; ++taker)
         same = same &&
                offer(giver).table(Offer::kTo, ranks)[taker] == offer(taker).table(Offer::kFrom, ranks)[giver];
   if (same) return;
   // All have seen it: now they tell one another everything.
-  const auto packed = detail::pack(part.call);
+  const auto packed = detail::pack(op.call);
   exchange_.begin({packed.begin(), packed.end()});
   exchange_.finish(deadline);
   std::vector<Call> calls;
@@ -236,15 +236,15 @@ char* Engine::reach(int rank) {
   return known;
 }
 
-const char* Engine::source(const Part& part, int rank) {
+const char* Engine::source(const Op& op, int rank) {
   if (rank != peers_->rank) return reach(rank);
-  switch (part.call.operation) {
+  switch (op.call.operation) {
     case Operation::all_reduce:
     case Operation::reduce:
-    case Operation::broadcast: return static_cast<const char*>(part.outputs.at(0));
+    case Operation::broadcast: return static_cast<const char*>(op.outputs.at(0));
     case Operation::all_gather:
-    case Operation::gather: return static_cast<const char*>(part.inputs.at(0));
-    default: return static_cast<const char*>(part.inputs.at(at(rank)));
+    case Operation::gather: return static_cast<const char*>(op.inputs.at(0));
+    default: return static_cast<const char*>(op.inputs.at(at(rank)));
   }
 }
 
@@ -253,41 +253,41 @@ void Engine::copy(void* to, const void* from, std::size_t bytes) {
   check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, track_.stream()), "a copy cannot begin");
 }
 
-void Engine::fold(const Part& part, const std::vector<const void*>& inputs, const std::vector<void*>& outputs,
+void Engine::fold(const Op& op, const std::vector<const void*>& inputs, const std::vector<void*>& outputs,
                   std::int64_t count) {
   const detail::Folds folds = [this](detail::Number number, detail::Fold fold, const detail::FoldJob& job) {
     return kernels::fold(number, fold, job, track_.stream());
   };
-  detail::reduce_tree_to_all(folds, part.call.dtype, part.call.reduction, inputs, outputs,
+  detail::reduce_tree_to_all(folds, op.call.dtype, op.call.reduction, inputs, outputs,
                              static_cast<std::size_t>(count));
 }
 
-void Engine::fold_from_all(const Part& part, void* output, std::int64_t count) {
+void Engine::fold_from_all(const Op& op, void* output, std::int64_t count) {
   if (count == 0) return;
   std::vector<const void*> inputs;
-  for (int r = 0; r < peers_->ranks; ++r) inputs.push_back(source(part, r));
-  if (peers_->ranks == 1) return copy(output, inputs[0], length(part, count));
-  fold(part, inputs, {output}, count);
+  for (int r = 0; r < peers_->ranks; ++r) inputs.push_back(source(op, r));
+  if (peers_->ranks == 1) return copy(output, inputs[0], length(op, count));
+  fold(op, inputs, {output}, count);
 }
 
-bool Engine::is_in_place(const Part& part) const {
-  if (part.call.operation != Operation::all_reduce) return false;
+bool Engine::is_in_place(const Op& op) const {
+  if (op.call.operation != Operation::all_reduce) return false;
   for (int r = 0; r < peers_->ranks; ++r)
     if (offer(r).is_direct == 0) return false;
   return true;
 }
 
-void Engine::all_reduce(const Part& part) {
+void Engine::all_reduce(const Op& op) {
   const int rank = peers_->rank, ranks = peers_->ranks;
-  const auto count = part.call.count;
+  const auto count = op.call.count;
   if (count == 0 || ranks == 1) return;
-  if (!is_in_place(part)) {
+  if (!is_in_place(op)) {
     // Others read it where the result belongs: that waits until they are done.
-    if (offer(rank).is_direct != 0) result_ = arena_.allocate(length(part, count), track_.stream());
-    return fold_from_all(part, result_ != nullptr ? result_ : part.outputs[0], count);
+    if (offer(rank).is_direct != 0) result_ = arena_.allocate(length(op, count), track_.stream());
+    return fold_from_all(op, result_ != nullptr ? result_ : op.outputs[0], count);
   }
   // In steps of 16 bytes, as the kernel takes them.
-  const auto step = static_cast<std::int64_t>(16 / part.item_size);
+  const auto step = static_cast<std::int64_t>(16 / op.item_size);
   auto share = [&](int r) {
     if (peers_->one_device) return r == 0 ? 0 : count;
     return std::min(count, (count * r / ranks + step - 1) / step * step);
@@ -296,26 +296,26 @@ void Engine::all_reduce(const Part& part) {
   if (from == to) return;
   std::vector<void*> places;
   for (int r = 0; r < ranks; ++r)
-    places.push_back((r == rank ? static_cast<char*>(part.outputs[0]) : reach(r)) + length(part, from));
-  fold(part, {places.begin(), places.end()}, places, to - from);
+    places.push_back((r == rank ? static_cast<char*>(op.outputs[0]) : reach(r)) + length(op, from));
+  fold(op, {places.begin(), places.end()}, places, to - from);
 }
 
-void Engine::take(Part& part) {
-  const Call& call = part.call;
+void Engine::take(Op& op) {
+  const Call& call = op.call;
   const int rank = peers_->rank, ranks = peers_->ranks;
   auto copy_from = [&](int from, void* to, std::int64_t elements) {
-    if (elements > 0) copy(to, source(part, from), length(part, elements));
+    if (elements > 0) copy(to, source(op, from), length(op, elements));
   };
   switch (call.operation) {
-    case Operation::all_reduce: return all_reduce(part);
+    case Operation::all_reduce: return all_reduce(op);
     case Operation::reduce:
-      if (rank == call.root) fold_from_all(part, part.outputs.at(0), call.count);
+      if (rank == call.root) fold_from_all(op, op.outputs.at(0), call.count);
       return;
-    case Operation::reduce_scatter: return fold_from_all(part, part.outputs.at(0), call.to.at(at(rank)));
+    case Operation::reduce_scatter: return fold_from_all(op, op.outputs.at(0), call.to.at(at(rank)));
     case Operation::broadcast:
-      if (rank != call.root) copy_from(call.root, part.outputs.at(0), call.count);
+      if (rank != call.root) copy_from(call.root, op.outputs.at(0), call.count);
       return;
-    case Operation::scatter: return copy_from(call.root, part.outputs.at(0), call.count);
+    case Operation::scatter: return copy_from(call.root, op.outputs.at(0), call.count);
     case Operation::gather:
       if (rank != call.root) return;
       [[fallthrough]];
@@ -323,7 +323,7 @@ void Engine::take(Part& part) {
     case Operation::all_to_all:
       for (int i = 0; i < ranks; ++i) {
         const int r = (rank + i) % ranks;  // not all from the same one at once
-        copy_from(r, part.outputs.at(at(r)), call.from.at(at(r)));
+        copy_from(r, op.outputs.at(at(r)), call.from.at(at(r)));
       }
       return;
     case Operation::barrier:
@@ -337,13 +337,13 @@ void Engine::take(Part& part) {
 }
 
 // Whether one rank reads from, or writes to, another's memory.
-bool Engine::takes_from(const Part& part, int taker, int giver) const {
-  switch (part.call.operation) {
-    case Operation::all_reduce: return !is_in_place(part) || !peers_->one_device || taker == 0;
+bool Engine::takes_from(const Op& op, int taker, int giver) const {
+  switch (op.call.operation) {
+    case Operation::all_reduce: return !is_in_place(op) || !peers_->one_device || taker == 0;
     case Operation::reduce:
-    case Operation::gather: return taker == part.call.root;
+    case Operation::gather: return taker == op.call.root;
     case Operation::broadcast:
-    case Operation::scatter: return giver == part.call.root;
+    case Operation::scatter: return giver == op.call.root;
     case Operation::barrier: return false;
     default: return true;
   }

@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 #include <lockstep/comm/transports/cuda_ipc/engine/peers.h>
 
 namespace lockstep::cuda_ipc {
@@ -28,8 +28,8 @@ class Engine final : public detail::CollectiveEngine {
   ~Engine() override;
 
   // part.order is an Order.
-  void begin(Part& part) override;
-  void finish(Part& part, Clock::time_point deadline) override;
+  void begin(Op& op) override;
+  void finish(Op& op, Clock::time_point deadline) override;
   void give_up() noexcept override;
   // A peer may have died in its kernels: what lies on the stream may wait for it for ever.
   void interrupt(const std::string& cause) override {
@@ -47,20 +47,20 @@ class Engine final : public detail::CollectiveEngine {
     std::size_t bytes;
   };
   const Offer& offer(int rank) const;
-  std::vector<Piece> pieces_of(const Part& part) const;
+  std::vector<Piece> pieces_of(const Op& op) const;
   void show(const std::vector<Piece>& pieces, Offer& own);
-  void compare(const Part& part, Clock::time_point deadline);
+  void compare(const Op& op, Clock::time_point deadline);
   void wait_for(int rank);
   char* reach(int rank);
-  const char* source(const Part& part, int rank);
-  void take(Part& part);
+  const char* source(const Op& op, int rank);
+  void take(Op& op);
   void copy(void* to, const void* from, std::size_t bytes);
-  void fold(const Part& part, const std::vector<const void*>& inputs, const std::vector<void*>& outputs,
+  void fold(const Op& op, const std::vector<const void*>& inputs, const std::vector<void*>& outputs,
             std::int64_t count);
-  void fold_from_all(const Part& part, void* output, std::int64_t count);
-  void all_reduce(const Part& part);
-  bool is_in_place(const Part& part) const;
-  bool takes_from(const Part& part, int taker, int giver) const;
+  void fold_from_all(const Op& op, void* output, std::int64_t count);
+  void all_reduce(const Op& op);
+  bool is_in_place(const Op& op) const;
+  bool takes_from(const Op& op, int taker, int giver) const;
 
   const std::unique_ptr<shm::Engine> host_;
   const std::shared_ptr<Peers> peers_;

@@ -11,17 +11,17 @@ constexpr std::int64_t kAnswers = std::int64_t{1} << 40;
 // How long a rank that leaves waits for those who should still hear from it.
 constexpr std::chrono::seconds kFarewell(2);
 
-Part empty_part(Operation operation, const Call& like, int peer) {
-  Part part;
-  part.item_size = 1;
-  part.call.operation = operation;
-  part.call.dtype = Dtype::uint8;
-  part.call.rank = like.rank;
-  part.call.size = like.size;
-  part.call.group = like.group;
-  part.call.site = like.site;
-  part.call.root = peer;
-  return part;
+Op empty_part(Operation operation, const Call& like, int peer) {
+  Op op;
+  op.item_size = 1;
+  op.call.operation = operation;
+  op.call.dtype = Dtype::uint8;
+  op.call.rank = like.rank;
+  op.call.size = like.size;
+  op.call.group = like.group;
+  op.call.site = like.site;
+  op.call.root = peer;
+  return op;
 }
 
 }  // namespace
@@ -35,7 +35,7 @@ struct Mail::Letter {
 };
 
 struct Mail::Sent {
-  Part part;
+  Op op;
   int peer;
   Letter letter{};
   char* stage = nullptr;
@@ -43,12 +43,12 @@ struct Mail::Sent {
   std::atomic<bool> ended = false;
 
   void end(const std::exception_ptr& error) {
-    if (!ended.exchange(true)) std::exchange(part.done, nullptr)(error, -1);
+    if (!ended.exchange(true)) std::exchange(op.done, nullptr)(error, -1);
   }
 };
 
 struct Mail::Received {
-  Part part;
+  Op op;
   std::chrono::nanoseconds timeout;
   Letter letter{};
 };
@@ -59,28 +59,28 @@ Mail::Mail(std::shared_ptr<shm::Messages> messages, std::shared_ptr<Peers> peers
       track_(*peers_->messages),
       arena_(Arena::of(peers_->device)) {}
 
-Mail::ItemPtr Mail::post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
-  return part.call.operation == Operation::send ? send(std::move(part), peer, tag, timeout)
-                                                : receive(std::move(part), peer, tag, timeout);
+Mail::ItemPtr Mail::post(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
+  return op.call.operation == Operation::send ? send(std::move(op), peer, tag, timeout)
+                                                : receive(std::move(op), peer, tag, timeout);
 }
 
 // ---- sending ----------------------------------------------------------------------------------------------
 
-Mail::ItemPtr Mail::send(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
+Mail::ItemPtr Mail::send(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
   const OnDevice here(peers_->device);
   auto sent = std::make_shared<Sent>();
-  sent->part = std::move(part);
+  sent->op = std::move(op);
   sent->peer = peer;
-  const Call& call = sent->part.call;
+  const Call& call = sent->op.call;
   const auto bytes = static_cast<std::size_t>(call.bytes);
   Letter& letter = sent->letter;
   letter.id = next_id_++;
   letter.ready = static_cast<std::int32_t>(2 * letter.id % Track::kEvents);
   letter.received = letter.ready + 1;
 
-  track_.wait(static_cast<Order*>(sent->part.order.get())->ready);
+  track_.wait(static_cast<Order*>(sent->op.order.get())->ready);
   if (bytes > 0) {
-    const void* data = sent->part.inputs.at(0);
+    const void* data = sent->op.inputs.at(0);
     auto place = arena_.find(data, bytes);
     if (place.handle == nullptr) {
       sent->stage = arena_.allocate(bytes, track_.stream());
@@ -107,7 +107,7 @@ Mail::ItemPtr Mail::send(Part part, int peer, std::int64_t tag, std::chrono::nan
   sent->item->answer = messages_->post(std::move(answer), peer, kAnswers + id, timeout);
 
   // It is compared as the tensor's, and its bytes are the letter's.
-  Part note;
+  Op note;
   note.item_size = 1;
   note.call = call;
   note.call.bytes = sizeof(Letter);
@@ -127,20 +127,20 @@ void Mail::answered(Sent& sent) {
   const OnDevice here(peers_->device);
   track_.wait(peers_->message_event(sent.peer, sent.letter.received));
   if (sent.stage != nullptr) arena_.free(std::exchange(sent.stage, nullptr));
-  check(cudaEventRecord(static_cast<Order*>(sent.part.order.get())->done, track_.stream()),
+  check(cudaEventRecord(static_cast<Order*>(sent.op.order.get())->done, track_.stream()),
         "an event cannot be recorded");
   sent.end(nullptr);
 }
 
 // ---- receiving --------------------------------------------------------------------------------------------
 
-Mail::ItemPtr Mail::receive(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
+Mail::ItemPtr Mail::receive(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
   auto received = std::make_shared<Received>();
-  received->part = std::move(part);
+  received->op = std::move(op);
   received->timeout = timeout;
-  Part note;
+  Op note;
   note.item_size = 1;
-  note.call = received->part.call;
+  note.call = received->op.call;
   note.call.bytes = sizeof(Letter);
   note.outputs = {&received->letter};
   note.done = [self = shared_from_this(), received](const std::exception_ptr& error, int source) {
@@ -150,7 +150,7 @@ Mail::ItemPtr Mail::receive(Part part, int peer, std::int64_t tag, std::chrono::
     } catch (...) {
       outcome = std::current_exception();
     }
-    std::exchange(received->part.done, nullptr)(outcome, source);
+    std::exchange(received->op.done, nullptr)(outcome, source);
   };
   auto item = std::make_shared<Item>();
   item->letter = messages_->post(std::move(note), peer, tag, timeout);
@@ -160,25 +160,25 @@ Mail::ItemPtr Mail::receive(Part part, int peer, std::int64_t tag, std::chrono::
 void Mail::take(Received& received, int source) {
   const OnDevice here(peers_->device);
   const Letter& letter = received.letter;
-  const auto& order = *static_cast<Order*>(received.part.order.get());
-  const auto bytes = static_cast<std::size_t>(received.part.call.bytes);
+  const auto& order = *static_cast<Order*>(received.op.order.get());
+  const auto bytes = static_cast<std::size_t>(received.op.call.bytes);
   track_.wait(order.ready);
   track_.wait(peers_->message_event(source, letter.ready));
   if (bytes > 0)
-    check(cudaMemcpyAsync(received.part.outputs.at(0), open_memory(letter.memory) + letter.offset, bytes,
+    check(cudaMemcpyAsync(received.op.outputs.at(0), open_memory(letter.memory) + letter.offset, bytes,
                           cudaMemcpyDefault, track_.stream()),
           "a copy cannot begin");
   track_.record(letter.received);
   check(cudaEventRecord(order.done, track_.stream()), "an event cannot be recorded");
-  answer(letter, source, received.part.call, received.timeout);
+  answer(letter, source, received.op.call, received.timeout);
 }
 
 void Mail::answer(const Letter& letter, int source, const Call& call, std::chrono::nanoseconds timeout) {
-  auto part = empty_part(Operation::send, call, source);
-  part.inputs = {nullptr};
+  auto op = empty_part(Operation::send, call, source);
+  op.inputs = {nullptr};
   ++unheard_;
-  part.done = [self = shared_from_this()](const std::exception_ptr&, int) { --self->unheard_; };
-  messages_->post(std::move(part), source, kAnswers + static_cast<std::int64_t>(letter.id), timeout);
+  op.done = [self = shared_from_this()](const std::exception_ptr&, int) { --self->unheard_; };
+  messages_->post(std::move(op), source, kAnswers + static_cast<std::int64_t>(letter.id), timeout);
 }
 
 void Mail::wait(Item& item, Clock::time_point deadline) {

@@ -26,7 +26,7 @@ class Mail : public std::enable_shared_from_this<Mail> {
   Mail(std::shared_ptr<shm::Messages> messages, std::shared_ptr<Peers> peers);
 
   // part.order is an Order. peer: or kAnySource. Never waits for a peer.
-  ItemPtr post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
+  ItemPtr post(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
   void wait(Item& item, Clock::time_point deadline);
   void interrupt(const std::string& cause);
   // Those who sent what this rank has are told so first, for which some time is waited.
@@ -37,8 +37,8 @@ class Mail : public std::enable_shared_from_this<Mail> {
   struct Letter;
   struct Sent;
   struct Received;
-  ItemPtr send(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
-  ItemPtr receive(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
+  ItemPtr send(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
+  ItemPtr receive(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
   void take(Received& received, int source);
   void answered(Sent& sent);
   void answer(const Letter& letter, int source, const Call& call, std::chrono::nanoseconds timeout);

@@ -12,7 +12,7 @@
 
 namespace lockstep::cuda_ipc {
 
-using detail::Part;
+using detail::Op;
 using shm::Clock;
 
 // Every rank's word to all others, of the same length, through the host's memory. begin and finish in turn.
@@ -29,7 +29,7 @@ class Exchange {
   shm::Engine& host_;
   const int rank_, ranks_;
   std::vector<char> own_, all_;
-  Part part_;
+  Op part_;
 };
 
 struct Peers {

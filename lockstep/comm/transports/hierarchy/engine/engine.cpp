@@ -92,7 +92,7 @@ std::string Engine::absent() const {
                      fmt::join(others, ", "));
 }
 
-void Engine::finish(Part& part, Clock::time_point deadline) {
+void Engine::finish(Op& part, Clock::time_point deadline) {
   deadline_ = deadline;
   if (agree(part)) return;
   switch (part.call.operation) {
@@ -115,7 +115,7 @@ void Engine::finish(Part& part, Clock::time_point deadline) {
 
 // True where it has done the operation too. Two steps inside the host, and between hosts log2(h) messages one
 // after another, twice that where h is not a power of two.
-bool Engine::agree(Part& part) {
+bool Engine::agree(Op& part) {
   const Call& call = part.call;
   const bool small = is_small_sum(call);
   const auto count = static_cast<std::size_t>(call.count);

@@ -20,14 +20,14 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 #include <lockstep/comm/transports/hierarchy/engine/hosts.h>
 #include <lockstep/comm/transports/hierarchy/engine/inside.h>
 #include <lockstep/comm/transports/hierarchy/engine/links.h>
 
 namespace lockstep::hierarchy {
 
-using detail::Part;
+using detail::Op;
 
 // Tags of what the engine sends.
 enum Tag : int { kGreetingTag, kCallTag, kSumTag, kShareTag, kDataTag };
@@ -45,8 +45,8 @@ class Engine final : public detail::CollectiveEngine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  void begin(Part&) override {}
-  void finish(Part& part, Clock::time_point deadline) override;
+  void begin(Op&) override {}
+  void finish(Op& op, Clock::time_point deadline) override;
   void give_up() noexcept override;
   void interrupt(const std::string& cause) override;
   std::string absent() const override;
@@ -60,7 +60,7 @@ class Engine final : public detail::CollectiveEngine {
   using Transfers = std::vector<std::pair<int, Links::TransferPtr>>;  // with whom
 
   // engine.cpp
-  bool agree(Part& part);
+  bool agree(Op& op);
   void meet_leaders(const Call* sums);
   void merge(Greeting& greeting, const Greeting& other, bool is_left, const Call* sums, bool is_last) const;
   std::vector<Call> everybodys(const Call& call);
@@ -72,20 +72,20 @@ class Engine final : public detail::CollectiveEngine {
   std::size_t window_items(std::size_t item_size) const;  // of each rank's piece, at a time
 
   // engine_reduce.cpp
-  void all_reduce(Part& part);
-  void reduce(Part& part);
-  void reduce_scatter(Part& part);
-  void cut(Part& part, Sums& sums, Blocks& blocks) const;
+  void all_reduce(Op& op);
+  void reduce(Op& op);
+  void reduce_scatter(Op& op);
+  void cut(Op& op, Sums& sums, Blocks& blocks) const;
   void prepare(Sums& sums, std::span<Window> windows);
   void start_sums(const Sums& sums, Window& window);
   void finish_sums(const Sums& sums, Window& window);
 
   // engine_move.cpp
-  void broadcast(Part& part);
-  void all_gather(Part& part);
-  void gather(Part& part);
-  void scatter(Part& part);
-  void all_to_all(Part& part);
+  void broadcast(Op& op);
+  void all_gather(Op& op);
+  void gather(Op& op);
+  void scatter(Op& op);
+  void all_to_all(Op& op);
   void start_share(const Blocks& blocks, Window& window);
   void finish_share(const Blocks& blocks, Window& window);
   void start_gather(const Blocks& blocks, int root, Window& window);

@@ -43,17 +43,17 @@ void Engine::finish_share(const Blocks& blocks, Window& window) {
   wait(window.out);
 }
 
-void Engine::all_gather(Part& part) {
+void Engine::all_gather(Op& op) {
   Blocks blocks;
-  blocks.item = part.item_size;
-  blocks.own = static_cast<const char*>(part.inputs.at(0));
+  blocks.item = op.item_size;
+  blocks.own = static_cast<const char*>(op.inputs.at(0));
   std::size_t longest = 0;
   for (int r = 0; r < hosts_.size(); ++r) {
-    blocks.places.push_back(static_cast<char*>(part.outputs.at(at(r))));
-    blocks.counts.push_back(static_cast<std::size_t>(part.call.from.at(at(r))));
+    blocks.places.push_back(static_cast<char*>(op.outputs.at(at(r))));
+    blocks.counts.push_back(static_cast<std::size_t>(op.call.from.at(at(r))));
     longest = std::max(longest, blocks.counts.back());
   }
-  const auto step = window_items(part.item_size);
+  const auto step = window_items(op.item_size);
   const auto count = (longest + step - 1) / step;
   std::array<Window, 2> windows;
   for (std::size_t i = 0; i < count + 1; ++i) {
@@ -94,57 +94,57 @@ void Engine::finish_gather(const Blocks& blocks, int root, Window& window) {
   wait(window.out);
 }
 
-void Engine::gather(Part& part) {
-  const Call& call = part.call;
+void Engine::gather(Op& op) {
+  const Call& call = op.call;
   Transfers transfers;
   std::vector<void*> places;
   std::vector<std::size_t> sizes;
-  const auto bytes = static_cast<std::size_t>(call.count) * part.item_size;
+  const auto bytes = static_cast<std::size_t>(call.count) * op.item_size;
   const bool at_root = hosts_.host_of(call.root) == hosts_.host();
   if (hosts_.rank() == call.root)
     for (int r = 0; r < hosts_.size(); ++r) {
-      const auto size = static_cast<std::size_t>(call.from.at(at(r))) * part.item_size;
+      const auto size = static_cast<std::size_t>(call.from.at(at(r))) * op.item_size;
       if (hosts_.host_of(r) != hosts_.host()) {
-        receive(transfers, r, part.outputs.at(at(r)), size, kDataTag);
+        receive(transfers, r, op.outputs.at(at(r)), size, kDataTag);
       } else {
-        places.push_back(part.outputs.at(at(r)));
+        places.push_back(op.outputs.at(at(r)));
         sizes.push_back(size);
       }
     }
   if (at_root)
-    inside_.gather(hosts_.place_of(call.root), part.inputs.at(0), bytes, std::move(places), sizes, deadline_);
+    inside_.gather(hosts_.place_of(call.root), op.inputs.at(0), bytes, std::move(places), sizes, deadline_);
   else
-    send(transfers, call.root, part.inputs.at(0), bytes, kDataTag);
+    send(transfers, call.root, op.inputs.at(0), bytes, kDataTag);
   wait(transfers);
 }
 
-void Engine::scatter(Part& part) {
-  const Call& call = part.call;
+void Engine::scatter(Op& op) {
+  const Call& call = op.call;
   Transfers transfers;
   std::vector<const void*> pieces;
   std::vector<std::size_t> sizes;
-  const auto bytes = static_cast<std::size_t>(call.count) * part.item_size;
+  const auto bytes = static_cast<std::size_t>(call.count) * op.item_size;
   const bool at_root = hosts_.host_of(call.root) == hosts_.host();
   if (hosts_.rank() == call.root)
     for (int r = 0; r < hosts_.size(); ++r) {
-      const auto size = static_cast<std::size_t>(call.to.at(at(r))) * part.item_size;
+      const auto size = static_cast<std::size_t>(call.to.at(at(r))) * op.item_size;
       if (hosts_.host_of(r) != hosts_.host()) {
-        send(transfers, r, part.inputs.at(at(r)), size, kDataTag);
+        send(transfers, r, op.inputs.at(at(r)), size, kDataTag);
       } else {
-        pieces.push_back(part.inputs.at(at(r)));
+        pieces.push_back(op.inputs.at(at(r)));
         sizes.push_back(size);
       }
     }
   if (at_root)
-    inside_.scatter(hosts_.place_of(call.root), std::move(pieces), sizes, part.outputs.at(0), bytes,
+    inside_.scatter(hosts_.place_of(call.root), std::move(pieces), sizes, op.outputs.at(0), bytes,
                     deadline_);
   else
-    receive(transfers, call.root, part.outputs.at(0), bytes, kDataTag);
+    receive(transfers, call.root, op.outputs.at(0), bytes, kDataTag);
   wait(transfers);
 }
 
-void Engine::all_to_all(Part& part) {
-  const Call& call = part.call;
+void Engine::all_to_all(Op& op) {
+  const Call& call = op.call;
   Transfers in, out;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
@@ -154,17 +154,17 @@ void Engine::all_to_all(Part& part) {
     const int sender = (hosts_.rank() - i + hosts_.size()) % hosts_.size();
     const int receiver = (hosts_.rank() + i) % hosts_.size();
     if (hosts_.host_of(sender) != hosts_.host())
-      receive(in, sender, part.outputs.at(at(sender)),
-              static_cast<std::size_t>(call.from.at(at(sender))) * part.item_size, kDataTag);
+      receive(in, sender, op.outputs.at(at(sender)),
+              static_cast<std::size_t>(call.from.at(at(sender))) * op.item_size, kDataTag);
     if (hosts_.host_of(receiver) != hosts_.host())
-      send(out, receiver, part.inputs.at(at(receiver)),
-           static_cast<std::size_t>(call.to.at(at(receiver))) * part.item_size, kDataTag);
+      send(out, receiver, op.inputs.at(at(receiver)),
+           static_cast<std::size_t>(call.to.at(at(receiver))) * op.item_size, kDataTag);
   }
   for (int rank : hosts_.neighbours()) {
-    inputs.push_back(part.inputs.at(at(rank)));
-    outputs.push_back(part.outputs.at(at(rank)));
-    to.push_back(static_cast<std::size_t>(call.to.at(at(rank))) * part.item_size);
-    from.push_back(static_cast<std::size_t>(call.from.at(at(rank))) * part.item_size);
+    inputs.push_back(op.inputs.at(at(rank)));
+    outputs.push_back(op.outputs.at(at(rank)));
+    to.push_back(static_cast<std::size_t>(call.to.at(at(rank))) * op.item_size);
+    from.push_back(static_cast<std::size_t>(call.from.at(at(rank))) * op.item_size);
   }
   inside_.all_to_all(std::move(inputs), to, std::move(outputs), from, deadline_);
   wait(in);
@@ -173,10 +173,10 @@ void Engine::all_to_all(Part& part) {
 
 // From host to host along a binomial tree whose root is the root's host, and inside each from the one who
 // received it. Hosts count from the root's; a host hears from the one that differs in its highest bit.
-void Engine::broadcast(Part& part) {
-  const int hosts = hosts_.count(), root = part.call.root, root_host = hosts_.host_of(root);
-  auto* data = static_cast<char*>(part.outputs.at(0));
-  const auto bytes = static_cast<std::size_t>(part.call.count) * part.item_size;
+void Engine::broadcast(Op& op) {
+  const int hosts = hosts_.count(), root = op.call.root, root_host = hosts_.host_of(root);
+  auto* data = static_cast<char*>(op.outputs.at(0));
+  const auto bytes = static_cast<std::size_t>(op.call.count) * op.item_size;
   auto speaker = [&](int number) {
     const int host = (root_host + number) % hosts;
     return host == root_host ? root : hosts_.carrier(host, root);

@@ -95,7 +95,7 @@ void Engine::finish_sums(const Sums& sums, Window& window) {
 }
 
 // One tensor in as many pieces as there are ranks.
-void Engine::cut(Part& part, Sums& sums, Blocks& blocks) const {
+void Engine::cut(Op& part, Sums& sums, Blocks& blocks) const {
   auto* data = static_cast<char*>(part.outputs.at(0));
   const auto count = static_cast<std::size_t>(part.call.count), ranks = at(hosts_.size());
   // Whole lines, whatever an element's size.
@@ -112,7 +112,7 @@ void Engine::cut(Part& part, Sums& sums, Blocks& blocks) const {
   blocks.counts = sums.counts;
 }
 
-void Engine::all_reduce(Part& part) {
+void Engine::all_reduce(Op& part) {
   Sums sums;
   Blocks blocks;
   cut(part, sums, blocks);
@@ -136,7 +136,7 @@ void Engine::all_reduce(Part& part) {
   }
 }
 
-void Engine::reduce(Part& part) {
+void Engine::reduce(Op& part) {
   Sums sums;
   Blocks blocks;
   cut(part, sums, blocks);
@@ -161,7 +161,7 @@ void Engine::reduce(Part& part) {
   }
 }
 
-void Engine::reduce_scatter(Part& part) {
+void Engine::reduce_scatter(Op& part) {
   Sums sums;
   sums.dtype = part.call.dtype;
   sums.op = part.call.reduction;

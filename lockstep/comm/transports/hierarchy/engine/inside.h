@@ -56,7 +56,7 @@ class Inside {
 
   const std::unique_ptr<shm::Engine> engine_;
   const int place_, ranks_;
-  shm::Part part_;
+  shm::Op part_;
 };
 
 }  // namespace lockstep::hierarchy

@@ -37,10 +37,10 @@ Mail::~Mail() {
   if (listener_.joinable()) listener_.detach();  // it holds this while it runs: so it is on its way out
 }
 
-Mail::ItemPtr Mail::post(Part part, std::int64_t tag, std::chrono::nanoseconds timeout) {
+Mail::ItemPtr Mail::post(Op op, std::int64_t tag, std::chrono::nanoseconds timeout) {
   auto item = std::make_shared<Item>();
-  item->part = std::move(part);
-  item->peer = item->part.call.root;
+  item->op = std::move(op);
+  item->peer = item->op.call.root;
   item->tag = tag;
   item->deadline = Clock::now() + timeout;
   item->only_near = item->peer != kAnySource && hosts_.host_of(item->peer) == hosts_.host();
@@ -60,7 +60,7 @@ Mail::ItemPtr Mail::post(Part part, std::int64_t tag, std::chrono::nanoseconds t
       const detail::QuietThreads quiet;
       listener_ = std::thread([self = shared_from_this()] { self->listen(); });
     }
-    if (item->part.call.operation == Operation::send)
+    if (item->op.call.operation == Operation::send)
       send_far(lock, item);
     else
       receive_far(lock, item);
@@ -72,30 +72,30 @@ Mail::ItemPtr Mail::post(Part part, std::int64_t tag, std::chrono::nanoseconds t
 
 // Without the mutex: it may end at once.
 void Mail::post_near(const ItemPtr& item, int place, std::chrono::nanoseconds timeout) {
-  Part part;
-  part.call = item->part.call;
-  part.inputs = item->part.inputs;
-  part.outputs = item->part.outputs;
-  part.item_size = item->part.item_size;
-  part.done = [self = shared_from_this(), item](const std::exception_ptr& error, int source) {
+  Op op;
+  op.call = item->op.call;
+  op.inputs = item->op.inputs;
+  op.outputs = item->op.outputs;
+  op.item_size = item->op.item_size;
+  op.done = [self = shared_from_this(), item](const std::exception_ptr& error, int source) {
     Lock lock(self->mutex_);
     self->receives_.remove(item);
     self->settle(lock, *item, error,
                  source < 0 ? source : self->hosts_.neighbours()[static_cast<std::size_t>(source)]);
   };
-  auto near = inside_->post(std::move(part), place, item->tag, timeout);
+  auto near = inside_->post(std::move(op), place, item->tag, timeout);
   Lock lock(mutex_);
   item->near = std::move(near);
 }
 
 void Mail::send_far(Lock&, const ItemPtr& item) {
-  const auto bytes = static_cast<std::size_t>(item->part.call.bytes);
+  const auto bytes = static_cast<std::size_t>(item->op.call.bytes);
   item->id = next_id_[static_cast<std::size_t>(item->peer)]++;
-  item->note = std::make_unique<Note>(shm::note_of(item->part, item->tag));
+  item->note = std::make_unique<Note>(shm::note_of(item->op, item->tag));
   item->note->kind = Note::kMessage;
   item->note->id = item->id;
   item->told = links_->send(item->peer, item->note.get(), sizeof(Note), kNoteTag);
-  if (bytes > 0) item->data = links_->send(item->peer, item->part.inputs.at(0), bytes, tag_of(item->id));
+  if (bytes > 0) item->data = links_->send(item->peer, item->op.inputs.at(0), bytes, tag_of(item->id));
   sends_[{item->peer, item->id}] = item;
 }
 
@@ -140,7 +140,7 @@ void Mail::hear(Lock& lock, const Note& note, int from) {
     auto sent = sends_.find({from, note.id});
     if (sent == sends_.end()) return;
     auto item = sent->second;
-    const Call& call = item->part.call;
+    const Call& call = item->op.call;
     item->refused = std::make_exception_ptr(
         shm::Mismatch(detail::find_mismatch(call, shm::far_call(note, call, Operation::recv, from))
                           .value_or("the receiver could not take it")));
@@ -162,7 +162,7 @@ void Mail::hear(Lock& lock, const Note& note, int from) {
 
 // Before this end tells of it, which ends the group: the other should know why.
 void Mail::refuse(Lock& lock, const Item& item, const Note& note, int from) noexcept {
-  auto* reply = new (std::nothrow) Note(shm::note_of(item.part, note.tag));  // stays where it fails
+  auto* reply = new (std::nothrow) Note(shm::note_of(item.op, note.tag));  // stays where it fails
   if (reply == nullptr) return;
   reply->kind = Note::kRefused;
   reply->id = note.id;
@@ -177,7 +177,7 @@ void Mail::refuse(Lock& lock, const Item& item, const Note& note, int from) noex
 }
 
 void Mail::take(Lock& lock, const ItemPtr& item, const Note& note, int from) {
-  const Call& call = item->part.call;
+  const Call& call = item->op.call;
   item->source = from;
   try {
     if (auto mismatch = detail::find_mismatch(shm::far_call(note, call, Operation::send, from), call)) {
@@ -185,7 +185,7 @@ void Mail::take(Lock& lock, const ItemPtr& item, const Note& note, int from) {
       throw shm::Mismatch(*mismatch);
     }
     if (call.bytes == 0) return settle(lock, *item, nullptr, from);
-    item->data = links_->receive(from, item->part.outputs.at(0), static_cast<std::size_t>(call.bytes),
+    item->data = links_->receive(from, item->op.outputs.at(0), static_cast<std::size_t>(call.bytes),
                                  tag_of(note.id));
     changed_.notify_all();
   } catch (...) {
@@ -247,7 +247,7 @@ void Mail::settle(Lock& lock, Item& item, const std::exception_ptr& error, int s
   if (std::exchange(item.settled, true)) return;
   changed_.notify_all();
   const detail::Settling here;
-  auto done = std::move(item.part.done);
+  auto done = std::move(item.op.done);
   lock.unlock();
   done(error, source);
   done = nullptr;

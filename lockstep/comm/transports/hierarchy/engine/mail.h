@@ -15,19 +15,19 @@
 #include <utility>
 #include <vector>
 
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 #include <lockstep/comm/transports/hierarchy/engine/hosts.h>
 #include <lockstep/comm/transports/hierarchy/engine/links.h>
 #include <lockstep/comm/transports/shm/engine/messages.h>
 
 namespace lockstep::hierarchy {
 
-using detail::Part;
+using detail::Op;
 
 class Mail : public std::enable_shared_from_this<Mail> {
  public:
   struct Item {
-    Part part;
+    Op op;
     int peer = 0;
     std::int64_t tag = 0;
     Clock::time_point deadline;
@@ -49,7 +49,7 @@ class Mail : public std::enable_shared_from_this<Mail> {
   ~Mail();
 
   // part.call.root is the peer, or kAnySource. Never waits.
-  ItemPtr post(Part part, std::int64_t tag, std::chrono::nanoseconds timeout);
+  ItemPtr post(Op op, std::int64_t tag, std::chrono::nanoseconds timeout);
   // Whoever waits does the work: nobody else looks whether a transfer is complete.
   void wait(Item& item, Clock::time_point deadline);
   // Every message ends with this cause, now and later. The links are told by somebody else.

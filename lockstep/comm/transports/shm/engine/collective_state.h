@@ -26,7 +26,7 @@ struct Source {
 
 // The operation that is under way. It is used again and again, with the memory that it has.
 struct Engine::CollectiveState {
-  Part* part = nullptr;
+  Op* op = nullptr;
   std::vector<const char*> own;    // this rank's pieces
   std::vector<std::size_t> sizes;  // of them, in bytes
   std::size_t bytes = 0;
@@ -40,8 +40,8 @@ struct Engine::CollectiveState {
   std::vector<const void*> inputs;  // of a reduction
   std::vector<void*> outputs;
 
-  void start(Part& its_part, std::uint64_t step, std::size_t ranks) {
-    part = &its_part;
+  void start(Op& its_part, std::uint64_t step, std::size_t ranks) {
+    op = &its_part;
     own.clear();
     sizes.clear();
     bytes = 0;
@@ -51,9 +51,9 @@ struct Engine::CollectiveState {
     inputs.resize(ranks);
     outputs.resize(ranks);
   }
-  const Call& call() const { return part->call; }
+  const Call& call() const { return op->call; }
   std::size_t length(std::int64_t elements) const {
-    return static_cast<std::size_t>(elements) * part->item_size;
+    return static_cast<std::size_t>(elements) * op->item_size;
   }
   std::span<const std::size_t> pieces_of(int rank) const {
     return std::span(pieces).subspan(static_cast<std::size_t>(rank) * each_has, each_has);

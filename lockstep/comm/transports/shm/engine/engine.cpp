@@ -68,12 +68,12 @@ void Engine::meet(Clock::time_point deadline) {
   for (char* old : std::exchange(old_stages_, {})) memory_.free(old);
 }
 
-void Engine::begin(Part& part) {
-  if (!part.refusal.empty()) return begin_refused(part);
-  const Call& call = part.call;
+void Engine::begin(Op& op) {
+  if (!op.refusal.empty()) return begin_refused(op);
+  const Call& call = op.call;
   const int rank = barrier_.rank(), ranks = barrier_.ranks();
   CollectiveState& state = *state_;
-  state.start(part, barrier_.step() + 1, at(ranks));
+  state.start(op, barrier_.step() + 1, at(ranks));
   state.window = round_up(tuning_.chunk, kCacheLine);
 
   auto add = [&](const void* data, std::int64_t elements) {
@@ -88,15 +88,15 @@ void Engine::begin(Part& part) {
       if (rank != call.root) break;
       [[fallthrough]];
     case Operation::all_reduce:
-    case Operation::reduce: add(part.outputs.at(0), call.count); break;
+    case Operation::reduce: add(op.outputs.at(0), call.count); break;
     case Operation::all_gather:
-    case Operation::gather: add(part.inputs.at(0), call.count); break;
+    case Operation::gather: add(op.inputs.at(0), call.count); break;
     case Operation::scatter:
       if (rank != call.root) break;
       [[fallthrough]];
     case Operation::reduce_scatter:
     case Operation::all_to_all:
-      for (int r = 0; r < ranks; ++r) add(part.inputs.at(at(r)), call.to.at(at(r)));
+      for (int r = 0; r < ranks; ++r) add(op.inputs.at(at(r)), call.to.at(at(r)));
       break;
     default: break;
   }
@@ -114,7 +114,7 @@ void Engine::begin(Part& part) {
   Header& header = region.header(rank, state.first_step);
   detail::Digest digest;
   digest.add(operations_++)
-      .add(part.item_size)
+      .add(op.item_size)
       .add(tuning_.chunk)
       .add(tuning_.claim)
       .add(tuning_.slot_pull)
@@ -149,8 +149,8 @@ void Engine::begin(Part& part) {
 }
 
 // The others see that this rank's digest is not theirs.
-void Engine::begin_refused(Part& part) {
-  state_->start(part, barrier_.step() + 1, at(barrier_.ranks()));
+void Engine::begin_refused(Op& op) {
+  state_->start(op, barrier_.step() + 1, at(barrier_.ranks()));
   Header& header = barrier_.region().header(barrier_.rank(), state_->first_step);
   header = {};
   header.digest = detail::Digest().add(operations_++).add(std::string("refused")).value();
@@ -186,9 +186,9 @@ void Engine::find_stage(int rank, const Header& header, Source& source, Clock::t
   source.stage_size = header.stage_size;
 }
 
-void Engine::finish(Part& part, Clock::time_point deadline) {
+void Engine::finish(Op& op, Clock::time_point deadline) {
   CollectiveState& state = *state_;
-  LOCKSTEP_ASSERT(state.part == &part, "another operation has begun meanwhile");
+  LOCKSTEP_ASSERT(state.op == &op, "another operation has begun meanwhile");
   meet(deadline);
   check(state, deadline);
   state.has_new_stages = meet_new_stages(state.first_step, deadline);
@@ -204,7 +204,7 @@ void Engine::check(const CollectiveState& state, Clock::time_point deadline) {
   bool same = true;
   for (int r = 1; r < ranks; ++r)
     same = same && region.header(r, state.first_step).digest == region.header(0, state.first_step).digest;
-  const bool refuses = !state.part->refusal.empty();
+  const bool refuses = !state.op->refusal.empty();
   if (same && !refuses && pairwise(state.call().operation))
     for (int giver = 0; giver < ranks; ++giver)
       for (int taker = 0; taker < ranks; ++taker)
@@ -214,7 +214,7 @@ void Engine::check(const CollectiveState& state, Clock::time_point deadline) {
   if (same && !refuses) return;
 
   // All have seen it: now they tell one another everything.
-  tell_call(*state.part);
+  tell_call(*state.op);
   come();
   meet(deadline);
   std::vector<Call> calls;
@@ -228,13 +228,13 @@ void Engine::check(const CollectiveState& state, Clock::time_point deadline) {
 }
 
 // For the step that this rank comes to next.
-void Engine::tell_call(const Part& part) {
+void Engine::tell_call(const Op& op) {
   const auto step = barrier_.step() + 1;
-  const auto packed = detail::pack(part.call);
+  const auto packed = detail::pack(op.call);
   std::copy(packed.begin(), packed.end(), barrier_.region().packed(barrier_.rank(), step).begin());
   const auto text = barrier_.region().refusal(barrier_.rank(), step);
-  const auto length = std::min(part.refusal.size(), text.size() - 1);
-  std::copy_n(part.refusal.begin(), length, text.begin());
+  const auto length = std::min(op.refusal.size(), text.size() - 1);
+  std::copy_n(op.refusal.begin(), length, text.begin());
   text[length] = '\0';
 }
 
@@ -398,7 +398,7 @@ void Engine::take(CollectiveState& state, std::size_t from, std::size_t to) {
     if (from >= size) return;
     for (int r = 0; r < ranks; ++r) state.inputs[at(r)] = piece(state, r, number, from);
     detail::reduce_tree(call.dtype, call.reduction, state.inputs, static_cast<char*>(output) + from,
-                        (std::min(to, size) - from) / state.part->item_size);
+                        (std::min(to, size) - from) / state.op->item_size);
   };
   // Each starts with another rank, so that not all read from one at a time.
   auto each_giver = [&](auto receive) {
@@ -406,19 +406,19 @@ void Engine::take(CollectiveState& state, std::size_t from, std::size_t to) {
   };
   switch (call.operation) {
     case Operation::broadcast:
-      if (rank != call.root) copy(call.root, 0, state.part->outputs[0]);
+      if (rank != call.root) copy(call.root, 0, state.op->outputs[0]);
       break;
     case Operation::gather:
       if (rank != call.root) break;
       [[fallthrough]];
-    case Operation::all_gather: each_giver([&](int r) { copy(r, 0, state.part->outputs[at(r)]); }); break;
-    case Operation::scatter: copy(call.root, rank, state.part->outputs[0]); break;
-    case Operation::all_to_all: each_giver([&](int r) { copy(r, rank, state.part->outputs[at(r)]); }); break;
+    case Operation::all_gather: each_giver([&](int r) { copy(r, 0, state.op->outputs[at(r)]); }); break;
+    case Operation::scatter: copy(call.root, rank, state.op->outputs[0]); break;
+    case Operation::all_to_all: each_giver([&](int r) { copy(r, rank, state.op->outputs[at(r)]); }); break;
     case Operation::reduce:
       if (rank != call.root) break;
       [[fallthrough]];
-    case Operation::all_reduce: reduce(0, state.part->outputs[0]); break;
-    case Operation::reduce_scatter: reduce(rank, state.part->outputs[0]); break;
+    case Operation::all_reduce: reduce(0, state.op->outputs[0]); break;
+    case Operation::reduce_scatter: reduce(rank, state.op->outputs[0]); break;
     default: break;
   }
 }

@@ -14,14 +14,14 @@
 #include <vector>
 
 #include <lockstep/base/error.h>
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 #include <lockstep/comm/transports/shm/engine/arena.h>
 #include <lockstep/comm/transports/shm/engine/barrier.h>
 #include <lockstep/comm/transports/shm/engine/stage_copy.h>
 
 namespace lockstep::shm {
 
-using detail::Part;
+using detail::Op;
 
 // How memory is reached: of this rank by its peers, and of peers by this rank.
 class Memory {
@@ -57,8 +57,8 @@ class Engine final : public detail::CollectiveEngine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  void begin(Part& part) override;
-  void finish(Part& part, Clock::time_point deadline) override;
+  void begin(Op& op) override;
+  void finish(Op& op, Clock::time_point deadline) override;
   void give_up() noexcept override;
   void interrupt(const std::string& cause) override { barrier_.interrupt(cause); }
   std::string absent() const override { return barrier_.absent(); }
@@ -68,11 +68,11 @@ class Engine final : public detail::CollectiveEngine {
 
  private:
   struct CollectiveState;
-  void begin_refused(Part& part);
+  void begin_refused(Op& op);
   void come();
   void meet(Clock::time_point deadline);
   void check(const CollectiveState& state, Clock::time_point deadline);
-  void tell_call(const Part& part);
+  void tell_call(const Op& op);
   std::string refusals() const;
   void find_sources(CollectiveState& state, Clock::time_point deadline);
   void exchange(CollectiveState& state, Clock::time_point deadline);

@@ -39,12 +39,12 @@ void Engine::reduce_in_place(CollectiveState& state, Clock::time_point deadline)
     if (buffers.empty()) {
       reach(state, deadline);
       for (int r = 0; r < barrier_.ranks(); ++r)
-        buffers.push_back(r == barrier_.rank() ? static_cast<char*>(state.part->outputs[0])
+        buffers.push_back(r == barrier_.rank() ? static_cast<char*>(state.op->outputs[0])
                                                : const_cast<char*>(state.sources[at(r)].base));
     }
     for (std::size_t r = 0; r < ranks; ++r) state.inputs[r] = state.outputs[r] = buffers[r] + i * chunk;
     detail::reduce_tree_to_all(state.call().dtype, state.call().reduction, state.inputs, state.outputs,
-                               std::min(chunk, state.bytes - i * chunk) / state.part->item_size);
+                               std::min(chunk, state.bytes - i * chunk) / state.op->item_size);
   });
 }
 
@@ -64,11 +64,11 @@ void Engine::reduce_slots(CollectiveState& state, Clock::time_point deadline) {
     // Into the next step's slot, which nobody reads any more: this step's belong to the operation after this
     // one.
     detail::reduce_tree(state.call().dtype, state.call().reduction, state.inputs,
-                        region.data(barrier_.rank(), state.first_step + 1) + mine, bytes / state.part->item_size);
+                        region.data(barrier_.rank(), state.first_step + 1) + mine, bytes / state.op->item_size);
   }
   come();
   meet(deadline);
-  auto* output = static_cast<char*>(state.part->outputs[0]);
+  auto* output = static_cast<char*>(state.op->outputs[0]);
   for (int r = 0; r < ranks; ++r)
     if (length(r) != 0)
       std::memcpy(output + at(r) * share, region.data(r, state.first_step + 1) + at(r) * share, length(r));
@@ -86,9 +86,9 @@ void Engine::reduce_by_shares(CollectiveState& state, std::size_t from, Clock::t
   share_out((bytes + share - 1) / share, deadline, [&](std::size_t s) {
     for (std::size_t r = 0; r < ranks; ++r) state.inputs[r] = stages[r] + s * share;
     detail::reduce_tree(state.call().dtype, state.call().reduction, state.inputs, stages[s] + s * share,
-                        length(s) / state.part->item_size);
+                        length(s) / state.op->item_size);
   });
-  auto* output = static_cast<char*>(state.part->outputs[0]) + from;
+  auto* output = static_cast<char*>(state.op->outputs[0]) + from;
   for (std::size_t s = 0; s < ranks; ++s)
     if (length(s) != 0) std::memcpy(output + s * share, stages[s] + s * share, length(s));
 }

@@ -22,15 +22,15 @@ constexpr std::chrono::seconds kFarewell(2);
 
 }  // namespace
 
-Note note_of(const Part& part, std::int64_t tag) {
+Note note_of(const Op& op, std::int64_t tag) {
   Note note{};
   note.tag = tag;
-  note.dtype = static_cast<std::uint8_t>(part.call.dtype);
-  note.count = part.call.count;
-  note.bytes = part.call.bytes;
-  note.dims = static_cast<std::uint8_t>(std::min(part.call.shape.size(), std::size(note.shape)));
-  std::copy_n(part.call.shape.begin(), note.dims, note.shape);
-  const auto site = detail::site_text(part.call);
+  note.dtype = static_cast<std::uint8_t>(op.call.dtype);
+  note.count = op.call.count;
+  note.bytes = op.call.bytes;
+  note.dims = static_cast<std::uint8_t>(std::min(op.call.shape.size(), std::size(note.shape)));
+  std::copy_n(op.call.shape.begin(), note.dims, note.shape);
+  const auto site = detail::site_text(op.call);
   std::memcpy(note.site, site.data(), std::min(site.size(), sizeof note.site - 1));
   return note;
 }
@@ -61,14 +61,14 @@ Messages::Messages(Barrier& barrier, Memory& memory, std::chrono::nanoseconds sp
       has_others_(has_others),
       outbox_(static_cast<std::size_t>(barrier.ranks())) {}
 
-Messages::ItemPtr Messages::post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
+Messages::ItemPtr Messages::post(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
   auto item = std::make_shared<Item>();
-  item->part = std::move(part);
+  item->op = std::move(op);
   item->peer = peer;
   item->tag = tag;
   item->posted = Clock::now();
   item->deadline = item->posted + timeout;
-  const Call& call = item->part.call;
+  const Call& call = item->op.call;
   Lock lock(mutex_);
   last_use_ = item->posted;
   if (broken_) {
@@ -77,11 +77,11 @@ Messages::ItemPtr Messages::post(Part part, int peer, std::int64_t tag, std::chr
     return item;
   }
   if (call.operation == lockstep::Operation::send) {
-    Note note = note_of(item->part, tag);
+    Note note = note_of(item->op, tag);
     note.kind = Note::kMessage;
     note.id = next_id_++;
     const auto bytes = static_cast<std::size_t>(call.bytes);
-    const void* data = item->part.inputs.at(0);
+    const void* data = item->op.inputs.at(0);
     auto place = bytes > 0 ? memory_.find(data, bytes) : Place{};
     if (bytes > 0 && place.segment == 0) {
       item->copy = memory_.allocate(bytes);
@@ -181,19 +181,19 @@ void Messages::receive(const Note& note, int from) {
 }
 
 void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
-  const Call& call = item->part.call;
-  Note reply = note_of(item->part, note.tag);
+  const Call& call = item->op.call;
+  Note reply = note_of(item->op, note.tag);
   reply.id = note.id;
   reply.kind = Note::kRefused;
   std::exception_ptr error;
   try {
     const Call sent = far_call(note, call, lockstep::Operation::send, barrier_.name(from));
-    const bool fits = item->part.takes_less && sent.dtype == call.dtype && sent.count <= call.count &&
-                      sent.bytes == sent.count * static_cast<std::int64_t>(item->part.item_size);
+    const bool fits = item->op.takes_less && sent.dtype == call.dtype && sent.count <= call.count &&
+                      sent.bytes == sent.count * static_cast<std::int64_t>(item->op.item_size);
     if (auto mismatch = fits ? std::nullopt : detail::find_mismatch(sent, call)) throw Mismatch(*mismatch);
     const auto bytes = static_cast<std::size_t>(sent.bytes);
     if (bytes > 0)
-      std::memcpy(item->part.outputs.at(0),
+      std::memcpy(item->op.outputs.at(0),
                   memory_.map(from, {note.segment, note.offset}, bytes, {barrier_, item->deadline}), bytes);
     reply.kind = Note::kReceived;
   } catch (...) {
@@ -211,7 +211,7 @@ void Messages::acknowledged(const Note& note, int from) {
   if (item->copy != nullptr) memory_.free(std::exchange(item->copy, nullptr));
   std::exception_ptr error;
   if (note.kind == Note::kRefused) {
-    const Call& call = item->part.call;
+    const Call& call = item->op.call;
     error = std::make_exception_ptr(Mismatch(
         detail::find_mismatch(call, far_call(note, call, lockstep::Operation::recv, barrier_.name(from)))
             .value_or("the receiver could not take it")));
@@ -235,7 +235,7 @@ void Messages::tell_settled(Lock& lock) {
     if (waiting_ > 0) barrier_.ring(barrier_.rank());
     lock.unlock();
     for (auto& each : batch) {
-      auto done = std::move(each.item->part.done);
+      auto done = std::move(each.item->op.done);
       done(each.error, each.source);
     }
     batch.clear();
@@ -320,12 +320,12 @@ void Messages::wait(Item& item, Clock::time_point deadline) {
 }
 
 bool Messages::withdraw(const ItemPtr& item) {
-  decltype(item->part.done) done;  // may hold the item itself: it goes, and without the lock
+  decltype(item->op.done) done;  // may hold the item itself: it goes, and without the lock
   Lock lock(mutex_);
   auto of_tag = receives_.find(item->tag);
   if (of_tag == receives_.end() || of_tag->second.remove(item) == 0) return false;
   if (of_tag->second.empty()) receives_.erase(of_tag);
-  done = std::move(item->part.done);
+  done = std::move(item->op.done);
   return true;
 }
 

@@ -19,13 +19,13 @@
 namespace lockstep::shm {
 
 // What a note says of a message; the call at its other end, as far as a note tells.
-Note note_of(const Part& part, std::int64_t tag);
+Note note_of(const Op& op, std::int64_t tag);
 Call far_call(const Note& note, const Call& own, lockstep::Operation operation, int rank);
 
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
   struct Item {
-    Part part;
+    Op op;
     int peer = 0;
     std::int64_t tag = 0;
     Clock::time_point posted, deadline;
@@ -40,7 +40,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
            bool has_others = false);
 
   // peer: or kAnySource. Never waits.
-  ItemPtr post(Part part, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
+  ItemPtr post(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
   void wait(Item& item, Clock::time_point deadline);
   // Takes a receive back, which then never ends; false where its message has come, or it has failed.
   bool withdraw(const ItemPtr& item);

@@ -41,7 +41,7 @@ void OpQueue::post(std::shared_ptr<Item> item, bool soon) {
   } else if (away_) {
     call_deputy();
   } else if (asleep_ || soon ||
-             (nap_ > kLaneNap && (queue_.size() > 1 || queue_.back()->part.call.bytes >= kLarge))) {
+             (nap_ > kLaneNap && (queue_.size() > 1 || queue_.back()->op.call.bytes >= kLarge))) {
     nap_ = kLaneNap;
     posted_.notify_one();
   }
@@ -49,7 +49,7 @@ void OpQueue::post(std::shared_ptr<Item> item, bool soon) {
 
 void OpQueue::begin(Item& item) {
   try {
-    engine_->begin(item.part);
+    engine_->begin(item.op);
     item.begun = true;
   } catch (...) {
     broken_ = std::current_exception();
@@ -67,7 +67,7 @@ void OpQueue::drive(Lock& lock, Clock::time_point deadline) {
   lock.unlock();
   if (!error) {
     try {
-      engine_->finish(item->part, std::min(deadline, item->deadline));
+      engine_->finish(item->op, std::min(deadline, item->deadline));
     } catch (const detail::Refused&) {
       error = std::current_exception();
       refused = true;

@@ -12,14 +12,14 @@
 #include <thread>
 
 #include <lockstep/base/crew.h>
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 #include <lockstep/comm/transports/shm/engine/barrier.h>
 
 namespace lockstep::shm {
 
-class OpQueue : public detail::PartEngine, public std::enable_shared_from_this<OpQueue> {
+class OpQueue : public detail::OpSink, public std::enable_shared_from_this<OpQueue> {
  public:
-  using Item = detail::PartItem;
+  using Item = detail::OpItem;
 
   // keep: what the engine needs as long as it lives.
   OpQueue(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep);

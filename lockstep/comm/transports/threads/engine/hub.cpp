@@ -45,16 +45,16 @@ Hub::Hub(std::vector<int> ranks, std::shared_ptr<Whereabouts> whereabouts)
       next_(ranks_.size()) {}
 
 void Hub::finish(Finished parts, const std::exception_ptr& error) {
-  for (Part& part : parts) part.done(error, -1);
+  for (Op& op : parts) op.done(error, -1);
 }
 
-void Hub::post(int rank, Part part) {
-  whereabouts_->note(ranks_[static_cast<std::size_t>(rank)], part.call);
+void Hub::post(int rank, Op op) {
+  whereabouts_->note(ranks_[static_cast<std::size_t>(rank)], op.call);
   std::unique_lock lock(mutex_);
   if (!poison_.empty()) {
     auto error = error_of(poison_kind_, poison_);
     lock.unlock();
-    return part.done(error, -1);
+    return op.done(error, -1);
   }
   const auto sequence = next_[static_cast<std::size_t>(rank)]++;
   Collective& collective = collectives_[sequence];
@@ -64,10 +64,10 @@ void Hub::post(int rank, Part part) {
   std::optional<std::string> mismatch;
   for (const auto& other : collective.parts)
     if (other) {
-      mismatch = find_difference(other->call, part.call);
+      mismatch = find_difference(other->call, op.call);
       break;
     }
-  collective.parts[static_cast<std::size_t>(rank)] = std::make_unique<Part>(std::move(part));
+  collective.parts[static_cast<std::size_t>(rank)] = std::make_unique<Op>(std::move(op));
   const bool complete = ++collective.arrived == static_cast<int>(ranks_.size());
   if (!mismatch && complete) {
     std::vector<const Call*> calls;
@@ -96,37 +96,37 @@ void Hub::post(int rank, Part part) {
   for (auto& each : ready.parts) each->done(error, -1);
 }
 
-void Hub::post_point_to_point(int rank, std::int64_t tag, Part part) {
-  whereabouts_->note(ranks_[static_cast<std::size_t>(rank)], part.call);
-  const bool sends = part.call.operation == Operation::send;
-  const int peer = part.call.root;
+void Hub::post_point_to_point(int rank, std::int64_t tag, Op op) {
+  whereabouts_->note(ranks_[static_cast<std::size_t>(rank)], op.call);
+  const bool sends = op.call.operation == Operation::send;
+  const int peer = op.call.root;
   std::unique_lock lock(mutex_);
   if (!poison_.empty()) {
     auto error = error_of(poison_kind_, poison_);
     lock.unlock();
-    return part.done(error, -1);
+    return op.done(error, -1);
   }
   auto& candidates = sends ? receives_ : sends_;
   auto match = std::find_if(candidates.begin(), candidates.end(), [&](const Waiting& other) {
-    const int wants = other.part.call.root;
+    const int wants = other.op.call.root;
     return other.tag == tag && (peer == kAnySource || peer == other.rank) &&
            (wants == kAnySource || wants == rank);
   });
   if (match == candidates.end()) {
     if (nobody_left(rank, peer)) {
       lock.unlock();
-      return part.done(error_of(CommError::Kind::peer_died,
+      return op.done(error_of(CommError::Kind::peer_died,
                                 peer == kAnySource ? std::string("every other rank has left the group")
                                                    : fmt::format("rank {} has left the group", peer)),
                        -1);
     }
-    (sends ? sends_ : receives_).push_back({rank, tag, std::move(part)});
+    (sends ? sends_ : receives_).push_back({rank, tag, std::move(op)});
     return;
   }
   Waiting other = std::move(*match);
   candidates.erase(match);
-  Part& sender = sends ? part : other.part;
-  Part& receiver = sends ? other.part : part;
+  Op& sender = sends ? op : other.op;
+  Op& receiver = sends ? other.op : op;
   const int source = sends ? rank : other.rank;
   if (auto mismatch = find_mismatch(sender.call, receiver.call)) {
     fail_all(std::move(lock), *mismatch, CommError::Kind::mismatch);
@@ -149,11 +149,11 @@ void Hub::fail_all(std::unique_lock<std::mutex> lock, const std::string& cause, 
   if (poison_.empty()) poison_ = cause, poison_kind_ = kind;
   Finished failed;
   for (auto& [sequence, collective] : collectives_)
-    for (auto& part : collective.parts)
-      if (part) failed.push_back(std::move(*part));
+    for (auto& op : collective.parts)
+      if (op) failed.push_back(std::move(*op));
   collectives_.clear();
   for (auto* list : {&sends_, &receives_}) {
-    for (auto& waiting : *list) failed.push_back(std::move(waiting.part));
+    for (auto& waiting : *list) failed.push_back(std::move(waiting.op));
     list->clear();
   }
   auto error = error_of(poison_kind_, poison_);
@@ -167,7 +167,7 @@ void Hub::leave(int rank) {
   const bool awaited = std::any_of(collectives_.begin(), collectives_.end(), [&](const auto& entry) {
     return !entry.second.parts[static_cast<std::size_t>(rank)];
   });
-  auto waits = [&](const Waiting& waiting) { return nobody_left(waiting.rank, waiting.part.call.root); };
+  auto waits = [&](const Waiting& waiting) { return nobody_left(waiting.rank, waiting.op.call.root); };
   if (awaited || std::any_of(sends_.begin(), sends_.end(), waits) ||
       std::any_of(receives_.begin(), receives_.end(), waits))
     fail_all(std::move(lock), fmt::format("rank {} has left the group", rank), CommError::Kind::peer_died);
@@ -228,7 +228,7 @@ void Hub::execute(Collective& collective) {
     case Operation::reduce: {
       std::vector<const void*> inputs;
       std::vector<void*> outputs;
-      for (auto& part : parts) inputs.push_back(part->outputs.at(0));
+      for (auto& op : parts) inputs.push_back(op->outputs.at(0));
       for (std::size_t r = 0; r < p; ++r)
         if (call.operation == Operation::all_reduce || r == root) outputs.push_back(parts[r]->outputs.at(0));
       return reduce_to(inputs, outputs, call.count);
@@ -236,17 +236,17 @@ void Hub::execute(Collective& collective) {
     case Operation::reduce_scatter:
       for (std::size_t r = 0; r < p; ++r) {
         std::vector<const void*> inputs;
-        for (auto& part : parts) inputs.push_back(part->inputs.at(r));
+        for (auto& op : parts) inputs.push_back(op->inputs.at(r));
         reduce_to(inputs, {parts[r]->outputs.at(0)}, call.to.at(r));
       }
       return;
     case Operation::broadcast:
-      for (auto& part : parts) copy(part->outputs.at(0), parts[root]->outputs.at(0), call.count, item);
+      for (auto& op : parts) copy(op->outputs.at(0), parts[root]->outputs.at(0), call.count, item);
       return;
     case Operation::all_gather:
-      for (auto& part : parts)
+      for (auto& op : parts)
         for (std::size_t r = 0; r < p; ++r)
-          copy(part->outputs.at(r), parts[r]->inputs.at(0), call.from.at(r), item);
+          copy(op->outputs.at(r), parts[r]->inputs.at(0), call.from.at(r), item);
       return;
     case Operation::gather:
       for (std::size_t r = 0; r < p; ++r)

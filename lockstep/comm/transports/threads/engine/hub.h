@@ -17,7 +17,7 @@
 #include <vector>
 
 #include <lockstep/base/error.h>
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 
 namespace lockstep::detail {
 
@@ -40,8 +40,8 @@ class Hub {
 
   const std::vector<int>& ranks() const { return ranks_; }
 
-  void post(int rank, Part part);                                   // a collective
-  void post_point_to_point(int rank, std::int64_t tag, Part part);  // call.root is the peer or kAnySource
+  void post(int rank, Op op);                                   // a collective
+  void post_point_to_point(int rank, std::int64_t tag, Op op);  // call.root is the peer or kAnySource
 
   // Ends every pending and every later part with an error.
   void poison(const std::string& cause, CommError::Kind kind = CommError::Kind::stopped);
@@ -54,15 +54,15 @@ class Hub {
 
  private:
   struct Collective {
-    std::vector<std::unique_ptr<Part>> parts;  // by rank
+    std::vector<std::unique_ptr<Op>> parts;  // by rank
     int arrived = 0;
   };
   struct Waiting {
     int rank;
     std::int64_t tag;
-    Part part;
+    Op op;
   };
-  using Finished = std::vector<Part>;
+  using Finished = std::vector<Op>;
 
   void fail_all(std::unique_lock<std::mutex> lock, const std::string& cause, CommError::Kind kind);
   static void finish(Finished parts, const std::exception_ptr& error);

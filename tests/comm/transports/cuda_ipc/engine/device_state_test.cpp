@@ -36,9 +36,9 @@ TEST(CudaIpcArena, a_stage_that_is_outgrown_grows_by_more_than_it_must) {
     auto* tensor = rank.make(44 * kMiB / sizeof(float));
     const auto before = fake_cuda::allocations();
     for (std::size_t size = 33; size <= 44; ++size) {
-      auto part = rank.part(Operation::broadcast, static_cast<std::int64_t>(size * kMiB / sizeof(float)), 0);
-      part.outputs = {tensor};
-      rank.run(part);
+      auto op = rank.op(Operation::broadcast, static_cast<std::int64_t>(size * kMiB / sizeof(float)), 0);
+      op.outputs = {tensor};
+      rank.run(op);
     }
     EXPECT_LE(fake_cuda::allocations() - before, 2u);
     fake_cuda::synchronize(rank.stream());
@@ -60,11 +60,11 @@ TEST(CudaIpcArena, tensors_of_one_call_in_several_pieces) {
     for (int round = 0; round < 3; ++round) {
       const auto whole = values_of(rank.rank(), 2 * n, round);
       for (int r = 0; r < 2; ++r) rank.fill(inputs[at(r)], slice(whole, r * n, n));
-      auto part = rank.part(Operation::reduce_scatter, 2 * n);
-      part.inputs = {inputs[0], inputs[1]};
-      part.outputs = {out};
-      part.call.to = {n, n};
-      rank.run(part);
+      auto op = rank.op(Operation::reduce_scatter, 2 * n);
+      op.inputs = {inputs[0], inputs[1]};
+      op.outputs = {out};
+      op.call.to = {n, n};
+      rank.run(op);
       rank.read(got, out);
       for (auto* input : inputs) rank.spoil(input, n);
       fake_cuda::synchronize(rank.stream());
@@ -83,10 +83,10 @@ TEST(CudaIpcTrack, a_group_after_one_whose_streams_hang) {
     Job(shape).run([&](Rank& rank) {
       auto* stream = hung[at(rank.rank())] = rank.peers()->collectives->stream();
       if (rank.rank() == 1) dead.emplace(stream);
-      auto part = rank.part(Operation::all_reduce, 100);
-      part.outputs = {rank.make(100)};
-      rank.engine().begin(part);
-      rank.engine().finish(part, soon());
+      auto op = rank.op(Operation::all_reduce, 100);
+      op.outputs = {rank.make(100)};
+      rank.engine().begin(op);
+      rank.engine().finish(op, soon());
       if (interrupted) rank.engine().interrupt("rank 1 has died");
       rank.engine().give_up();
     });
@@ -97,9 +97,9 @@ TEST(CudaIpcTrack, a_group_after_one_whose_streams_hang) {
       auto* tensor = rank.make(100);
       std::vector<float> got(100);
       rank.fill(tensor, values_of(rank.rank(), 100, 1));
-      auto part = rank.part(Operation::all_reduce, 100);
-      part.outputs = {tensor};
-      rank.run(part);
+      auto op = rank.op(Operation::all_reduce, 100);
+      op.outputs = {tensor};
+      rank.run(op);
       rank.read(got, tensor);
       fake_cuda::synchronize(rank.stream());
       EXPECT_EQ(got, sum_of(2, 100, 1));

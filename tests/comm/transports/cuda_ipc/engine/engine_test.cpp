@@ -27,9 +27,9 @@ TEST(CudaIpcEngine, all_reduce_gives_the_trees_bits_in_the_order_of_streams) {
         results[at(round)].resize(static_cast<std::size_t>(shape.count));
         auto* place = tensor + round % 3;  // not always aligned
         rank.fill(place, values_of(rank.rank(), shape.count, round));
-        auto part = rank.part(Operation::all_reduce, shape.count);
-        part.outputs = {place};
-        rank.run(part);
+        auto op = rank.op(Operation::all_reduce, shape.count);
+        op.outputs = {place};
+        rank.run(op);
         rank.read(results[at(round)], place);
         rank.spoil(place, shape.count);
       }
@@ -54,65 +54,65 @@ TEST(CudaIpcEngine, data_goes_where_it_belongs) {
         for (int r = 0; r < p; ++r) list.push_back(base + r * n);
       };
       const std::vector<std::int64_t> each(at(p), n);
-      auto finish = [&](Part& part, std::vector<float>& to, float* from) {
-        rank.run(part);
+      auto finish = [&](Op& op, std::vector<float>& to, float* from) {
+        rank.run(op);
         rank.read(to, from);
         rank.spoil(large, n * p), rank.spoil(small, n), rank.spoil(out, n * p);
         fake_cuda::synchronize(rank.stream());
       };
       for (int root = 0; root < p; ++root) {
         rank.fill(small, values_of(me, n, root));
-        auto part = rank.part(Operation::broadcast, n, root);
-        part.outputs = {small};
-        finish(part, got, small);
+        auto op = rank.op(Operation::broadcast, n, root);
+        op.outputs = {small};
+        finish(op, got, small);
         EXPECT_EQ(got, values_of(root, n, root));
 
         rank.fill(small, values_of(me, n, root));
-        part = rank.part(Operation::reduce, n, root);
-        part.outputs = {small};
-        finish(part, got, small);
+        op = rank.op(Operation::reduce, n, root);
+        op.outputs = {small};
+        finish(op, got, small);
         EXPECT_EQ(got, me == root ? sum_of(p, n, root) : values_of(me, n, root));
 
         rank.fill(small, values_of(me, n, root));
-        part = rank.part(Operation::gather, n, root);
-        part.inputs = {small};
-        if (me == root) pieces(out, part.outputs), part.call.from = each;
-        finish(part, all, out);
+        op = rank.op(Operation::gather, n, root);
+        op.inputs = {small};
+        if (me == root) pieces(out, op.outputs), op.call.from = each;
+        finish(op, all, out);
         for (int r = 0; r < p && me == root; ++r) EXPECT_EQ(slice(all, r * n, n), values_of(r, n, root));
 
         rank.fill(large, values_of(me, n * p, root));
-        part = rank.part(Operation::scatter, n, root);
-        part.outputs = {small};
-        if (me == root) pieces(large, part.inputs), part.call.to = each;
-        finish(part, got, small);
+        op = rank.op(Operation::scatter, n, root);
+        op.outputs = {small};
+        if (me == root) pieces(large, op.inputs), op.call.to = each;
+        finish(op, got, small);
         EXPECT_EQ(got, slice(values_of(root, n * p, root), me * n, n));
       }
       rank.fill(small, values_of(me, n, 1));
-      auto part = rank.part(Operation::all_gather, n);
-      part.inputs = {small};
-      pieces(out, part.outputs);
-      part.call.from = each;
-      finish(part, all, out);
+      auto op = rank.op(Operation::all_gather, n);
+      op.inputs = {small};
+      pieces(out, op.outputs);
+      op.call.from = each;
+      finish(op, all, out);
       for (int r = 0; r < p; ++r) EXPECT_EQ(slice(all, r * n, n), values_of(r, n, 1));
 
       rank.fill(large, values_of(me, n * p, 2));
-      part = rank.part(Operation::reduce_scatter, n * p);
-      pieces(large, part.inputs);
-      part.outputs = {small};
-      part.call.to = each;
-      finish(part, got, small);
+      op = rank.op(Operation::reduce_scatter, n * p);
+      pieces(large, op.inputs);
+      op.outputs = {small};
+      op.call.to = each;
+      finish(op, got, small);
       EXPECT_EQ(got, slice(sum_of(p, n * p, 2), me * n, n));
 
       rank.fill(large, values_of(me, n * p, 3));
-      part = rank.part(Operation::all_to_all, n * p);
-      pieces(large, part.inputs);
-      pieces(out, part.outputs);
-      part.call.to = part.call.from = each;
-      finish(part, all, out);
+      op = rank.op(Operation::all_to_all, n * p);
+      pieces(large, op.inputs);
+      pieces(out, op.outputs);
+      op.call.to = op.call.from = each;
+      finish(op, all, out);
       for (int r = 0; r < p; ++r) EXPECT_EQ(slice(all, r * n, n), slice(values_of(r, n * p, 3), me * n, n));
 
-      part = rank.part(Operation::barrier, 0);
-      rank.run(part);
+      op = rank.op(Operation::barrier, 0);
+      rank.run(op);
     });
   }
 }
@@ -120,9 +120,9 @@ TEST(CudaIpcEngine, data_goes_where_it_belongs) {
 TEST(CudaIpcEngine, calls_that_differ_are_named_on_every_rank) {
   const Shape shape{3, true, Memory::plain, 10};
   Job(shape).run([&](Rank& rank) {
-    auto part = rank.part(Operation::all_reduce, rank.rank() == 1 ? 20 : 10);
-    part.outputs = {rank.make(20)};
-    EXPECT_THAT(testing::error_of<shm::Mismatch>([&] { rank.run(part); }), HasSubstr("[20]"));
+    auto op = rank.op(Operation::all_reduce, rank.rank() == 1 ? 20 : 10);
+    op.outputs = {rank.make(20)};
+    EXPECT_THAT(testing::error_of<shm::Mismatch>([&] { rank.run(op); }), HasSubstr("[20]"));
   });
 }
 
@@ -130,13 +130,13 @@ TEST(CudaIpcEngine, who_waits_for_a_rank_is_woken) {
   const Shape shape{2, true, Memory::plain, 10};
   Job(shape).run([&](Rank& rank) {
     if (rank.rank() == 1) return;
-    auto part = rank.part(Operation::all_reduce, 10);
-    part.outputs = {rank.make(10)};
+    auto op = rank.op(Operation::all_reduce, 10);
+    op.outputs = {rank.make(10)};
     std::thread teller([&] {
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
       rank.engine().interrupt("the test says so");
     });
-    EXPECT_THAT(testing::error_of<shm::Interrupted>([&] { rank.run(part); }), HasSubstr("the test says so"));
+    EXPECT_THAT(testing::error_of<shm::Interrupted>([&] { rank.run(op); }), HasSubstr("the test says so"));
     rank.engine().give_up();
     teller.join();
   });
@@ -148,20 +148,20 @@ class Message {
  public:
   Message(Rank& rank, Mail& mail, Operation operation, int peer, float* data, std::int64_t count, int tag)
       : rank_(rank), mail_(mail) {
-    auto part = rank.part(operation, count, peer);
+    auto op = rank.op(operation, count, peer);
     if (operation == Operation::send)
-      part.inputs = {data};
+      op.inputs = {data};
     else
-      part.outputs = {data};
-    order_ = part.order;
-    part.done = [this](const std::exception_ptr& error, int source) {
+      op.outputs = {data};
+    order_ = op.order;
+    op.done = [this](const std::exception_ptr& error, int source) {
       source_ = source;
       if (error)
         outcome_.set_exception(error);
       else
         outcome_.set_value();
     };
-    item_ = mail.post(std::move(part), peer, tag, seconds(60));
+    item_ = mail.post(std::move(op), peer, tag, seconds(60));
   }
   int wait() {
     mail_.wait(*item_, soon());
@@ -203,8 +203,8 @@ TEST(CudaIpcMail, messages_come_by_peer_and_tag_in_the_order_of_streams) {
         EXPECT_EQ(got, values_of(previous, shape.count, round)) << round;
       }
       // Ends in order only when all have theirs.
-      auto part = rank.part(Operation::barrier, 0);
-      rank.run(part);
+      auto op = rank.op(Operation::barrier, 0);
+      rank.run(op);
       mail->close();
     });
   }
@@ -221,8 +221,8 @@ TEST(CudaIpcMail, messages_of_different_sizes_fail_on_both_sides) {
     Message message(rank, *mail, sends ? Operation::send : Operation::recv, 1 - rank.rank(), rank.make(20),
                     sends ? 10 : 20, 1);
     EXPECT_THAT(testing::error_of<shm::Mismatch>([&] { message.wait(); }), HasSubstr("size"));
-    auto part = rank.part(Operation::barrier, 0);
-    rank.run(part);
+    auto op = rank.op(Operation::barrier, 0);
+    rank.run(op);
     mail->close();
   });
 }

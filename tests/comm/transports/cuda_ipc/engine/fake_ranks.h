@@ -84,31 +84,31 @@ class Rank {
     fill(to, std::vector<float>(at(static_cast<int>(count)), -77));
   }
 
-  Part part(Operation operation, std::int64_t count, int root = -1) {
-    Part part;
-    part.item_size = sizeof(float);
-    part.call.operation = operation;
-    part.call.dtype = Dtype::float32;
-    part.call.rank = rank_;
-    part.call.size = shape_.ranks;
-    part.call.root = root;
-    part.call.count = count;
-    part.call.bytes = count * 4;
-    part.call.shape = {count};
-    part.call.group = "test";
+  Op op(Operation operation, std::int64_t count, int root = -1) {
+    Op op;
+    op.item_size = sizeof(float);
+    op.call.operation = operation;
+    op.call.dtype = Dtype::float32;
+    op.call.rank = rank_;
+    op.call.size = shape_.ranks;
+    op.call.root = root;
+    op.call.count = count;
+    op.call.bytes = count * 4;
+    op.call.shape = {count};
+    op.call.group = "test";
     auto order = std::make_shared<Order>(device_);
     cudaEventRecord(order->ready, stream_);
-    part.order = order;
-    return part;
+    op.order = order;
+    return op;
   }
   // As Work::wait does.
-  void follow(const Part& part) {
-    cudaStreamWaitEvent(stream_, static_cast<Order*>(part.order.get())->done, 0);
+  void follow(const Op& op) {
+    cudaStreamWaitEvent(stream_, static_cast<Order*>(op.order.get())->done, 0);
   }
-  void run(Part& part) {
-    engine_->begin(part);
-    engine_->finish(part, soon());
-    follow(part);
+  void run(Op& op) {
+    engine_->begin(op);
+    engine_->finish(op, soon());
+    follow(op);
   }
 
  private:

@@ -63,7 +63,7 @@ Call describe(Operation operation, int rank, std::size_t ranks, std::int64_t cou
   return call;
 }
 
-void run(Engine& engine, Part& part) {
+void run(Engine& engine, Op& part) {
   part.item_size = detail::item_size(part.call.dtype);
   engine.begin(part);
   engine.finish(part, Clock::now() + seconds(60));
@@ -126,7 +126,7 @@ TEST(Hierarchy, sums_are_the_trees_where_hosts_are_subtrees_and_close_to_it_else
         HostRanks ranks(nodes);
         ranks.run([&](int rank, Engine& engine) {
           auto data = inputs[at(rank)];
-          Part part;
+          Op part;
           part.call = describe(Operation::all_reduce, rank, nodes.size(), static_cast<std::int64_t>(count));
           part.call.reduction = op;
           part.outputs = {data.data()};
@@ -173,7 +173,7 @@ TEST(Hierarchy, every_dtype_and_reduction_has_the_bits_of_one_host) {
           HostRanks ranks(nodes);
           ranks.run([&](int rank, Engine& engine) {
             auto data = inputs[at(rank)];
-            Part part;
+            Op part;
             part.call =
                 describe(Operation::all_reduce, rank, nodes.size(), static_cast<std::int64_t>(count), dtype);
             part.call.reduction = op;
@@ -200,7 +200,7 @@ TEST(Hierarchy, data_goes_where_it_belongs) {
       ranks.run([&](int rank, Engine& engine) {
         for (int root : {static_cast<int>(p) - 1, 0, static_cast<int>(p) / 2}) {
           {
-            Part part;
+            Op part;
             part.call = describe(Operation::broadcast, rank, p, n);
             part.call.root = root;
             auto data = numbers(count, rank);
@@ -209,7 +209,7 @@ TEST(Hierarchy, data_goes_where_it_belongs) {
             ASSERT_EQ(data, numbers(count, root));
           }
           {
-            Part part;
+            Op part;
             part.call = describe(Operation::reduce, rank, p, n);
             part.call.root = root;
             part.call.reduction = ReduceOp::MAX;
@@ -221,7 +221,7 @@ TEST(Hierarchy, data_goes_where_it_belongs) {
             ASSERT_EQ(data, rank == root ? tree(inputs, ReduceOp::MAX) : numbers(count, rank));
           }
           {
-            Part part;
+            Op part;
             part.call = describe(Operation::gather, rank, p, static_cast<std::int64_t>(some(count, rank)));
             part.call.root = root;
             auto data = numbers(some(count, rank), rank);
@@ -241,7 +241,7 @@ TEST(Hierarchy, data_goes_where_it_belongs) {
             }
           }
           {
-            Part part;
+            Op part;
             part.call = describe(Operation::scatter, rank, p, static_cast<std::int64_t>(some(count, rank)));
             part.call.root = root;
             std::vector<float> data(some(count, rank) + 1);
@@ -260,7 +260,7 @@ TEST(Hierarchy, data_goes_where_it_belongs) {
           }
           for (bool even : {true, false}) {
             auto size = [&](int r) { return even ? count : some(count, r); };
-            Part part;
+            Op part;
             part.call = describe(Operation::all_gather, rank, p, static_cast<std::int64_t>(size(rank)));
             auto data = numbers(size(rank), rank);
             data.reserve(1);
@@ -279,7 +279,7 @@ TEST(Hierarchy, data_goes_where_it_belongs) {
           }
           for (bool even : {true, false}) {
             auto size = [&](int r) { return even ? count : some(count, r); };
-            Part part;
+            Op part;
             part.call = describe(Operation::reduce_scatter, rank, p, static_cast<std::int64_t>(size(rank)));
             part.call.reduction = ReduceOp::MIN;
             std::vector<std::vector<float>> in(p);
@@ -300,7 +300,7 @@ TEST(Hierarchy, data_goes_where_it_belongs) {
           }
           for (bool even : {true, false}) {
             auto size = [&](int from, int to) { return even ? count : some(count, from + 2 * to); };
-            Part part;
+            Op part;
             part.call = describe(Operation::all_to_all, rank, p, 0);
             std::vector<std::vector<float>> in(p), out(p);
             for (int r = 0; r < static_cast<int>(p); ++r) {
@@ -319,7 +319,7 @@ TEST(Hierarchy, data_goes_where_it_belongs) {
             }
           }
           {
-            Part part;
+            Op part;
             part.call = describe(Operation::barrier, rank, p, 0);
             run(engine, part);
           }
@@ -336,7 +336,7 @@ TEST(Hierarchy, sends_between_hosts_no_more_than_it_must) {
   HostRanks ranks({0, 0, 1, 1}, {.window = 1 << 20});
   ranks.run([&](int rank, Engine& engine) {
     auto data = numbers(kCount, rank);
-    Part part;
+    Op part;
     part.call = describe(Operation::all_reduce, rank, 4, kCount);
     part.outputs = {data.data()};
     run(engine, part);
@@ -367,7 +367,7 @@ TEST(Hierarchy, ranks_whose_calls_differ_are_told_on_every_host_and_nothing_is_w
           std::vector<std::string> texts(nodes.size());
           ranks.run([&](int rank, Engine& engine) {
             auto data = numbers(static_cast<std::size_t>(count), rank);
-            Part part;
+            Op part;
             part.call = describe(Operation::all_reduce, rank, nodes.size(), count);
             if (rank == odd) each.change(part.call);
             part.outputs = {data.data()};
@@ -389,7 +389,7 @@ TEST(Hierarchy, sizes_of_pairs_that_differ_are_told) {
     ranks.run([&](int rank, Engine& engine) {
       // Rank 1 gives rank 0 one too many.
       std::vector<std::vector<float>> in(nodes.size(), std::vector<float>(3)), out = in;
-      Part part;
+      Op part;
       part.call = describe(Operation::all_to_all, rank, nodes.size(), 0);
       for (std::size_t r = 0; r < nodes.size(); ++r) {
         part.inputs.push_back(in[r].data());
@@ -417,7 +417,7 @@ TEST(Hierarchy, a_wait_ends_when_it_is_told_to) {
         return;
       }
       std::vector<float> data(10);
-      Part part;
+      Op part;
       part.call = describe(Operation::all_reduce, rank, nodes.size(), 10);
       part.outputs = {data.data()};
       EXPECT_THAT(error_of<shm::Interrupted>([&] { run(engine, part); }), HasSubstr("enough"));
@@ -435,7 +435,7 @@ TEST(Hierarchy, at_the_deadline_it_is_said_who_is_absent) {
     if (rank == 3) return;
     ready.arrive_and_wait();
     std::vector<float> data(10);
-    Part part;
+    Op part;
     part.call = describe(Operation::all_reduce, rank, 4, 10);
     part.item_size = 4;
     part.outputs = {data.data()};

@@ -26,24 +26,24 @@ class Message {
   Message(Mail& mail, Operation operation, int rank, int peer, std::vector<float>& data, int tag,
           milliseconds timeout = seconds(60), Dtype dtype = Dtype::float32)
       : mail_(mail) {
-    Part part;
-    part.call.operation = operation;
-    part.call.dtype = dtype;
-    part.call.rank = rank;
-    part.call.root = peer;
-    part.call.size = 8;
-    part.call.count = static_cast<std::int64_t>(data.size());
-    part.call.bytes = part.call.count * 4;
-    part.call.shape = {part.call.count};
-    part.call.group = "test";
-    part.call.far_site = fmt::format("test.cpp:{}", rank);
-    part.item_size = 4;
+    Op op;
+    op.call.operation = operation;
+    op.call.dtype = dtype;
+    op.call.rank = rank;
+    op.call.root = peer;
+    op.call.size = 8;
+    op.call.count = static_cast<std::int64_t>(data.size());
+    op.call.bytes = op.call.count * 4;
+    op.call.shape = {op.call.count};
+    op.call.group = "test";
+    op.call.far_site = fmt::format("test.cpp:{}", rank);
+    op.item_size = 4;
     data.reserve(1);
     if (operation == Operation::send)
-      part.inputs = {data.data()};
+      op.inputs = {data.data()};
     else
-      part.outputs = {data.data()};
-    part.done = [this](const std::exception_ptr& error, int source) {
+      op.outputs = {data.data()};
+    op.done = [this](const std::exception_ptr& error, int source) {
       if (ended_.exchange(true)) ADD_FAILURE() << "it ended twice";
       source_ = source;
       if (error)
@@ -51,7 +51,7 @@ class Message {
       else
         outcome_.set_value();
     };
-    item_ = mail.post(std::move(part), tag, timeout);
+    item_ = mail.post(std::move(op), tag, timeout);
   }
   int wait() {
     mail_.wait(*item_, Clock::now() + seconds(60));

@@ -80,10 +80,10 @@ class EngineTest : public ::testing::Test {
     call.group = "test";
     return call;
   }
-  static void run(Engine& engine, Part& part) {
-    part.item_size = 4;
-    engine.begin(part);
-    engine.finish(part, Clock::now() + seconds(60));
+  static void run(Engine& engine, Op& op) {
+    op.item_size = 4;
+    engine.begin(op);
+    engine.finish(op, Clock::now() + seconds(60));
   }
 };
 
@@ -97,10 +97,10 @@ TEST_F(EngineTest, all_reduce_gives_the_trees_bits_on_every_rank) {
       Tensors tensors(ranks.memory(), shape.shared[static_cast<std::size_t>(rank) % shape.shared.size()]);
       float* data = tensors.make(shape.count, rank);
       inputs[static_cast<std::size_t>(rank)] = copy_of(data, shape.count);
-      Part part;
-      part.call = call(Operation::all_reduce, rank, shape.ranks, static_cast<std::int64_t>(shape.count));
-      part.outputs = {data};
-      run(engine, part);
+      Op op;
+      op.call = call(Operation::all_reduce, rank, shape.ranks, static_cast<std::int64_t>(shape.count));
+      op.outputs = {data};
+      run(engine, op);
       results[static_cast<std::size_t>(rank)] = copy_of(data, shape.count);
     });
     std::vector<const void*> pointers;
@@ -125,11 +125,11 @@ TEST_F(EngineTest, a_refusal_reaches_every_rank_and_the_next_operation_works) {
       const auto all_reduce = [&](const std::string& refusal) {
         float* data = tensors.make(shape.count, rank);
         std::fill_n(data, shape.count, 1.f);
-        Part part;
-        part.call = call(Operation::all_reduce, rank, shape.ranks, count);
-        part.refusal = refusal;
-        if (refusal.empty()) part.outputs = {data};
-        run(engine, part);
+        Op op;
+        op.call = call(Operation::all_reduce, rank, shape.ranks, count);
+        op.refusal = refusal;
+        if (refusal.empty()) op.outputs = {data};
+        run(engine, op);
         EXPECT_EQ(data[shape.count - 1], static_cast<float>(shape.ranks));
       };
       const auto refused = [&](const std::string& refusal) {
@@ -146,17 +146,17 @@ TEST_F(EngineTest, a_refusal_reaches_every_rank_and_the_next_operation_works) {
       EXPECT_EQ(refused(rank == last ? longest : ""), longest.substr(0, kRefusal - 1));
 
       // Another operation than the one that is refused, with a size for each pair of ranks.
-      Part part;
-      part.call = call(Operation::all_to_all, rank, shape.ranks, count * shape.ranks);
-      part.call.to.assign(static_cast<std::size_t>(shape.ranks), count);
-      part.call.from = part.call.to;
-      float* data = tensors.make(shape.count * part.call.to.size(), rank);
-      for (std::size_t r = 0; r < part.call.to.size(); ++r) {
-        part.inputs.push_back(data + r * shape.count);
-        part.outputs.push_back(data + r * shape.count);
+      Op op;
+      op.call = call(Operation::all_to_all, rank, shape.ranks, count * shape.ranks);
+      op.call.to.assign(static_cast<std::size_t>(shape.ranks), count);
+      op.call.from = op.call.to;
+      float* data = tensors.make(shape.count * op.call.to.size(), rank);
+      for (std::size_t r = 0; r < op.call.to.size(); ++r) {
+        op.inputs.push_back(data + r * shape.count);
+        op.outputs.push_back(data + r * shape.count);
       }
-      if (rank == 0) part.refusal = "rank 0 refuses";
-      EXPECT_EQ(testing::error_of<detail::Refused>([&] { run(engine, part); }), "rank 0 refuses");
+      if (rank == 0) op.refusal = "rank 0 refuses";
+      EXPECT_EQ(testing::error_of<detail::Refused>([&] { run(engine, op); }), "rank 0 refuses");
       all_reduce("");
     });
   }
@@ -180,63 +180,63 @@ TEST_F(EngineTest, data_goes_where_it_belongs) {
       };
       for (int repeat = 0; repeat < 2; ++repeat) {
         {
-          Part part;
-          part.call = call(Operation::broadcast, rank, shape.ranks, count);
-          part.call.root = root;
+          Op op;
+          op.call = call(Operation::broadcast, rank, shape.ranks, count);
+          op.call.root = root;
           float* data = tensors.make(shape.count, rank);
-          part.outputs = {data};
-          run(engine, part);
+          op.outputs = {data};
+          run(engine, op);
           expect(data, root);
         }
         for (auto operation : {Operation::all_gather, Operation::gather}) {
-          Part part;
-          part.call = call(operation, rank, shape.ranks, count);
-          if (operation == Operation::gather) part.call.root = root;
-          part.inputs = {tensors.make(shape.count, rank)};
+          Op op;
+          op.call = call(operation, rank, shape.ranks, count);
+          if (operation == Operation::gather) op.call.root = root;
+          op.inputs = {tensors.make(shape.count, rank)};
           const bool gets = operation == Operation::all_gather || rank == root;
-          if (gets) part.call.from.assign(p, count);
+          if (gets) op.call.from.assign(p, count);
           float* out = tensors.make(shape.count * p, 77);
-          for (std::size_t r = 0; gets && r < p; ++r) part.outputs.push_back(out + r * shape.count);
-          run(engine, part);
+          for (std::size_t r = 0; gets && r < p; ++r) op.outputs.push_back(out + r * shape.count);
+          run(engine, op);
           for (std::size_t r = 0; gets && r < p; ++r) expect(out + r * shape.count, static_cast<int>(r));
         }
         {
-          Part part;
-          part.call = call(Operation::scatter, rank, shape.ranks, count);
-          part.call.root = root;
-          if (rank == root) part.call.to.assign(p, count);
+          Op op;
+          op.call = call(Operation::scatter, rank, shape.ranks, count);
+          op.call.root = root;
+          if (rank == root) op.call.to.assign(p, count);
           for (std::size_t r = 0; rank == root && r < p; ++r)
-            part.inputs.push_back(tensors.make(shape.count, static_cast<int>(r)));  // not adjacent
+            op.inputs.push_back(tensors.make(shape.count, static_cast<int>(r)));  // not adjacent
           float* data = tensors.make(shape.count, 77);
-          part.outputs = {data};
-          run(engine, part);
+          op.outputs = {data};
+          run(engine, op);
           expect(data, rank);
         }
         {
-          Part part;
-          part.call = call(Operation::all_to_all, rank, shape.ranks, count * shape.ranks);
-          part.call.to.assign(p, count);
-          part.call.from.assign(p, count);
+          Op op;
+          op.call = call(Operation::all_to_all, rank, shape.ranks, count * shape.ranks);
+          op.call.to.assign(p, count);
+          op.call.from.assign(p, count);
           float* in = tensors.make(shape.count * p, 0);
           float* out = tensors.make(shape.count * p, 0);
           for (std::size_t r = 0; r < p; ++r) {
             Tensors other(ranks.memory(), false);
             const float* piece = other.make(shape.count, value(rank, static_cast<int>(r)));
             std::memcpy(in + r * shape.count, piece, shape.count * 4);
-            part.inputs.push_back(in + r * shape.count);
-            part.outputs.push_back(out + r * shape.count);
+            op.inputs.push_back(in + r * shape.count);
+            op.outputs.push_back(out + r * shape.count);
           }
-          run(engine, part);
+          run(engine, op);
           for (std::size_t r = 0; r < p; ++r) expect(out + r * shape.count, value(static_cast<int>(r), rank));
         }
         {
-          Part part;
-          part.call = call(Operation::reduce, rank, shape.ranks, count);
-          part.call.root = root;
-          part.call.reduction = ReduceOp::MAX;
+          Op op;
+          op.call = call(Operation::reduce, rank, shape.ranks, count);
+          op.call.root = root;
+          op.call.reduction = ReduceOp::MAX;
           float* data = tensors.make(shape.count, rank);
-          part.outputs = {data};
-          run(engine, part);
+          op.outputs = {data};
+          run(engine, op);
           if (rank != root) expect(data, rank);
           std::vector<std::vector<float>> all;
           std::vector<const void*> pointers;
@@ -252,7 +252,7 @@ TEST_F(EngineTest, data_goes_where_it_belongs) {
           }
           EXPECT_TRUE(rank != root || copy_of(data, shape.count) == most);
 
-          Part scattered;
+          Op scattered;
           scattered.call = call(Operation::reduce_scatter, rank, shape.ranks, count);
           scattered.call.reduction = ReduceOp::AVG;
           scattered.call.to.assign(p, count);
@@ -264,9 +264,9 @@ TEST_F(EngineTest, data_goes_where_it_belongs) {
           run(engine, scattered);
           EXPECT_EQ(copy_of(out, shape.count), sum);
         }
-        Part part;
-        part.call = call(Operation::barrier, rank, shape.ranks, 0);
-        run(engine, part);
+        Op op;
+        op.call = call(Operation::barrier, rank, shape.ranks, 0);
+        run(engine, op);
       }
     });
   }
@@ -290,12 +290,12 @@ TEST_F(EngineTest, a_mismatch_is_an_error_on_every_rank_and_nothing_is_written) 
     std::vector<std::string> errors(3);
     ranks.run([&](int rank, Engine& engine) {
       std::vector<float> data(4, 1.0f);
-      Part part;
-      part.call = call(Operation::all_reduce, rank, 3, 4);
-      if (rank == 1) each.change(part.call);
-      part.outputs = {data.data()};
+      Op op;
+      op.call = call(Operation::all_reduce, rank, 3, 4);
+      if (rank == 1) each.change(op.call);
+      op.outputs = {data.data()};
       try {
-        run(engine, part);
+        run(engine, op);
       } catch (const Mismatch& error) {
         errors[static_cast<std::size_t>(rank)] = error.what();
       }
@@ -320,18 +320,18 @@ TEST_F(EngineTest, a_wait_ends_at_its_deadline_when_it_is_interrupted_and_when_t
         return;
       }
       float data = 1;
-      Part part;
-      part.call = call(Operation::all_reduce, rank, 2, 1);
-      part.outputs = {&data};
-      part.item_size = 4;
-      engine.begin(part);
+      Op op;
+      op.call = call(Operation::all_reduce, rank, 2, 1);
+      op.outputs = {&data};
+      op.item_size = 4;
+      engine.begin(op);
       EXPECT_EQ(engine.barrier().absent(), "rank 1 has not come");
       waits = true;
       const auto deadline = Clock::now() + (end == 0 ? seconds(0) : seconds(60));
       switch (end) {
-        case 0: EXPECT_THROW(engine.finish(part, deadline), TimedOut); break;
-        case 1: EXPECT_THROW(engine.finish(part, deadline), Interrupted); break;
-        default: EXPECT_THROW(engine.finish(part, deadline), PeerLost); break;
+        case 0: EXPECT_THROW(engine.finish(op, deadline), TimedOut); break;
+        case 1: EXPECT_THROW(engine.finish(op, deadline), Interrupted); break;
+        default: EXPECT_THROW(engine.finish(op, deadline), PeerLost); break;
       }
     });
   }
@@ -364,19 +364,19 @@ TEST_F(EngineTest, nobody_looks_for_the_memory_of_a_rank_that_is_done) {
             constexpr std::int64_t kCount = 4000;  // one window
             // After a gather the root alone has seen the others' stages.
             const int root = operations.size() > 1 && each == Operation::broadcast ? 1 : 0;
-            Part part;
-            part.call = call(each, rank, kRanks, kCount);
-            if (each != Operation::all_reduce) part.call.root = root;
+            Op op;
+            op.call = call(each, rank, kRanks, kCount);
+            if (each != Operation::all_reduce) op.call.root = root;
             float* data = tensors.make(kCount, rank);
-            part.outputs = {data};
+            op.outputs = {data};
             if (each == Operation::gather) {
-              part.inputs = {data};
-              part.outputs.clear();
+              op.inputs = {data};
+              op.outputs.clear();
               if (rank == root)
-                for (int r = 0; r < kRanks; ++r) part.outputs.push_back(tensors.make(kCount, r));
-              if (rank == root) part.call.from.assign(kRanks, kCount);
+                for (int r = 0; r < kRanks; ++r) op.outputs.push_back(tensors.make(kCount, r));
+              if (rank == root) op.call.from.assign(kRanks, kCount);
             }
-            EXPECT_NO_THROW(run(engine, part));
+            EXPECT_NO_THROW(run(engine, op));
           }
           ended[static_cast<std::size_t>(rank)] = true;
         });
@@ -399,15 +399,15 @@ TEST_F(EngineTest, a_rank_that_fails_in_the_middle_keeps_nobody_waiting) {
   ranks.run([&](int rank, Engine& engine) {
     self = rank;
     Tensors& tensors = kept[static_cast<std::size_t>(rank)];
-    Part part;
-    part.call = call(Operation::all_reduce, rank, kRanks, 70000);
-    part.outputs = {tensors.make(70000, rank)};
-    part.item_size = 4;
-    engine.begin(part);
+    Op op;
+    op.call = call(Operation::all_reduce, rank, kRanks, 70000);
+    op.outputs = {tensors.make(70000, rank)};
+    op.item_size = 4;
+    engine.begin(op);
     // Not before rank 1 has had one.
     EXPECT_TRUE(rank == 1 || testing::eventually([&] { return has_failed.load(); }));
     try {
-      engine.finish(part, Clock::now() + seconds(120));
+      engine.finish(op, Clock::now() + seconds(120));
     } catch (const std::exception& error) {
       errors[static_cast<std::size_t>(rank)] = error.what();
       engine.give_up();
@@ -426,19 +426,19 @@ TEST_F(EngineTest, what_a_rank_has_begun_and_given_up_is_complete_for_nobody) {
   std::vector<Tensors> kept(2, {ranks.memory(), true});
   ranks.run([&](int rank, Engine& engine) {
     Tensors& tensors = kept[static_cast<std::size_t>(rank)];
-    Part part;
-    part.call = call(Operation::all_reduce, rank, 2, 70000);
-    part.outputs = {tensors.make(70000, rank)};
-    part.item_size = 4;
+    Op op;
+    op.call = call(Operation::all_reduce, rank, 2, 70000);
+    op.outputs = {tensors.make(70000, rank)};
+    op.item_size = 4;
     if (rank == 0) {
-      engine.begin(part);
+      engine.begin(op);
       engine.give_up();
       gone = true;
       return;
     }
     while (!gone) std::this_thread::yield();
-    engine.begin(part);
-    EXPECT_THROW(engine.finish(part, Clock::now() + seconds(60)), PeerLost);
+    engine.begin(op);
+    EXPECT_THROW(engine.finish(op, Clock::now() + seconds(60)), PeerLost);
   });
 }
 
@@ -447,14 +447,14 @@ TEST_F(EngineTest, elements_of_another_size_are_a_mismatch) {
   Ranks ranks(2);
   ranks.run([&](int rank, Engine& engine) {
     std::vector<char> data(400, 1);
-    Part part;
-    part.call = call(Operation::broadcast, rank, 2, 100);
-    part.call.dtype = Dtype::other;
-    part.call.root = 0;
-    part.outputs = {data.data()};
-    part.item_size = rank == 0 ? 4 : 1;
-    engine.begin(part);
-    EXPECT_THROW(engine.finish(part, Clock::now() + seconds(60)), Mismatch);
+    Op op;
+    op.call = call(Operation::broadcast, rank, 2, 100);
+    op.call.dtype = Dtype::other;
+    op.call.root = 0;
+    op.outputs = {data.data()};
+    op.item_size = rank == 0 ? 4 : 1;
+    engine.begin(op);
+    EXPECT_THROW(engine.finish(op, Clock::now() + seconds(60)), Mismatch);
   });
 }
 
@@ -467,10 +467,10 @@ TEST_F(EngineTest, ranks_that_are_tuned_differently_are_told) {
     Ranks ranks({all, other});
     ranks.run([&](int rank, Engine& engine) {
       Tensors tensors(ranks.memory(), true);
-      Part part;
-      part.call = call(Operation::all_reduce, rank, 2, 70000);
-      part.outputs = {tensors.make(70000, rank)};
-      EXPECT_THROW(run(engine, part), Mismatch);
+      Op op;
+      op.call = call(Operation::all_reduce, rank, 2, 70000);
+      op.outputs = {tensors.make(70000, rank)};
+      EXPECT_THROW(run(engine, op), Mismatch);
     });
   }
 }
@@ -487,10 +487,10 @@ TEST_F(EngineTest, operations_follow_one_another) {
       Tensors tensors(ranks.memory(), mixed ? rank % 2 == 0 : random() % 2 == 0);
       float* data = tensors.make(count, 0);
       for (std::size_t k = 0; k < count; ++k) data[k] = static_cast<float>(rank + i);
-      Part part;
-      part.call = call(Operation::all_reduce, rank, kRanks, static_cast<std::int64_t>(count));
-      part.outputs = {data};
-      run(engine, part);
+      Op op;
+      op.call = call(Operation::all_reduce, rank, kRanks, static_cast<std::int64_t>(count));
+      op.outputs = {data};
+      run(engine, op);
       for (std::size_t k = 0; k < count; ++k)
         ASSERT_EQ(data[k], static_cast<float>(0 + 1 + 2 + 3 + 4 * i)) << "round " << i << ", element " << k;
     }

@@ -29,20 +29,20 @@ struct Letter {
   Messages::ItemPtr item = nullptr;
 
   void post(Messages& messages, lockstep::Operation operation, int rank, int peer, int tag) {
-    Part part;
-    part.call.operation = operation;
-    part.call.dtype = Dtype::uint8;
-    part.call.rank = rank;
-    part.call.root = peer;
-    part.call.size = 2;
-    part.call.count = part.call.bytes = static_cast<std::int64_t>(data.size());
-    part.call.shape = {part.call.count};
-    part.item_size = 1;
+    Op op;
+    op.call.operation = operation;
+    op.call.dtype = Dtype::uint8;
+    op.call.rank = rank;
+    op.call.root = peer;
+    op.call.size = 2;
+    op.call.count = op.call.bytes = static_cast<std::int64_t>(data.size());
+    op.call.shape = {op.call.count};
+    op.item_size = 1;
     if (operation == lockstep::Operation::send)
-      part.inputs = {data.data()};
+      op.inputs = {data.data()};
     else
-      part.outputs = {data.data()};
-    part.done = [ended = ended](const std::exception_ptr& error, int) {
+      op.outputs = {data.data()};
+    op.done = [ended = ended](const std::exception_ptr& error, int) {
       std::string text;
       try {
         if (error) std::rethrow_exception(error);
@@ -51,7 +51,7 @@ struct Letter {
       }
       ended->set_value(text);
     };
-    item = messages.post(std::move(part), peer, tag, seconds(60));
+    item = messages.post(std::move(op), peer, tag, seconds(60));
   }
   std::string end(Messages& messages) {
     messages.wait(*item, Clock::now() + seconds(60));

@@ -23,7 +23,7 @@ using ::testing::HasSubstr;
 constexpr std::int64_t kCount = 70000;
 
 // A part of which the end can be waited for.
-struct Ticket final : detail::PartItem {
+struct Ticket final : detail::OpItem {
   std::promise<std::string> ended;
   std::function<void()> at_end = [] {}, at_destruction = [] {};
 
@@ -63,7 +63,7 @@ class Lanes {
       int rank, Operation operation, std::int64_t count, bool soon, std::function<void()> at_end = [] {}) {
     auto ticket = std::make_shared<Ticket>();
     ticket->at_end = std::move(at_end);
-    Call& call = ticket->part.call;
+    Call& call = ticket->op.call;
     call.operation = operation;
     call.dtype = Dtype::float32;
     if (operation == Operation::broadcast) call.root = 1;
@@ -75,8 +75,8 @@ class Lanes {
     char* data = memory_.take(static_cast<std::size_t>(call.bytes), true);
     std::memset(data, 0, static_cast<std::size_t>(call.bytes));
     taken_.push_back(data);
-    ticket->part.outputs = {data};
-    ticket->part.item_size = 4;
+    ticket->op.outputs = {data};
+    ticket->op.item_size = 4;
     ticket->start(seconds(60));
     op_queue(rank)->post(ticket, soon);
     return ticket;
@@ -181,8 +181,8 @@ TEST(OpQueue, who_waits_for_its_threads_lets_go_of_the_engine) {
   struct Marked final : detail::CollectiveEngine {
     explicit Marked(std::thread::id& its_end) : end(its_end) {}
     ~Marked() override { end = std::this_thread::get_id(); }
-    void begin(detail::Part&) override {}
-    void finish(detail::Part&, Clock::time_point) override {}
+    void begin(detail::Op&) override {}
+    void finish(detail::Op&, Clock::time_point) override {}
     void give_up() noexcept override {}
     void interrupt(const std::string&) override {}
     std::string absent() const override { return {}; }
@@ -192,7 +192,7 @@ TEST(OpQueue, who_waits_for_its_threads_lets_go_of_the_engine) {
     std::thread::id end;
     auto op_queue = std::make_shared<OpQueue>(std::make_unique<Marked>(end), nullptr);
     auto ticket = std::make_shared<Ticket>();
-    ticket->part.call.operation = Operation::barrier;
+    ticket->op.call.operation = Operation::barrier;
     ticket->start(seconds(60));
     op_queue->post(ticket, /*soon=*/true);
     op_queue->wait(*ticket, Clock::now() + seconds(60));

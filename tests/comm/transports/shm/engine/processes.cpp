@@ -59,7 +59,7 @@ Member join(const std::filesystem::path& folder, const std::string& name, int ra
   return member;
 }
 
-void Member::run(Part part) {
+void Member::run(Op op) {
   std::promise<void> done;  // told by whichever thread does the work
   auto tell = [&](const std::exception_ptr& error, int) {
     if (error)
@@ -67,19 +67,19 @@ void Member::run(Part part) {
     else
       done.set_value();
   };
-  if (detail::point_to_point(part.call.operation)) {
-    const auto tag = std::stoll(part.call.tag);
-    const int peer = part.call.root;
-    part.done = tell;
-    auto item = messages->post(std::move(part), peer, tag, seconds(60));
+  if (detail::point_to_point(op.call.operation)) {
+    const auto tag = std::stoll(op.call.tag);
+    const int peer = op.call.root;
+    op.done = tell;
+    auto item = messages->post(std::move(op), peer, tag, seconds(60));
     messages->wait(*item, Clock::now() + seconds(60));
   } else {
-    struct Item : detail::PartItem {
+    struct Item : detail::OpItem {
       std::function<void(const std::exception_ptr&, int)> tell;
       void done(const std::exception_ptr& error, int source) override { tell(error, source); }
     };
     auto item = std::make_shared<Item>();
-    item->part = std::move(part);
+    item->op = std::move(op);
     item->tell = tell;
     item->start(seconds(60));
     op_queue->post(item, false);
@@ -89,47 +89,47 @@ void Member::run(Part part) {
 }
 
 void Member::all_reduce(float* data, std::size_t count) {
-  Part part;
-  part.call.operation = lockstep::Operation::all_reduce;
-  part.call.dtype = Dtype::float32;
-  part.call.rank = rank;
-  part.call.size = ranks;
-  part.call.count = static_cast<std::int64_t>(count);
-  part.call.bytes = part.call.count * 4;
-  part.call.shape = {part.call.count};
-  part.outputs = {data};
-  part.item_size = 4;
-  run(std::move(part));
+  Op op;
+  op.call.operation = lockstep::Operation::all_reduce;
+  op.call.dtype = Dtype::float32;
+  op.call.rank = rank;
+  op.call.size = ranks;
+  op.call.count = static_cast<std::int64_t>(count);
+  op.call.bytes = op.call.count * 4;
+  op.call.shape = {op.call.count};
+  op.outputs = {data};
+  op.item_size = 4;
+  run(std::move(op));
 }
 
 namespace {
 
-Part message(const Member& member, lockstep::Operation operation, std::size_t bytes, int peer, int tag) {
-  Part part;
-  part.call.operation = operation;
-  part.call.dtype = Dtype::uint8;
-  part.call.rank = member.rank;
-  part.call.size = member.ranks;
-  part.call.root = peer;
-  part.call.count = part.call.bytes = static_cast<std::int64_t>(bytes);
-  part.call.shape = {part.call.count};
-  part.call.tag = std::to_string(tag);
-  part.item_size = 1;
-  return part;
+Op message(const Member& member, lockstep::Operation operation, std::size_t bytes, int peer, int tag) {
+  Op op;
+  op.call.operation = operation;
+  op.call.dtype = Dtype::uint8;
+  op.call.rank = member.rank;
+  op.call.size = member.ranks;
+  op.call.root = peer;
+  op.call.count = op.call.bytes = static_cast<std::int64_t>(bytes);
+  op.call.shape = {op.call.count};
+  op.call.tag = std::to_string(tag);
+  op.item_size = 1;
+  return op;
 }
 
 }  // namespace
 
 void Member::send(const void* data, std::size_t bytes, int to, int tag) {
-  auto part = message(*this, lockstep::Operation::send, bytes, to, tag);
-  part.inputs = {data};
-  run(std::move(part));
+  auto op = message(*this, lockstep::Operation::send, bytes, to, tag);
+  op.inputs = {data};
+  run(std::move(op));
 }
 
 void Member::receive(void* data, std::size_t bytes, int from, int tag) {
-  auto part = message(*this, lockstep::Operation::recv, bytes, from, tag);
-  part.outputs = {data};
-  run(std::move(part));
+  auto op = message(*this, lockstep::Operation::recv, bytes, from, tag);
+  op.outputs = {data};
+  run(std::move(op));
 }
 
 Processes::Processes(int ranks, Body body, Engine::Tuning tuning) : ended_(static_cast<std::size_t>(ranks)) {

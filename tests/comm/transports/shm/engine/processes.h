@@ -29,7 +29,7 @@ struct Member {
   std::shared_ptr<Messages> messages;
 
   // Waits for it; throws what it failed with.
-  void run(Part part);
+  void run(Op op);
   void all_reduce(float* data, std::size_t count);
   void send(const void* data, std::size_t bytes, int to, int tag);
   void receive(void* data, std::size_t bytes, int from, int tag);

@@ -182,14 +182,14 @@ class Running {
     const int rank = member.rank, ranks = member.ranks;
     const auto p = static_cast<std::size_t>(ranks), me = static_cast<std::size_t>(rank);
     const bool shared = below(own, 2) == 0, adjacent = below(own, 2) == 0;
-    Part part;
-    Call& call = part.call;
+    Op op;
+    Call& call = op.call;
     call.operation = step.operation;
     call.dtype = step.kind.dtype;
     call.reduction = step.reduction;
     call.rank = rank;
     call.size = ranks;
-    part.item_size = step.kind.size;
+    op.item_size = step.kind.size;
     auto buffer = [&](const Bytes& content) -> char* {
       return buffers_.emplace_back(content, shared, below(own, 3) * step.kind.size).data();
     };
@@ -218,13 +218,13 @@ class Running {
       }
     };
     auto give = [&](const std::vector<Bytes>& contents) {
-      pieces(contents, [&](char* at) { part.inputs.push_back(at); });
+      pieces(contents, [&](char* at) { op.inputs.push_back(at); });
       expect(contents);
     };
     auto take = [&](const std::vector<Bytes>& results) {
       std::vector<Bytes> blank;
       for (const auto& each : results) blank.emplace_back(each.size(), '?');
-      pieces(blank, [&](char* at) { part.outputs.push_back(at); });
+      pieces(blank, [&](char* at) { op.outputs.push_back(at); });
       expect(results);
     };
     auto from_all = [&](auto f) {
@@ -239,7 +239,7 @@ class Running {
       case Operation::reduce:
       case Operation::broadcast: {
         if (step.operation != Operation::all_reduce) call.root = step.root;
-        part.outputs = {buffer(data_of(step, rank, 0))};
+        op.outputs = {buffer(data_of(step, rank, 0))};
         expected_.push_back(step.operation == Operation::broadcast               ? data_of(step, step.root, 0)
                             : step.operation == Operation::all_reduce || is_root ? tree_of(step, ranks, 0)
                                                                                  : data_of(step, rank, 0));
@@ -286,7 +286,7 @@ class Running {
     }
     call.bytes = call.count * static_cast<std::int64_t>(step.kind.size);
     call.shape = {call.count};
-    post(std::move(part), below(own, 2) == 0);
+    post(std::move(op), below(own, 2) == 0);
   }
 
   // What is wrong with it; nothing: all is well.
@@ -305,7 +305,7 @@ class Running {
   }
 
  private:
-  struct Item final : detail::PartItem {
+  struct Item final : detail::OpItem {
     std::promise<std::string> told;
     static std::string text(const std::exception_ptr& error) {
       try {
@@ -320,10 +320,10 @@ class Running {
     void done(const std::exception_ptr& error, int) override { told.set_value(text(error)); }
   };
 
-  void post(Part part, bool soon) {
-    if (!detail::point_to_point(part.call.operation)) {
+  void post(Op op, bool soon) {
+    if (!detail::point_to_point(op.call.operation)) {
       item_ = std::make_shared<Item>();
-      item_->part = std::move(part);
+      item_->op = std::move(op);
       ended_ = item_->told.get_future();
       item_->start(seconds(60));
       member_.op_queue->post(item_, soon);
@@ -331,9 +331,9 @@ class Running {
     }
     auto told = std::make_shared<std::promise<std::string>>();
     ended_ = told->get_future();
-    part.done = [told](const std::exception_ptr& error, int) { told->set_value(Item::text(error)); };
-    const int peer = part.call.root;
-    message_ = member_.messages->post(std::move(part), peer, step_.number, seconds(60));
+    op.done = [told](const std::exception_ptr& error, int) { told->set_value(Item::text(error)); };
+    const int peer = op.call.root;
+    message_ = member_.messages->post(std::move(op), peer, step_.number, seconds(60));
   }
 
   const Step step_;

@@ -14,7 +14,7 @@ namespace lockstep::testing {
 namespace {
 
 using detail::Hub;
-using detail::Part;
+using detail::Op;
 using detail::Whereabouts;
 
 // What `done` tells, to wait for.
@@ -42,23 +42,23 @@ std::shared_ptr<Hub> make_hub(int ranks) {
   return std::make_shared<Hub>(all, std::make_shared<Whereabouts>(ranks));
 }
 
-Part part_of(Operation operation, int rank, int ranks, std::uint64_t sequence, std::vector<float>& data,
+Op part_of(Operation operation, int rank, int ranks, std::uint64_t sequence, std::vector<float>& data,
              Ticket& ticket) {
-  Part part;
-  part.call.operation = operation;
-  part.call.dtype = Dtype::float32;
-  part.call.rank = rank;
-  part.call.size = ranks;
-  part.call.sequence = sequence;
-  part.call.count = static_cast<std::int64_t>(data.size());
-  part.call.shape = {part.call.count};
-  part.call.group = "test";
-  if (detail::rooted(operation)) part.call.root = 0;
-  part.outputs = {data.data()};
-  part.inputs = {data.data()};
-  part.item_size = sizeof(float);
-  part.done = ticket.receiver();
-  return part;
+  Op op;
+  op.call.operation = operation;
+  op.call.dtype = Dtype::float32;
+  op.call.rank = rank;
+  op.call.size = ranks;
+  op.call.sequence = sequence;
+  op.call.count = static_cast<std::int64_t>(data.size());
+  op.call.shape = {op.call.count};
+  op.call.group = "test";
+  if (detail::rooted(operation)) op.call.root = 0;
+  op.outputs = {data.data()};
+  op.inputs = {data.data()};
+  op.item_size = sizeof(float);
+  op.done = ticket.receiver();
+  return op;
 }
 
 TEST(Hub, ranks_as_threads_sum_over_many_rounds) {
@@ -91,9 +91,9 @@ TEST(Hub, messages_pair_by_tag_in_order) {
   auto hub = make_hub(2);
   std::vector<float> one{1}, two{2}, other{3}, in_a{0}, in_b{0}, in_c{0};
   auto message = [](Operation operation, int rank, int peer, std::vector<float>& data, Ticket& ticket) {
-    auto part = part_of(operation, rank, 2, 0, data, ticket);
-    part.call.root = peer;
-    return part;
+    auto op = part_of(operation, rank, 2, 0, data, ticket);
+    op.call.root = peer;
+    return op;
   };
   Ticket sent[3], received[3];
   hub->post_point_to_point(0, 5, message(Operation::send, 0, 1, one, sent[0]));

@@ -6,11 +6,11 @@
 
 namespace lockstep::detail {
 
-// Own: a PartBackend with interrupt(cause), or with (cause, kind), and leave().
+// Own: a OpBackend with interrupt(cause), or with (cause, kind), and leave().
 template <typename Own>
-class PartTransport : public Transport {
+class OpTransport : public Transport {
  public:
-  explicit PartTransport(c10::intrusive_ptr<Own> backend) : backend_(std::move(backend)) {}
+  explicit OpTransport(c10::intrusive_ptr<Own> backend) : backend_(std::move(backend)) {}
 
   Traits traits() const override {
     return {.avg = true, .unequal = true, .any_dtype = true, .compares_calls = true, .keeps_inputs = true};

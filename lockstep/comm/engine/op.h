@@ -30,7 +30,7 @@ class Refused : public KindedError {
 //   all_gather: inputs[0], outputs[from each rank]   gather: inputs[0], on the root outputs[from each]
 //   scatter: outputs[0], on the root inputs[to each]  reduce_scatter: inputs[to each], outputs[0]
 //   all_to_all: inputs[to each], outputs[from each]   send: inputs[0]   recv: outputs[0]
-struct Part {
+struct Op {
   Call call;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
@@ -45,8 +45,8 @@ struct Part {
 };
 
 // A part while an engine works on it.
-struct PartItem {
-  Part part;
+struct OpItem {
+  Op op;
   AwakeClock::time_point posted{}, deadline{};  // whoever posts it says
   void start(std::chrono::nanoseconds timeout) {
     posted = AwakeClock::now();
@@ -54,7 +54,7 @@ struct PartItem {
   }
   bool begun = false, settled = false;  // under the engine's mutex
 
-  virtual ~PartItem() = default;
+  virtual ~OpItem() = default;
   // Called exactly once, by any thread, without a lock of the engine's.
   virtual void done(const std::exception_ptr& error, int source) = 0;
 };
@@ -65,8 +65,8 @@ class CollectiveEngine {
  public:
   virtual ~CollectiveEngine() = default;
   // One thread at a time, begin and finish in turn. begin does not wait: peers may go on with what it says.
-  virtual void begin(Part& part) = 0;
-  virtual void finish(Part& part, AwakeClock::time_point deadline) = 0;
+  virtual void begin(Op& op) = 0;
+  virtual void finish(Op& op, AwakeClock::time_point deadline) = 0;
   // An operation failed: peers may still be in it. What they may read or write is not used again.
   virtual void give_up() noexcept = 0;
   // Any thread: whoever is in finish comes out of it with this cause, now and later.
@@ -78,14 +78,14 @@ class CollectiveEngine {
 };
 
 // An engine of our own, without c10d between: c10d's objects cost more than a small operation does.
-class PartEngine {
+class OpSink {
  public:
-  virtual ~PartEngine() = default;
+  virtual ~OpSink() = default;
   // Never waits. soon: nobody is going to wait for it in a moment.
-  virtual void post(std::shared_ptr<PartItem> item, bool soon) = 0;
+  virtual void post(std::shared_ptr<OpItem> item, bool soon) = 0;
   // Returns when item.done has been called or is about to be. After the deadline everything in the engine
   // fails.
-  virtual void wait(PartItem& item, AwakeClock::time_point deadline) = 0;
+  virtual void wait(OpItem& item, AwakeClock::time_point deadline) = 0;
 };
 
 // A thread that calls done, or lets go of it. An interpreter must not end while there is one: what is called

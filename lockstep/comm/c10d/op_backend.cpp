@@ -1,16 +1,16 @@
-#include <lockstep/comm/c10d/part_backend.h>
+#include <lockstep/comm/c10d/op_backend.h>
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <lockstep/comm/c10d/engine_work.h>
-#include <lockstep/comm/c10d/part_checks.h>
+#include <lockstep/comm/c10d/op_checks.h>
 #include <lockstep/comm/c10d/tensors.h>
 
 namespace lockstep::detail {
 
 using c10d::OpType;
-using WorkPtr = PartBackend::WorkPtr;
-using Tensors = PartBackend::Tensors;
+using WorkPtr = OpBackend::WorkPtr;
+using Tensors = OpBackend::Tensors;
 
 namespace {
 
@@ -20,7 +20,7 @@ Tensors first_of(const std::vector<Tensors>& tensors) { return tensors.empty() ?
 
 // A call's tensors as the engine takes them: dense. Values of what is not are copied now, and results to
 // where they belong when the operation has succeeded.
-class PartBackend::Operands {
+class OpBackend::Operands {
  public:
   explicit Operands(at::Device device) : device_(device) {}
 
@@ -98,21 +98,21 @@ class PartBackend::Operands {
   at::AutoDispatchBelowAutograd guard_;
 };
 
-WorkPtr PartBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+WorkPtr OpBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (tensors.size() == 1 && tensors[0].layout() == at::kSparse) return allreduce_sparse(tensors, options);
   return start(
       Operation::all_reduce, OpType::ALLREDUCE, options,
       [&](Operands& operands) { operands.write(only(tensors), true); }, options.reduceOp);
 }
 
-WorkPtr PartBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+WorkPtr OpBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   return start_several(OpType::ALLREDUCE_COALESCED, tensors.size(), tensors, [&](std::size_t i) {
     Tensors one{tensors[i]};
     return allreduce(one, options);
   });
 }
 
-WorkPtr PartBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+WorkPtr OpBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
   constexpr std::size_t kHead = 3, kDims = 16;
   at::AutoDispatchBelowAutograd guard;
   at::Tensor tensor, own;
@@ -175,32 +175,32 @@ WorkPtr PartBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOpt
   return work;
 }
 
-WorkPtr PartBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+WorkPtr OpBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
   return start(
       Operation::reduce, OpType::REDUCE, options,
       [&](Operands& operands) { operands.write(only(tensors), true); }, options.reduceOp, options.rootRank);
 }
 
-WorkPtr PartBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+WorkPtr OpBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   return start(
       Operation::broadcast, OpType::BROADCAST, options,
       [&](Operands& operands) { operands.write(only(tensors), options.rootRank == rank_); },
       c10d::ReduceOp::SUM, options.rootRank);
 }
 
-WorkPtr PartBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+WorkPtr OpBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                const c10d::AllgatherOptions& options) {
   return start(Operation::all_gather, OpType::ALLGATHER, options,
                [&](Operands& operands) { operands.read(only(inputs)).write(first_of(outputs)); });
 }
 
-WorkPtr PartBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+WorkPtr OpBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                      const c10d::AllgatherOptions& options) {
   return start(Operation::all_gather, OpType::_ALLGATHER_BASE, options,
                [&](Operands& operands) { operands.read(input).write_pieces(output, size_); });
 }
 
-WorkPtr PartBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+WorkPtr OpBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                          const c10d::AllgatherOptions& options) {
   Tensors results;
   for (const auto& of_rank : outputs) results.insert(results.end(), of_rank.begin(), of_rank.end());
@@ -220,7 +220,7 @@ WorkPtr PartBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors&
   });
 }
 
-WorkPtr PartBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+WorkPtr OpBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                      const c10d::AllgatherOptions& options) {
   const auto count = std::max(outputs.size(), inputs.size());
   return start_several(OpType::ALLGATHER_COALESCED, count, outputs, [&](std::size_t i) {
@@ -229,7 +229,7 @@ WorkPtr PartBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& 
   });
 }
 
-WorkPtr PartBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+WorkPtr OpBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                             const c10d::GatherOptions& options) {
   return start(
       Operation::gather, OpType::GATHER, options,
@@ -237,7 +237,7 @@ WorkPtr PartBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
       options.rootRank);
 }
 
-WorkPtr PartBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+WorkPtr OpBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                              const c10d::ScatterOptions& options) {
   return start(
       Operation::scatter, OpType::SCATTER, options,
@@ -245,21 +245,21 @@ WorkPtr PartBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
       options.rootRank);
 }
 
-WorkPtr PartBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+WorkPtr OpBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                     const c10d::ReduceScatterOptions& options) {
   return start(
       Operation::reduce_scatter, OpType::REDUCE_SCATTER, options,
       [&](Operands& operands) { operands.read(first_of(inputs)).write(only(outputs)); }, options.reduceOp);
 }
 
-WorkPtr PartBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+WorkPtr OpBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                           const c10d::ReduceScatterOptions& options) {
   return start(
       Operation::reduce_scatter, OpType::_REDUCE_SCATTER_BASE, options,
       [&](Operands& operands) { operands.read_pieces(input, size_).write(output); }, options.reduceOp);
 }
 
-WorkPtr PartBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+WorkPtr OpBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                      const c10d::ReduceScatterOptions& options) {
   const auto count = std::max(outputs.size(), inputs.size());
   return start_several(OpType::REDUCE_SCATTER, count, outputs, [&](std::size_t i) {
@@ -268,7 +268,7 @@ WorkPtr PartBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& 
   });
 }
 
-WorkPtr PartBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+WorkPtr OpBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                    std::vector<std::int64_t>& output_splits,
                                    std::vector<std::int64_t>& input_splits,
                                    const c10d::AllToAllOptions& options) {
@@ -277,29 +277,29 @@ WorkPtr PartBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   });
 }
 
-WorkPtr PartBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+WorkPtr OpBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
   return start(Operation::all_to_all, OpType::ALLTOALL, options,
                [&](Operands& operands) { operands.read(inputs).write(outputs); });
 }
 
-WorkPtr PartBackend::barrier(const c10d::BarrierOptions& options) {
+WorkPtr OpBackend::barrier(const c10d::BarrierOptions& options) {
   return start(Operation::barrier, OpType::BARRIER, options, [](Operands&) {});
 }
 
-WorkPtr PartBackend::send(Tensors& tensors, int peer, int tag) {
+WorkPtr OpBackend::send(Tensors& tensors, int peer, int tag) {
   return start_message(Operation::send, OpType::SEND, tensors, peer, tag);
 }
 
-WorkPtr PartBackend::recv(Tensors& tensors, int peer, int tag) {
+WorkPtr OpBackend::recv(Tensors& tensors, int peer, int tag) {
   return start_message(Operation::recv, OpType::RECV, tensors, peer, tag);
 }
 
-WorkPtr PartBackend::recvAnysource(Tensors& tensors, int tag) {
+WorkPtr OpBackend::recvAnysource(Tensors& tensors, int tag) {
   return start_message(Operation::recv, OpType::RECVANYSOURCE, tensors, kAnySource, tag);
 }
 
 // The call as Group describes it, or as c10d's arguments tell.
-Call PartBackend::describe(Operation operation, const Tensors& inputs, const Tensors& outputs,
+Call OpBackend::describe(Operation operation, const Tensors& inputs, const Tensors& outputs,
                            ReduceOp reduction, int root) {
   if (const Call* call = current_call()) return *call;
   const bool by_output =
@@ -327,10 +327,10 @@ Call PartBackend::describe(Operation operation, const Tensors& inputs, const Ten
   return call;
 }
 
-PartBackend::Request PartBackend::request(Operation operation, OpType type, Operands& operands,
+OpBackend::Request OpBackend::request(Operation operation, OpType type, Operands& operands,
                                           ReduceOp reduction, std::int64_t root) {
-  Request request{.part = {}, .type = type};
-  Part& part = request.part;
+  Request request{.op = {}, .type = type};
+  Op& op = request.op;
   const at::Tensor* first = nullptr;
   for (const auto* tensors : {&operands.inputs, &operands.outputs})
     for (const auto& tensor : *tensors) {
@@ -338,14 +338,14 @@ PartBackend::Request PartBackend::request(Operation operation, OpType type, Oper
       TORCH_CHECK(tensor.scalar_type() == first->scalar_type(),
                   "the tensors of a call must have one dtype, not ", first->scalar_type(), " and ",
                   tensor.scalar_type(), ": convert them with tensor.to()");
-      part.item_size = tensor.element_size();
+      op.item_size = tensor.element_size();
     }
-  part.call = describe(operation, operands.inputs, operands.outputs, reduction, static_cast<int>(root));
-  check_operands(part.call, operands.inputs, operands.outputs);
-  if (reduces(operation)) check_reduction(part.call, device().is_cpu());
-  for (const auto& tensor : operands.inputs) part.inputs.push_back(tensor.const_data_ptr());
-  for (const auto& tensor : operands.outputs) part.outputs.push_back(tensor.mutable_data_ptr());
-  request.keep = copy_what_is_written_over(part, device());
+  op.call = describe(operation, operands.inputs, operands.outputs, reduction, static_cast<int>(root));
+  check_operands(op.call, operands.inputs, operands.outputs);
+  if (reduces(operation)) check_reduction(op.call, device().is_cpu());
+  for (const auto& tensor : operands.inputs) op.inputs.push_back(tensor.const_data_ptr());
+  for (const auto& tensor : operands.outputs) op.outputs.push_back(tensor.mutable_data_ptr());
+  request.keep = copy_what_is_written_over(op, device());
   request.finish = operands.copy_back();
   for (auto* tensors : {&operands.inputs, &operands.outputs})
     request.keep.insert(request.keep.end(), std::make_move_iterator(tensors->begin()),
@@ -354,13 +354,13 @@ PartBackend::Request PartBackend::request(Operation operation, OpType type, Oper
   return request;
 }
 
-void PartBackend::refuse(Operation /*operation*/, std::chrono::milliseconds /*timeout*/,
+void OpBackend::refuse(Operation /*operation*/, std::chrono::milliseconds /*timeout*/,
                          const std::exception_ptr& error) {
   std::rethrow_exception(error);
 }
 
 template <typename Body>
-void PartBackend::attempt(Operation operation, std::chrono::milliseconds timeout, Body body) {
+void OpBackend::attempt(Operation operation, std::chrono::milliseconds timeout, Body body) {
   try {
     body();
   } catch (const std::exception&) {
@@ -368,23 +368,23 @@ void PartBackend::attempt(Operation operation, std::chrono::milliseconds timeout
   }
 }
 
-void PartBackend::post_refusal(Operation operation, std::chrono::milliseconds timeout, std::string text) {
+void OpBackend::post_refusal(Operation operation, std::chrono::milliseconds timeout, std::string text) {
   Request refused;
-  refused.part.call = describe(operation, {}, {}, ReduceOp::SUM, -1);
-  refused.part.refusal = std::move(text);
+  refused.op.call = describe(operation, {}, {}, ReduceOp::SUM, -1);
+  refused.op.refusal = std::move(text);
   refused.timeout = std::max(timeout, std::chrono::milliseconds(0));
   post_numbered(std::move(refused));
 }
 
-PartBackend::WorkPtr PartBackend::post_numbered(Request wanted) {
-  Call& call = wanted.part.call;
+OpBackend::WorkPtr OpBackend::post_numbered(Request wanted) {
+  Call& call = wanted.op.call;
   if (current_call() == nullptr) call.sequence = (point_to_point(call.operation) ? messages_ : sequence_)++;
   wanted.explain = explanation(call);
   return post(std::move(wanted));
 }
 
 template <typename CallOptions, typename Give>
-WorkPtr PartBackend::start(Operation operation, OpType type, const CallOptions& options, Give give,
+WorkPtr OpBackend::start(Operation operation, OpType type, const CallOptions& options, Give give,
                            const c10d::ReduceOp& reduction, std::int64_t root) {
   Operands operands(device());
   Request wanted;
@@ -398,7 +398,7 @@ WorkPtr PartBackend::start(Operation operation, OpType type, const CallOptions& 
 }
 
 template <typename StartOne>
-WorkPtr PartBackend::start_several(OpType type, std::size_t count, Tensors results, StartOne start_one) {
+WorkPtr OpBackend::start_several(OpType type, std::size_t count, Tensors results, StartOne start_one) {
   std::vector<WorkPtr> works;
   std::exception_ptr refused;
   for (std::size_t i = 0; i < count; ++i) {
@@ -412,7 +412,7 @@ WorkPtr PartBackend::start_several(OpType type, std::size_t count, Tensors resul
   return c10::make_intrusive<JoinedWork>(rank_, type, std::move(works), std::move(results));
 }
 
-WorkPtr PartBackend::start_message(Operation operation, OpType type, const Tensors& tensors, int peer,
+WorkPtr OpBackend::start_message(Operation operation, OpType type, const Tensors& tensors, int peer,
                                    int tag) {
   Operands operands(device());
   Request wanted;
@@ -423,9 +423,9 @@ WorkPtr PartBackend::start_message(Operation operation, OpType type, const Tenso
       operands.write(only(tensors), takes_less());
     wanted = request(operation, type, operands, ReduceOp::SUM, peer);
   });
-  wanted.part.takes_less = takes_less() && operation == Operation::recv;
+  wanted.op.takes_less = takes_less() && operation == Operation::recv;
   wanted.tag = tag;
-  wanted.timeout = wanted.part.call.timeout;
+  wanted.timeout = wanted.op.call.timeout;
   return post_numbered(std::move(wanted));
 }
 

@@ -1,7 +1,7 @@
-#include <lockstep/comm/c10d/part_checks.h>
+#include <lockstep/comm/c10d/op_checks.h>
 
 #include <ATen/ATen.h>
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 #include <lockstep/comm/reduce/reduce.h>
 
 namespace lockstep::detail {

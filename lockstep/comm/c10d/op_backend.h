@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/comm/engine/part.h>
+#include <lockstep/comm/engine/op.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 namespace lockstep::detail {
 
-class PartBackend : public c10d::Backend {
+class OpBackend : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -53,7 +53,7 @@ class PartBackend : public c10d::Backend {
 
  protected:
   struct Request {
-    Part part{};  // without `done`
+    Op op{};  // without `done`
     c10d::OpType type = c10d::OpType::UNKNOWN;
     Tensors keep{};                  // what the part points into
     Tensors results{};               // as the caller has them
