@@ -17,12 +17,12 @@
 namespace lockstep {
 
 namespace detail {
-class Pending;
+class WorkState;
 }
 
 class [[nodiscard("call .wait(), or keep the Work and wait later")]] Work {
  public:
-  explicit Work(std::shared_ptr<detail::Pending> pending);
+  explicit Work(std::shared_ptr<detail::WorkState> pending);
   Work(Work&&) noexcept = default;
   Work& operator=(Work&& other) noexcept;
   ~Work();
@@ -44,9 +44,9 @@ class [[nodiscard("call .wait(), or keep the Work and wait later")]] Work {
   const Call& call() const;
 
  private:
-  detail::Pending& pending() const;
+  detail::WorkState& pending() const;
   void drop() noexcept;
-  std::shared_ptr<detail::Pending> pending_;
+  std::shared_ptr<detail::WorkState> pending_;
 };
 
 }  // namespace lockstep

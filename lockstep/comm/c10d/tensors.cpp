@@ -119,7 +119,7 @@ at::Tensor dense(const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }
 
-at::Tensor dense_target(Pending& pending, const at::Tensor& tensor, bool reads) {
+at::Tensor dense_target(WorkState& pending, const at::Tensor& tensor, bool reads) {
   pending.keep.push_back(tensor);
   if (is_dense(tensor)) return tensor;
   auto target = tensor.detach();

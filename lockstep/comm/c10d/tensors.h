@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <lockstep/comm/call.h>
-#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/group/work_state.h>
 
 namespace lockstep::detail {
 
@@ -28,7 +28,7 @@ Call describe_call(Operation operation, const at::Tensor& tensor, Site site);
 at::Tensor dense(const at::Tensor& tensor);
 // Dense memory whose contents are the tensor's when the operation is complete; with its values now, if
 // the operation reads them.
-at::Tensor dense_target(Pending& pending, const at::Tensor& tensor, bool reads);
+at::Tensor dense_target(WorkState& pending, const at::Tensor& tensor, bool reads);
 
 // One-dimensional views for the engine: bytes where data only moves and the engine does not know every
 // dtype; numbers where it is to reduce them.

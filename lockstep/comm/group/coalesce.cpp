@@ -43,7 +43,7 @@ void GroupState::coalesce(const std::function<void()>& calls) {
   if (trouble) std::rethrow_exception(trouble);
 }
 
-void GroupState::together(Transport& engine, Pending& pending, c10::function_ref<void()> messages) {
+void GroupState::together(Transport& engine, WorkState& pending, c10::function_ref<void()> messages) {
   if (size() == 1 || coalescing() == this || !engine.backend().supportsCoalescing()) return messages();
   const std::lock_guard order(message_mutex_);
   engine.backend().startCoalescing();
@@ -57,7 +57,7 @@ void GroupState::together(Transport& engine, Pending& pending, c10::function_ref
 }
 
 void GroupState::add_to_batch(const std::shared_ptr<Transport>& engine,
-                              const std::shared_ptr<Pending>& pending) {
+                              const std::shared_ptr<WorkState>& pending) {
   if (engine->backend().supportsCoalescing() && !batched_works_.contains(engine)) {
     engine->backend().startCoalescing();
     batched_works_.try_emplace(engine);

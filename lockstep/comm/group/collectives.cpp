@@ -8,7 +8,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/comm/c10d/tensors.h>
 #include <lockstep/comm/group.h>
-#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/group/work_state.h>
 #include <lockstep/comm/reduce/reduce.h>
 
 namespace lockstep {
@@ -18,7 +18,7 @@ using detail::checked_timeout;
 using detail::dense;
 using detail::dense_target;
 using detail::describe_call;
-using detail::Pending;
+using detail::WorkState;
 using detail::to_c10d;
 using detail::to_move;
 using detail::to_reduce;
@@ -31,28 +31,28 @@ constexpr int kLargestTag = (1 << 30) - 1;
 int internal_tag(const Call& call) { return kLargestTag + 1 + static_cast<int>(call.sequence % (1 << 29)); }
 
 template <typename Options>
-Options with_timeout(const Pending& pending) {
+Options with_timeout(const WorkState& pending) {
   Options options;
   options.timeout = pending.engine_timeout();
   return options;
 }
 
 template <typename Options>
-Options reducing(const Transport& engine, const Pending& pending) {
+Options reducing(const Transport& engine, const WorkState& pending) {
   auto options = with_timeout<Options>(pending);
   options.reduceOp = to_c10d(engine_reduction(engine, pending.call().dtype, pending.call().reduction));
   return options;
 }
 
 // The division that the engine did not do; before the result goes where it belongs.
-void supply_average(const Transport& engine, Pending& pending, at::Tensor result) {
+void supply_average(const Transport& engine, WorkState& pending, at::Tensor result) {
   if (pending.call().reduction != ReduceOp::AVG || engine.traits().avg) return;
   const auto size = pending.call().size;
   pending.finish.insert(pending.finish.begin(), [result, size] { at::Tensor(result).div_(size); });
 }
 
 // For engines that have none: an all-reduce of a copy, of which this rank takes its part. Twice the bytes.
-void reduce_scatter_by_all_reduce(Transport& engine, Pending& pending, const at::Tensor& target,
+void reduce_scatter_by_all_reduce(Transport& engine, WorkState& pending, const at::Tensor& target,
                                   const std::vector<at::Tensor>& in, std::int64_t offset) {
   std::vector<at::Tensor> flat;
   for (const auto& tensor : in) flat.push_back(tensor.detach().reshape({-1}));
@@ -143,7 +143,7 @@ void check_numel(const at::Tensor& large, std::string_view large_name, const at:
 }
 
 // All of `from` reaches `to` on this rank, without the engine.
-void copy_here(Pending& pending, const at::Tensor& to, const at::Tensor& from) {
+void copy_here(WorkState& pending, const at::Tensor& to, const at::Tensor& from) {
   pending.finish.emplace_back([to, from] { to.detach().copy_(from.detach().view(to.sizes())); });
 }
 
@@ -155,7 +155,7 @@ Work Group::all_reduce(at::Tensor tensor, AllReduceOptions options, Site site) {
   auto call = describe_call(Operation::all_reduce, tensor, site);
   call.reduction = options.op;
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     auto target = dense_target(pending, tensor, true);
     if (auto* parts = engine.parts()) return pending.post(*parts, {}, {target});
@@ -175,7 +175,7 @@ Work Group::reduce(at::Tensor tensor, ReduceOptions options, Site site) {
   call.reduction = options.op;
   call.root = options.root;
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     const bool root = rank() == options.root;
     // Engines use the tensors of other ranks as scratch.
@@ -200,7 +200,7 @@ Work Group::broadcast(at::Tensor tensor, RootOptions options, Site site) {
   auto call = describe_call(Operation::broadcast, tensor, site);
   call.root = options.root;
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     auto target = rank() == options.root ? dense(tensor) : dense_target(pending, tensor, false);
     pending.keep.push_back(target);
@@ -222,7 +222,7 @@ Work Group::all_gather(at::Tensor out, at::Tensor in, GatherAllOptions options, 
   auto call = describe_call(Operation::all_gather, in, site);
   call.from.assign(static_cast<std::size_t>(size()), in.numel());
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, in.numel())) return;
     auto source = dense(in);
     auto target = dense_target(pending, out, false);
@@ -246,7 +246,7 @@ Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, GatherAllOpti
   auto call = describe_call(Operation::all_gather, in, site);
   call.from = sizes;
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, total(sizes))) return;
     auto engine_options = with_timeout<c10d::AllgatherOptions>(pending);
     auto source = dense(in);
@@ -290,7 +290,7 @@ Work Group::gather(std::vector<at::Tensor> out, at::Tensor in, RootOptions optio
   call.root = options.root;
   if (root) call.from = counts(out);
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     auto source = dense(in);
     pending.keep.push_back(source);
     std::vector<at::Tensor> ins{to_move(engine, source)};
@@ -346,7 +346,7 @@ Work Group::scatter(at::Tensor out, std::vector<at::Tensor> in, RootOptions opti
   call.root = options.root;
   if (root) call.to = counts(in);
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     std::vector<at::Tensor> sources;
     for (const auto& tensor : in) sources.push_back(dense(tensor));
     if (engine.traits().unequal) {
@@ -392,7 +392,7 @@ Work Group::reduce_scatter(at::Tensor out, at::Tensor in, AllReduceOptions optio
   call.reduction = options.op;
   call.to.assign(static_cast<std::size_t>(size()), out.numel());
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, in.numel())) return;
     auto source = dense(in);
     auto target = dense_target(pending, out, false);
@@ -420,7 +420,7 @@ Work Group::reduce_scatter(at::Tensor out, std::vector<at::Tensor> in, AllReduce
   call.reduction = options.op;
   call.to = sizes;
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, total(sizes))) return;
     auto target = dense_target(pending, out, false);
     if (!engine.traits().unequal) {
@@ -469,7 +469,7 @@ Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, S
   call.to = elements(in, std::move(options.in_splits), "in");
   call.from = elements(out, std::move(options.out_splits), "out");
   call.tag = std::move(options.tag);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     auto source = dense(in);
     auto target = dense_target(pending, out, false);
     pending.keep.push_back(source);
@@ -528,7 +528,7 @@ Work Group::send(at::Tensor tensor, PeerOptions options, Site site) {
   check_peer(*this, options, false);
   check_tags(*this, engine_for(*state_, tensor, "send's tensor"), options);
   auto call = describe_message(Operation::send, tensor, options, site);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     auto source = dense(tensor);
     pending.keep.push_back(source);
@@ -545,7 +545,7 @@ Work Group::recv(at::Tensor tensor, PeerOptions options, Site site) {
   if (options.peer == kAnyRank && tensor.numel() == 0)
     throw ConfigError("recv of an empty tensor from any rank: nothing comes, so its sender cannot be told");
   auto call = describe_message(Operation::recv, tensor, options, site);
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     std::vector<at::Tensor> tensors{to_move(engine, dense_target(pending, tensor, false))};
     pending.works.push_back(options.peer == kAnyRank
@@ -560,7 +560,7 @@ Work Group::barrier(GatherAllOptions options, Site site) {
   auto call = describe_call(Operation::barrier, {}, site);
   call.tag = std::move(options.tag);
   const auto device = state_->control_device();
-  auto start = [&](Transport& engine, Pending& pending) {
+  auto start = [&](Transport& engine, WorkState& pending) {
     if (auto* parts = engine.parts()) return pending.post(*parts, {}, {});
     auto engine_options = with_timeout<c10d::BarrierOptions>(pending);
     if (device.is_cuda()) engine_options.device = device;

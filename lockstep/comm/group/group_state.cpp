@@ -14,7 +14,7 @@
 #include <lockstep/comm/group/first_meeting.h>
 #include <lockstep/comm/group/host_call.h>
 #include <lockstep/comm/group/model_scope.h>
-#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/group/work_state.h>
 #include <lockstep/comm/job/world_state.h>
 #include <lockstep/comm/transports/shm/engine/fork.h>
 
@@ -79,7 +79,7 @@ const control::CallTexts& GroupState::Place::texts(const Call& call) {
   return texts_;
 }
 
-control::FlightRing::Ticket GroupState::note_begin(const Pending& pending) {
+control::FlightRing::Ticket GroupState::note_begin(const WorkState& pending) {
   if (!pen_) return control::FlightRing::kNone;
   const Call& call = pending.call();
   const bool message = point_to_point(call.operation);
@@ -135,7 +135,7 @@ at::Device GroupState::control_device() const {
   return transport(at::kCPU) ? at::Device(at::kCPU) : world_->device();
 }
 
-void GroupState::meet_all(Transport& engine, const Pending& pending) {
+void GroupState::meet_all(Transport& engine, const WorkState& pending) {
   auto* first = engine.first_meeting(/*of_all=*/true);
   if (first == nullptr) return;
   first->await(
@@ -147,7 +147,7 @@ void GroupState::meet_all(Transport& engine, const Pending& pending) {
 
 // Others need not wait for two who have not met: the order of messages is given up meanwhile. Both then hold
 // theirs when they enter the call.
-void GroupState::meet_peer(Transport& engine, const Pending& pending, std::unique_lock<std::mutex>& order) {
+void GroupState::meet_peer(Transport& engine, const WorkState& pending, std::unique_lock<std::mutex>& order) {
   auto* first = engine.first_meeting(/*of_all=*/false);
   const int peer = pending.call().root;
   if (first == nullptr || first->has_entered(peer)) return;
@@ -186,7 +186,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   ++(point_to_point(call.operation) ? messages_ : collectives_);
   const bool compared = ModelScope::mark(*this, models_, call) || world_->compares_calls();
 
-  auto pending = std::make_shared<Pending>(shared_from_this(), engine, std::move(call), limit);
+  auto pending = std::make_shared<WorkState>(shared_from_this(), engine, std::move(call), limit);
   pending->by_messages = point_to_point(pending->call().operation);
   pending->record = note_begin(*pending);
   world_->observe([&](Observer& observer) { observer.started(pending->call()); });
@@ -227,7 +227,7 @@ void GroupState::refuse_in_child(const Call& call) const {
   throw CommError(std::move(details));
 }
 
-void GroupState::keep_track(const std::shared_ptr<Pending>& pending) {
+void GroupState::keep_track(const std::shared_ptr<WorkState>& pending) {
   std::lock_guard lock(state_mutex_);
   // Most are waited for and gone when the next one comes.
   while (!issued_.empty() && issued_.back().expired()) issued_.pop_back();
@@ -242,7 +242,7 @@ void GroupState::keep_track(const std::shared_ptr<Pending>& pending) {
 }
 
 // A side collective: one all-gather of a few hundred bytes per rank, waited for before data moves.
-void GroupState::compare(const Pending& pending) {
+void GroupState::compare(const WorkState& pending) {
   const auto& call = pending.call();
   const auto device = control_device();
   auto engine = transport(device.type());
@@ -339,7 +339,7 @@ std::optional<Verdict> GroupState::verdict() const {
   return verdict_;
 }
 
-void GroupState::adopt(std::shared_ptr<Pending> pending) noexcept {
+void GroupState::adopt(std::shared_ptr<WorkState> pending) noexcept {
   try {
     if (pending->needs_watching()) pending->done();  // polling it starts a watch
     {
@@ -356,7 +356,7 @@ void GroupState::adopt(std::shared_ptr<Pending> pending) noexcept {
   }
 }
 
-void GroupState::watch(std::shared_ptr<Pending> pending) {
+void GroupState::watch(std::shared_ptr<WorkState> pending) {
   std::thread([pending = std::move(pending)] {
     try {
       pending->await(std::nullopt);
@@ -379,7 +379,7 @@ void GroupState::watch_device(c10::intrusive_ptr<c10d::Work> work, const Call& c
 }
 
 void GroupState::reap() {
-  std::vector<std::shared_ptr<Pending>> candidates;
+  std::vector<std::shared_ptr<WorkState>> candidates;
   {
     std::lock_guard lock(state_mutex_);
     if (dropped_.empty()) return;
@@ -435,7 +435,7 @@ void GroupState::close(bool in_order) noexcept {
     static_cast<void>(device_watch_.release());
     return;
   }
-  std::list<std::shared_ptr<Pending>> dropped;
+  std::list<std::shared_ptr<WorkState>> dropped;
   {
     std::lock_guard lock(state_mutex_);
     closed_ = true;

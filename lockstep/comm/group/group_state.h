@@ -21,7 +21,7 @@
 
 namespace lockstep::detail {
 
-class Pending;
+class WorkState;
 class WorldState;
 
 // Shared with the operations under way, which may outlast the group.
@@ -57,13 +57,13 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   // Starts an operation: order, sequence number, observers, the comparison of calls. `start` hands the
   // tensors to the engine. Errors that the caller can fix have been thrown before.
-  using Start = c10::function_ref<void(Transport&, Pending&)>;
+  using Start = c10::function_ref<void(Transport&, WorkState&)>;
   Work issue(Call call, at::Device device, Timeout timeout, Start start);
   // What `calls` issues goes to the engines as one.
   void coalesce(const std::function<void()>& calls);
   // The engine's messages that an operation is made of, as one where the engine can: on NCCL they go the way
   // of collectives then, and not between the messages of the program. Of who holds the order of collectives.
-  void together(Transport& engine, Pending& pending, c10::function_ref<void()> messages);
+  void together(Transport& engine, WorkState& pending, c10::function_ref<void()> messages);
   // ConfigError where this thread is within coalesce(), of whatever group.
   void refuse_within_coalesce(std::string_view what) const;
 
@@ -98,9 +98,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::optional<std::uint64_t> left_after(int rank);
 
   // Takes over an operation whose Work was dropped.
-  void adopt(std::shared_ptr<Pending> pending) noexcept;
+  void adopt(std::shared_ptr<WorkState> pending) noexcept;
   // Waits for it on a thread of its own, so that its completion can be seen by polling.
-  void watch(std::shared_ptr<Pending> pending);
+  void watch(std::shared_ptr<WorkState> pending);
 
   // What a device has still to do of an operation that a stream waits for.
   void watch_device(c10::intrusive_ptr<c10d::Work> work, const Call& call, AwakeClock::time_point begun,
@@ -116,7 +116,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // Nothing more is issued. Returns the operations under way, in the order of their start; dropped: those among
   // them whose Work is gone.
   struct UnderWay {
-    std::vector<std::shared_ptr<Pending>> all, dropped;
+    std::vector<std::shared_ptr<WorkState>> all, dropped;
   };
   UnderWay shut();
   // After shut(): where a peer waits for this rank in a collective that it will not come to, lets go of the
@@ -128,16 +128,16 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
  private:
   int line_of(const Call& call);
-  control::FlightRing::Ticket note_begin(const Pending& pending);
+  control::FlightRing::Ticket note_begin(const WorkState& pending);
   std::shared_ptr<Transport> usable_engine(const Call& call, at::DeviceType device);
   void reap();
   // What an engine has been given: the World finishes it before it leaves, also where the Work is still held.
-  void keep_track(const std::shared_ptr<Pending>& pending);
-  void compare(const Pending& pending);
+  void keep_track(const std::shared_ptr<WorkState>& pending);
+  void compare(const WorkState& pending);
   // Before an operation of all ranks, and before a message.
-  void meet_all(Transport& engine, const Pending& pending);
-  void meet_peer(Transport& engine, const Pending& pending, std::unique_lock<std::mutex>& order);
-  void add_to_batch(const std::shared_ptr<Transport>& engine, const std::shared_ptr<Pending>& pending);
+  void meet_all(Transport& engine, const WorkState& pending);
+  void meet_peer(Transport& engine, const WorkState& pending, std::unique_lock<std::mutex>& order);
+  void add_to_batch(const std::shared_ptr<Transport>& engine, const std::shared_ptr<WorkState>& pending);
   void hand_over();  // what is in the batch
   // Whose coalesce() this thread is in: an engine's batch may be the thread's, too.
   static const GroupState*& coalescing();
@@ -156,7 +156,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<std::uint64_t> collectives_ = 0, messages_ = 0;
   std::atomic<int> models_ = 0;
   // Of who holds both, to coalesce: what is in the batch, and the engines that have begun one.
-  std::vector<std::shared_ptr<Pending>> batch_;
+  std::vector<std::shared_ptr<WorkState>> batch_;
   std::map<std::shared_ptr<Transport>, c10::intrusive_ptr<c10d::Work>> batched_works_;
 
   const std::int64_t key_;
@@ -181,9 +181,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::optional<Verdict> verdict_;
   std::atomic<bool> failed_ = false;
   bool closed_ = false, left_engines_ = false;
-  std::vector<std::weak_ptr<Pending>> issued_;  // those that are gone or settled are removed now and then
+  std::vector<std::weak_ptr<WorkState>> issued_;  // those that are gone or settled are removed now and then
   std::size_t issued_limit_ = 64;               // when issued_ is looked through as a whole
-  std::list<std::shared_ptr<Pending>> dropped_;
+  std::list<std::shared_ptr<WorkState>> dropped_;
   std::list<std::function<void()>> on_fail_;
   std::map<int, std::uint64_t> left_;          // what left_after() has found out
   std::unique_ptr<DeviceWatch> device_watch_;  // from the first such operation on

@@ -5,14 +5,14 @@
 
 #include <atomic>
 
-#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/group/work_state.h>
 
 namespace lockstep::detail {
 
 // As long as it lives, the call is under way.
 class HostCall {
  public:
-  HostCall(GroupState& group, Transport& engine, const Pending& pending) {
+  HostCall(GroupState& group, Transport& engine, const WorkState& pending) {
     if (engine.traits().blocks_host || group.size() == 1 || engine.capturing()) return;
     call_ = c10::make_intrusive<UnderWay>();
     group.watch_device(call_, pending.call(), Clock::now(), pending.deadline());

@@ -2,7 +2,7 @@
 
 #include <lockstep/comm/c10d/tensors.h>
 #include <lockstep/comm/group/group_state.h>
-#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/group/work_state.h>
 
 namespace lockstep::detail {
 
@@ -14,7 +14,7 @@ void Refusal::next(Group& group, const std::string& text, Site site) {
   Call call;
   call.operation = Operation::barrier;
   call.site = site;
-  auto work = group.state_->issue(std::move(call), at::kCPU, {}, [&](Transport& engine, Pending& pending) {
+  auto work = group.state_->issue(std::move(call), at::kCPU, {}, [&](Transport& engine, WorkState& pending) {
     pending.post_refusal(*engine.parts(), text);
   });
   try {

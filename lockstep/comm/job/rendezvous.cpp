@@ -18,7 +18,7 @@
 #include <lockstep/comm/c10d/store.h>
 #include <lockstep/comm/group/error_text.h>
 #include <lockstep/comm/group/group_state.h>
-#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/group/work_state.h>
 #include <lockstep/control/agent/agent.h>
 #include <lockstep/control/link/key.h>
 #include <lockstep/os/host.h>

@@ -14,7 +14,7 @@
 #include <lockstep/comm/c10d/store.h>
 #include <lockstep/comm/cpu_memory.h>
 #include <lockstep/comm/group/error_text.h>
-#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/group/work_state.h>
 #include <lockstep/comm/job/rendezvous.h>
 #include <lockstep/comm/job/stop.h>
 #include <lockstep/comm/transports/shm/engine/fork.h>
@@ -311,7 +311,7 @@ void WorldState::note_told() noexcept {
 // In order: all that is under way, whether its Work is held or not. Nothing more is issued. After that, where no
 // call has thrown an error, the program must hear of operations that have failed.
 void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>>& groups, bool in_order) {
-  std::vector<std::shared_ptr<Pending>> all, dropped;
+  std::vector<std::shared_ptr<WorkState>> all, dropped;
   for (const auto& group : groups) {
     auto under_way = group->shut();
     std::move(under_way.all.begin(), under_way.all.end(), std::back_inserter(all));

@@ -7,7 +7,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/quiet_threads.h>
 #include <lockstep/comm/group/error_text.h>
-#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/group/work_state.h>
 #include <lockstep/comm/transports/shm/engine/barrier.h>
 
 namespace lockstep::hierarchy {

@@ -18,9 +18,9 @@ using Clock = AwakeClock;  // deadlines do not pass while the process is stopped
 
 class Bell;
 
-class Pending : public std::enable_shared_from_this<Pending> {
+class WorkState : public std::enable_shared_from_this<WorkState> {
  public:
-  Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
+  WorkState(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
           std::chrono::milliseconds timeout);
 
   // Filled while the operation is issued, by one thread.

@@ -1,4 +1,4 @@
-#include <lockstep/comm/group/pending.h>
+#include <lockstep/comm/group/work_state.h>
 
 #include <algorithm>
 #include <condition_variable>
@@ -63,7 +63,7 @@ class Bell {
   bool rung_ = false;
 };
 
-Pending::Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call its_call,
+WorkState::WorkState(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call its_call,
                  milliseconds timeout)
     : group_(std::move(group)),
       transport_(std::move(transport)),
@@ -72,13 +72,13 @@ Pending::Pending(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> t
   item_.op.call = std::move(its_call);
 }
 
-void Pending::Item::done(const std::exception_ptr& its_error, int /*source*/) {
+void WorkState::Item::done(const std::exception_ptr& its_error, int /*source*/) {
   error = its_error;
   finished.store(true, std::memory_order_release);
   finished.notify_all();
 }
 
-void Pending::post(OpSink& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs) {
+void WorkState::post(OpSink& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs) {
   Op& op = item_.op;
   for (const auto* tensors : {&inputs, &outputs})
     for (const auto& tensor : *tensors) op.item_size = tensor.element_size();
@@ -99,12 +99,12 @@ void Pending::post(OpSink& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayR
   engine.post({shared_from_this(), &item_}, false);
 }
 
-void Pending::post_refusal(OpSink& engine, std::string text) {
+void WorkState::post_refusal(OpSink& engine, std::string text) {
   item_.op.refusal = std::move(text);
   post(engine, {}, {});
 }
 
-void Pending::wait_for_part(Clock::time_point deadline) {
+void WorkState::wait_for_part(Clock::time_point deadline) {
   if (!item_.finished.load(std::memory_order_acquire)) {
     parts_->wait(item_, deadline);
     item_.finished.wait(false, std::memory_order_acquire);
@@ -112,19 +112,19 @@ void Pending::wait_for_part(Clock::time_point deadline) {
   if (item_.error) std::rethrow_exception(item_.error);
 }
 
-bool Pending::needs_watching() const { return by_messages && !transport_->traits().completes_unwatched; }
+bool WorkState::needs_watching() const { return by_messages && !transport_->traits().completes_unwatched; }
 
-std::optional<int> Pending::source() const {
+std::optional<int> WorkState::source() const {
   if (!settled()) return std::nullopt;
   return source_;
 }
 
-void Pending::wait(std::optional<milliseconds> limit) {
+void WorkState::wait(std::optional<milliseconds> limit) {
   await(limit);
   if (state_ == State::failed) throw_error();
 }
 
-void Pending::await(std::optional<milliseconds> limit) {
+void WorkState::await(std::optional<milliseconds> limit) {
   auto deadline = limit ? std::min(deadline_, Clock::now() + checked_timeout(*limit)) : deadline_;
   if (!settled()) {
     group_->refuse_in_child(call());
@@ -153,7 +153,7 @@ void Pending::await(std::optional<milliseconds> limit) {
   }
 }
 
-void Pending::wait_locked(Clock::time_point deadline) {
+void WorkState::wait_locked(Clock::time_point deadline) {
   try {
     if (parts_) wait_for_part(deadline);
     for (; waited_ < works.size(); ++waited_) wait_for(*works[waited_], deadline);
@@ -164,18 +164,18 @@ void Pending::wait_locked(Clock::time_point deadline) {
   }
 }
 
-milliseconds Pending::left() const {
+milliseconds WorkState::left() const {
   return std::max(duration_cast<milliseconds>(deadline_ - Clock::now()), milliseconds(1));
 }
 
 // An engine's time passes while the process is stopped, ours does not: where our own waits keep the deadline,
 // the engine's must not come first.
-milliseconds Pending::engine_timeout() const {
+milliseconds WorkState::engine_timeout() const {
   const auto traits = transport_->traits();
   return traits.blocks_host && !traits.wakes_waiters ? kEnginePatience : timeout_;
 }
 
-void Pending::wait_in_engine(c10d::Work& work, Clock::time_point deadline) {
+void WorkState::wait_in_engine(c10d::Work& work, Clock::time_point deadline) {
   for (;;) {
     // c10d reads 0 as "no limit", so a deadline that has passed is the shortest wait.
     const auto left =
@@ -190,7 +190,7 @@ void Pending::wait_in_engine(c10d::Work& work, Clock::time_point deadline) {
   }
 }
 
-void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
+void WorkState::wait_for(c10d::Work& work, Clock::time_point deadline) {
   const auto traits = transport_->traits();
   if (!traits.blocks_host) {
     // Before the wait: a barrier's is the program's.
@@ -236,7 +236,7 @@ void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
   }
 }
 
-void Pending::wait_for_bell(Bell& bell, Clock::time_point deadline) {
+void WorkState::wait_for_bell(Bell& bell, Clock::time_point deadline) {
   std::atomic<bool> judged = false;
   GroupState::FailureWatch watch(*group_, [&] {
     judged = true;
@@ -254,7 +254,7 @@ void Pending::wait_for_bell(Bell& bell, Clock::time_point deadline) {
 }
 
 // Of those who are gone, one that this operation needs.
-std::optional<int> Pending::lost_peer() const {
+std::optional<int> WorkState::lost_peer() const {
   const auto lost = transport_->lost_peers();
   if (!point_to_point(call().operation)) {
     // Who left in order has done its part of whatever it had begun.
@@ -271,7 +271,7 @@ std::optional<int> Pending::lost_peer() const {
   return static_cast<int>(lost.size()) + 1 < group_->size() ? std::nullopt : std::optional(lost.front());
 }
 
-Pending::Failure Pending::failure_of(const std::exception& error, Clock::time_point deadline) {
+WorkState::Failure WorkState::failure_of(const std::exception& error, Clock::time_point deadline) {
   auto kind = CommError::Kind::engine;
   if (const auto* kinded = dynamic_cast<const Kinded*>(&error)) {
     kind = kinded->kind();
@@ -290,7 +290,7 @@ Pending::Failure Pending::failure_of(const std::exception& error, Clock::time_po
   return {absent.empty() ? cause : cause + "; " + absent, CommError::Kind::deadline};
 }
 
-bool Pending::done() {
+bool WorkState::done() {
   if (settled()) return true;
   group_->refuse_in_child(call());
   if (held_.load(std::memory_order_acquire)) return false;
@@ -315,13 +315,13 @@ bool Pending::done() {
 }
 
 // An engine notices that a peer is gone sooner than the agent has found out how.
-void Pending::hear_control_plane(const std::exception& error, Clock::time_point deadline) {
+void WorkState::hear_control_plane(const std::exception& error, Clock::time_point deadline) {
   const bool ours = dynamic_cast<const Error*>(&error) != nullptr;
   if (!ours) (void)transport_->lost_peers();  // notes when connections ended, for the look in failure_of()
   if (!ours && Clock::now() < deadline && !group_->verdict()) group_->world().await_failure(kHearing);
 }
 
-void Pending::settle_complete() {
+void WorkState::settle_complete() {
   c10::NoGradGuard no_grad;
   for (const auto& step : finish) step();
   if (call().operation == Operation::recv)
@@ -338,7 +338,7 @@ void Pending::settle_complete() {
   state_.store(State::complete, std::memory_order_release);
 }
 
-void Pending::settle_failed(Failure failure) {
+void WorkState::settle_failed(Failure failure) {
   auto& [cause, kind, refused] = failure;
   const auto elapsed = Clock::now() - start_;
   const auto peer = error_.peer;  // known already where a connection has ended
@@ -373,23 +373,23 @@ void Pending::settle_failed(Failure failure) {
   state_.store(State::failed, std::memory_order_release);
 }
 
-void Pending::throw_error() const {
+void WorkState::throw_error() const {
   group_->world().note_told();
   throw CommError(error_);
 }
 
-void Pending::settle_at_issue(const std::exception& error) {
+void WorkState::settle_at_issue(const std::exception& error) {
   std::lock_guard lock(mutex_);
   hear_control_plane(error, deadline_);
   settle_failed(failure_of(error, deadline_));
 }
 
-void Pending::fail_at_issue(const std::exception& error) {
+void WorkState::fail_at_issue(const std::exception& error) {
   settle_at_issue(error);
   throw_error();
 }
 
-void Pending::hand_over(const c10::intrusive_ptr<c10d::Work>& work) {
+void WorkState::hand_over(const c10::intrusive_ptr<c10d::Work>& work) {
   if (work && !works.empty()) works.assign(1, work);
   held_.store(false, std::memory_order_release);
 }
@@ -398,7 +398,7 @@ void Pending::hand_over(const c10::intrusive_ptr<c10d::Work>& work) {
 
 namespace lockstep {
 
-Work::Work(std::shared_ptr<detail::Pending> pending) : pending_(std::move(pending)) {}
+Work::Work(std::shared_ptr<detail::WorkState> pending) : pending_(std::move(pending)) {}
 
 Work& Work::operator=(Work&& other) noexcept {
   if (this != &other) {
@@ -419,7 +419,7 @@ void Work::drop() noexcept {
   pending_.reset();
 }
 
-detail::Pending& Work::pending() const {
+detail::WorkState& Work::pending() const {
   if (!pending_) throw Error("this Work was moved from: the other one has the operation");
   return *pending_;
 }
