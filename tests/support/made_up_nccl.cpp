@@ -18,7 +18,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/comm/c10d/engine_work.h>
-#include <lockstep/comm/group/first_meeting.h>
+#include <lockstep/comm/group/connect_barrier.h>
 #include <lockstep/comm/transports/nccl/rules.h>
 #include <lockstep/comm/transports/threads/threads.h>
 
@@ -328,7 +328,7 @@ class Made final : public Transport {
   Traits traits() const override { return detail::nccl_traits(); }
   bool reduces(Dtype dtype, ReduceOp op) const override { return detail::nccl_reduces(dtype, op); }
   c10d::Backend& backend() override { return *backend_; }
-  detail::FirstMeeting* first_meeting(bool of_all) override {
+  detail::ConnectBarrier* connect_barrier(bool of_all) override {
     return backend_->getSize() == 1 || (of_all && opened_) ? nullptr : &first_;
   }
   void open() override {
@@ -341,7 +341,7 @@ class Made final : public Transport {
 
  private:
   const c10::intrusive_ptr<Backend> backend_;
-  detail::FirstMeeting first_;
+  detail::ConnectBarrier first_;
   bool opened_ = false;
 };
 

@@ -16,7 +16,7 @@
 
 namespace lockstep::detail {
 
-class FirstMeeting;
+class ConnectBarrier;
 
 class Transport {
  public:
@@ -49,7 +49,7 @@ class Transport {
   virtual void interrupt(const std::string& cause, CommError::Kind kind) noexcept = 0;
   // Where ranks meet before a first operation, for which the engine would wait inside a call, without a
   // deadline; null where it would not. Asked before each: of all ranks, or a message.
-  virtual FirstMeeting* first_meeting(bool /*of_all*/) { return nullptr; }
+  virtual ConnectBarrier* connect_barrier(bool /*of_all*/) { return nullptr; }
   // When all have met: makes what later calls need of all of them.
   virtual void open() {}
   // What tells whether a work is done, and keeps no tensors.

@@ -11,7 +11,7 @@
 #include <lockstep/base/crew.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/span.h>
-#include <lockstep/comm/group/first_meeting.h>
+#include <lockstep/comm/group/connect_barrier.h>
 #include <lockstep/comm/group/host_call.h>
 #include <lockstep/comm/group/model_scope.h>
 #include <lockstep/comm/group/work_state.h>
@@ -136,7 +136,7 @@ at::Device GroupState::control_device() const {
 }
 
 void GroupState::meet_all(Transport& engine, const WorkState& pending) {
-  auto* first = engine.first_meeting(/*of_all=*/true);
+  auto* first = engine.connect_barrier(/*of_all=*/true);
   if (first == nullptr) return;
   first->await(
       {}, pending.left(), [&](bool waits) { note_wait(pending.call(), waits); },
@@ -148,7 +148,7 @@ void GroupState::meet_all(Transport& engine, const WorkState& pending) {
 // Others need not wait for two who have not met: the order of messages is given up meanwhile. Both then hold
 // theirs when they enter the call.
 void GroupState::meet_peer(Transport& engine, const WorkState& pending, std::unique_lock<std::mutex>& order) {
-  auto* first = engine.first_meeting(/*of_all=*/false);
+  auto* first = engine.connect_barrier(/*of_all=*/false);
   const int peer = pending.call().root;
   if (first == nullptr || first->has_entered(peer)) return;
   order.unlock();

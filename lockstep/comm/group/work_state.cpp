@@ -11,7 +11,7 @@
 #include <lockstep/base/span.h>
 #include <lockstep/comm/c10d/tensors.h>
 #include <lockstep/comm/group/error_text.h>
-#include <lockstep/comm/group/first_meeting.h>
+#include <lockstep/comm/group/connect_barrier.h>
 #include <lockstep/comm/job/world_state.h>
 
 namespace lockstep::detail {

@@ -14,7 +14,7 @@
 #include <lockstep/base/crew.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
-#include <lockstep/comm/group/first_meeting.h>
+#include <lockstep/comm/group/connect_barrier.h>
 #include <lockstep/comm/transports/nccl/rules.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -80,7 +80,7 @@ class NcclTransport final : public Transport {
   // A communicator, of all ranks or of two, is made inside the first call that needs it. That of all is made
   // by open(): later some may have nothing to do in a call, such as a gather of nothing, and not come to it.
   // What it needs is there before ranks meet: nobody may be left alone with it.
-  FirstMeeting* first_meeting(bool of_all) override {
+  ConnectBarrier* connect_barrier(bool of_all) override {
     if (backend_->getSize() == 1 || (of_all && opened_)) return nullptr;
     if (of_all && !word_.defined() && !capturing())
       word_ = at::zeros({1}, at::TensorOptions(at::kFloat).device(device_));
@@ -122,7 +122,7 @@ class NcclTransport final : public Transport {
 
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
-  FirstMeeting first_;
+  ConnectBarrier first_;
   c10::intrusive_ptr<Nccl> backend_;
   bool opened_ = false;  // this and the word under the order of collectives
   at::Tensor word_;

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <thread>
 
-#include <lockstep/comm/group/first_meeting.h>
+#include <lockstep/comm/group/connect_barrier.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "support/ranks.h"
@@ -14,7 +14,7 @@ namespace lockstep::testing {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using detail::FirstMeeting;
+using detail::ConnectBarrier;
 using detail::NotMet;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
@@ -155,14 +155,14 @@ TEST_F(NcclRules, an_empty_message_is_not_the_first_one) {
 }
 
 // The same in words, without groups.
-TEST(FirstMeeting, all_enter_or_none) {
+TEST(ConnectBarrier, all_enter_or_none) {
   for (int round = 0; round < 40; ++round) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
     std::atomic<int> entered = 0, turned_away = 0;
     std::vector<std::thread> ranks;
     for (int r = 0; r < 3; ++r)
       ranks.emplace_back([&, r] {
-        FirstMeeting meeting(store, r, 3);
+        ConnectBarrier meeting(store, r, 3);
         if (r == 2) std::this_thread::sleep_for(milliseconds(round % 8));
         try {
           EXPECT_TRUE(meeting.await({}, milliseconds(r == 0 ? 4 : 2000), kUntold, kGoesOn));
@@ -177,9 +177,9 @@ TEST(FirstMeeting, all_enter_or_none) {
   }
 }
 
-TEST(FirstMeeting, pairs_meet_by_themselves_and_a_stop_ends_the_wait) {
+TEST(ConnectBarrier, pairs_meet_by_themselves_and_a_stop_ends_the_wait) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  FirstMeeting a(store, 0, 3), b(store, 1, 3);
+  ConnectBarrier a(store, 0, 3), b(store, 1, 3);
   std::thread other([&] { EXPECT_TRUE(b.await(0, seconds(60), kUntold, kGoesOn)); });
   std::vector<bool> told;
   EXPECT_TRUE(a.await(1, seconds(60), [&](bool waits) { told.push_back(waits); }, kGoesOn));
@@ -191,7 +191,7 @@ TEST(FirstMeeting, pairs_meet_by_themselves_and_a_stop_ends_the_wait) {
               }),
               HasSubstr("rank 2 has not come to the first message between these ranks"));
   EXPECT_LT(Clock::now() - begin, seconds(60));
-  EXPECT_FALSE(FirstMeeting(store, 0, 1).await({}, milliseconds(1), kUntold, kGoesOn));
+  EXPECT_FALSE(ConnectBarrier(store, 0, 1).await({}, milliseconds(1), kUntold, kGoesOn));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include <lockstep/comm/group/first_meeting.h>
+#include <lockstep/comm/group/connect_barrier.h>
 
 #include <algorithm>
 #include <thread>
@@ -34,11 +34,11 @@ std::string exchange(c10d::Store& store, const std::string& key, const std::stri
 }  // namespace
 
 // The first word stands, and all go by it: nobody enters where another has given up.
-void FirstMeeting::settle(const std::string& who, const std::string& outcome) {
+void ConnectBarrier::settle(const std::string& who, const std::string& outcome) {
   exchange(*store_, key_of(who, "outcome"), "", outcome);
 }
 
-bool FirstMeeting::arrive(const std::string& who, std::optional<int> peer, milliseconds limit,
+bool ConnectBarrier::arrive(const std::string& who, std::optional<int> peer, milliseconds limit,
                           c10::function_ref<bool()> stopped) {
   bool first = false;
   {
@@ -63,7 +63,7 @@ bool FirstMeeting::arrive(const std::string& who, std::optional<int> peer, milli
   return take(*store_, key_of(who, "outcome")) == kMet;
 }
 
-bool FirstMeeting::await(std::optional<int> peer, milliseconds limit, c10::function_ref<void(bool)> waits,
+bool ConnectBarrier::await(std::optional<int> peer, milliseconds limit, c10::function_ref<void(bool)> waits,
                          c10::function_ref<bool()> stopped) {
   if (size_ == 1) return false;
   {
@@ -98,12 +98,12 @@ bool FirstMeeting::await(std::optional<int> peer, milliseconds limit, c10::funct
                            std::chrono::duration<double>(limit).count()));
 }
 
-bool FirstMeeting::has_entered(int peer) {
+bool ConnectBarrier::has_entered(int peer) {
   std::lock_guard lock(mutex_);
   return entered_.contains(peer);
 }
 
-bool FirstMeeting::enter(int peer) {
+bool ConnectBarrier::enter(int peer) {
   if (has_entered(peer)) return true;
   const auto key = key_of(pair_of(rank_, peer), "entry");
   const auto mine = std::to_string(rank_), theirs = std::to_string(peer);

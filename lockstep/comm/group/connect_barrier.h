@@ -21,9 +21,9 @@ class NotMet : public KindedError {
   using KindedError::KindedError;
 };
 
-class FirstMeeting {
+class ConnectBarrier {
  public:
-  FirstMeeting(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+  ConnectBarrier(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
       : store_(std::move(store)), rank_(rank), size_(size) {}
 
   // Until all ranks have come here, or with a peer until that has come here with this rank. Once that was so
