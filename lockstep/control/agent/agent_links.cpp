@@ -55,7 +55,7 @@ void Agent::Loop::serve(Node& node) {
 }
 
 void Agent::Loop::receive(Node& node, Frame frame) {
-  if (!head_) {
+  if (!coordinator_) {
     if (frame.kind == Kind::ping) return;
     if (frame.kind == Kind::attach) {
       head_holder_ = Attach::decode(frame.payload);
@@ -72,7 +72,7 @@ void Agent::Loop::receive(Node& node, Frame frame) {
     return deliver(frame);
   }
   if (node.number >= 0) {
-    if (frame.kind != Kind::ping) head_->receive(node.number, frame);
+    if (frame.kind != Kind::ping) coordinator_->receive(node.number, frame);
     return;
   }
   if (frame.kind != Kind::node_hello) throw FrameError("it spoke before it said which host it is");
@@ -85,7 +85,7 @@ void Agent::Loop::receive(Node& node, Frame frame) {
     node.number = hello.node;  // before the head starts anything on it
     send(node, {.kind = Kind::attach,
                 .payload = Attach{.agent_pid = ::getpid(), .agent_rank = agent_rank_}.encode()});
-    node.number = head_->add_node(hello);
+    node.number = coordinator_->add_node(hello);
   } catch (const ConfigError& error) {
     node.number = -1;
     send(node, {.kind = Kind::refused, .rank = -2, .payload = error.what()});
@@ -139,8 +139,8 @@ void Agent::Loop::look_at_silence(Node& node) {
 void Agent::Loop::lost(Node& node, bool closed, const std::string& why) {
   if (node.closed) return;
   node.closed = true;
-  if (head_) {
-    if (node.number >= 0) head_->node_lost(node.number, closed, why);
+  if (coordinator_) {
+    if (node.number >= 0) coordinator_->node_lost(node.number, closed, why);
     return;
   }
   if (finished_) return;
@@ -211,9 +211,9 @@ void Agent::Loop::connect_to_head() {
         shared->link = std::move(secure);
         post([this, shared] {
           nodes_.push_back(std::move(*shared));
-          Node& head = nodes_.back();
-          head.heard = Clock::now();
-          send(head, {.kind = Kind::node_hello,
+          Node& coordinator = nodes_.back();
+          coordinator.heard = Clock::now();
+          send(coordinator, {.kind = Kind::node_hello,
                       .payload = NodeHello{.node = options_.local_ranks > 0 ? options_.node : -1,
                                            .num_nodes = options_.num_nodes,
                                            .local_ranks = options_.local_ranks,
@@ -222,9 +222,9 @@ void Agent::Loop::connect_to_head() {
                                            .version = kVersion,
                                            .address = own_address_}
                                      .encode()});
-          for (auto& frame : unsent_) send(head, frame);
+          for (auto& frame : unsent_) send(coordinator, frame);
           unsent_.clear();
-          serve(head);
+          serve(coordinator);
         });
         return;
       } catch (const ConfigError& error) {

@@ -49,26 +49,26 @@ Agent::Loop::Loop(AgentOptions options)
         fmt::format("the socket @{} is in use: another agent of this job is here", options_.name));
   listener_ = std::move(*listener);
   if (options_.local_ranks == 0) agent_rank_ = options_.agent_rank;
-  if (!options_.head) return;
+  if (!options_.coordinator) return;
 
-  Head::Options head;
-  head.num_nodes = options_.num_nodes;
-  head.launches = options_.local_ranks > 0;
-  head.max_restarts = options_.max_restarts;
-  head.join_timeout = options_.join_timeout;
-  head.cores = host::available_cores();
+  Coordinator::Options coordinator;
+  coordinator.num_nodes = options_.num_nodes;
+  coordinator.launches = options_.local_ranks > 0;
+  coordinator.max_restarts = options_.max_restarts;
+  coordinator.join_timeout = options_.join_timeout;
+  coordinator.cores = host::available_cores();
   if (options_.link) {
     const Link& link = *options_.link;
     auto tcp = listen_tcp(link.address, link.port, link.last_port);
     address_ = tcp.text();
-    head.address = tcp.address;
+    coordinator.address = tcp.address;
     // Who gives the number itself means it.
     const bool loopback = tcp.address.starts_with("127.") || tcp.address == "::1";
     if (loopback && (options_.local_ranks > 0 || tcp.address != link.address))
       options_.say(fmt::format("{} is {}, which only this host reaches", link.address, tcp.address));
     door_.emplace(std::move(tcp), link.key, link.job, options_.say);
   }
-  Head::Ports ports;
+  Coordinator::Ports ports;
   ports.say = options_.say;
   ports.status = options_.status;
   ports.send = [this](int node, Frame frame) {
@@ -82,12 +82,12 @@ Agent::Loop::Loop(AgentOptions options)
       if (each.number == node) send(each, {.kind = Kind::order, .payload = encode(order)});
   };
   ports.flight = options_.flight;
-  head_ = std::make_unique<Head>(head, std::move(ports));
-  head_->add_node({.node = 0,
+  coordinator_ = std::make_unique<Coordinator>(coordinator, std::move(ports));
+  coordinator_->add_node({.node = 0,
                    .num_nodes = options_.num_nodes,
                    .local_ranks = options_.local_ranks,
                    .version = kVersion,
-                   .address = head.address});
+                   .address = coordinator.address});
 }
 
 Agent::Loop::~Loop() = default;
@@ -106,7 +106,7 @@ void Agent::Loop::start() {
   };
   try {
     begin(thread_, thread_done_, &Loop::run);
-    if (!head_) begin(connector_, connector_done_, &Loop::connect_to_head);
+    if (!coordinator_) begin(connector_, connector_done_, &Loop::connect_to_head);
   } catch (const std::system_error& error) {
     quiet.reset();
     end();
@@ -236,8 +236,8 @@ bool Agent::Loop::flush(int fd, std::string& out) {
 }
 
 void Agent::Loop::note_desertion() {
-  int oldest = head_ ? head_->oldest_world() : kNoWorld;
-  if (head_ && head_->refuses_more()) oldest = 0;
+  int oldest = coordinator_ ? coordinator_->oldest_world() : kNoWorld;
+  if (coordinator_ && coordinator_->refuses_more()) oldest = 0;
   for (const auto& each : connections_)
     if (each.here || !each.out.empty()) oldest = std::min(oldest, each.world);
   const bool deserted = oldest == kNoWorld && all_written();
@@ -255,10 +255,10 @@ void Agent::Loop::tick() {
   look_at_stops();
   for (const auto& connection : connections_)
     if (connection.here && connection.attached) send_rows(connection.rank);
-  if (head_) head_->tick(last_tick_);
+  if (coordinator_) coordinator_->tick(last_tick_);
   for (Node& node : nodes_) {
     if (node.closed) continue;
-    if (node.number >= 0 || !head_) send(node, {.kind = Kind::ping});
+    if (node.number >= 0 || !coordinator_) send(node, {.kind = Kind::ping});
     look_at_silence(node);
   }
 }
@@ -272,24 +272,24 @@ void Agent::Loop::node_done() {
   times_seen_.clear();
   activity_.clear();
   board_.reset();
-  if (failed_ || (!head_ && nodes_.empty())) return push(Finish{.status = 1, .why = {}});
+  if (failed_ || (!coordinator_ && nodes_.empty())) return push(Finish{.status = 1, .why = {}});
   up({.kind = Kind::node_done});
 }
 
 void Agent::Loop::stop(int signal) {
   // There is no head yet that could end the job, and nothing has been started here.
-  if (!head_ && nodes_.empty() && options_.local_ranks > 0 && !started_)
+  if (!coordinator_ && nodes_.empty() && options_.local_ranks > 0 && !started_)
     return push(Finish{.status = 128 + signal, .why = {}});
   up({.kind = Kind::stop, .payload = Writer().number(signal).take()});
 }
 
 void Agent::Loop::paused(bool paused) {
   paused_ = paused;
-  if (head_) head_->paused(paused);
+  if (coordinator_) coordinator_->paused(paused);
 }
 
 void Agent::Loop::up(Frame frame) {
-  if (head_) return head_->receive(0, frame);
+  if (coordinator_) return coordinator_->receive(0, frame);
   if (!nodes_.empty()) return send(nodes_.front(), frame);
   if (!failed_ && unsent_.size() < 100'000) unsent_.push_back(std::move(frame));
 }

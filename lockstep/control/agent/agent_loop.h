@@ -17,7 +17,7 @@
 #include <lockstep/control/agent/process.h>
 #include <lockstep/control/board/board.h>
 #include <lockstep/control/board/flight.h>
-#include <lockstep/control/coordinator/head.h>
+#include <lockstep/control/coordinator/coordinator.h>
 #include <lockstep/control/link/door.h>
 #include <lockstep/control/link/secure_link.h>
 #include <lockstep/os/socket.h>
@@ -138,7 +138,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   std::vector<std::function<void()>> commands_;
   std::deque<Order> orders_;
 
-  std::unique_ptr<Head> head_;  // null: another host has it
+  std::unique_ptr<Coordinator> coordinator_;  // null: another host has it
   std::list<Connection> connections_;
   std::list<Node> nodes_;     // on the head: the others; else: the head
   std::deque<Frame> unsent_;  // for a head that is not reached yet

@@ -32,28 +32,28 @@ class AgentTest : public ::testing::Test {
   }
   AgentOptions head_options() {
     use_sodium();
-    auto head = options("/head");
-    head.num_nodes = 0;
-    head.link = link_at(0);
-    return head;
+    auto coordinator = options("/head");
+    coordinator.num_nodes = 0;
+    coordinator.link = link_at(0);
+    return coordinator;
   }
-  AgentOptions other_options(const Agent& head) {
+  AgentOptions other_options(const Agent& coordinator) {
     auto other = options("/other");
     other.num_nodes = 0;
-    other.head = false;
+    other.coordinator = false;
     other.agent_rank = 1;
-    other.link = link_at(port_of(head));
+    other.link = link_at(port_of(coordinator));
     return other;
   }
-  static int port_of(const Agent& head) {
-    const auto address = head.address();
+  static int port_of(const Agent& coordinator) {
+    const auto address = coordinator.address();
     return std::stoi(address.substr(address.rfind(':') + 1));
   }
   // The head with a rank of its own, and another host's agent.
   std::pair<std::unique_ptr<Agent>, std::unique_ptr<Agent>> two_hosts() {
-    auto head = std::make_unique<Agent>(head_options());
-    auto other = std::make_unique<Agent>(other_options(*head));
-    return {std::move(head), std::move(other)};
+    auto coordinator = std::make_unique<Agent>(head_options());
+    auto other = std::make_unique<Agent>(other_options(*coordinator));
+    return {std::move(coordinator), std::move(other)};
   }
   std::string all_said() {
     std::lock_guard lock(mutex_);

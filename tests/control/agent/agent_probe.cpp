@@ -88,14 +88,14 @@ AgentOptions host_options(const std::string& name, int rank, int port) {
   use_sodium();
   auto host = options(name, rank);
   host.num_nodes = 0;
-  host.head = rank == 0;
+  host.coordinator = rank == 0;
   host.link = link_at(port);
   return host;
 }
 
 [[noreturn]] void be_two_hosts(const std::string& name) {
-  const Agent head(host_options(name, 0, 0));
-  const auto address = head.address();
+  const Agent coordinator(host_options(name, 0, 0));
+  const auto address = coordinator.address();
   const Agent other(host_options(name + "/other", 1, std::stoi(address.substr(address.rfind(':') + 1))));
   const auto end = [](const Failure&) { ::_exit(5); };
   auto first = connect(name), second = connect(name + "/other");

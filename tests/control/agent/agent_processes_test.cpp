@@ -128,7 +128,7 @@ TEST_F(AgentProcesses, a_rank_held_by_a_debugger_is_reported_and_left_alone) {
 // On the host of the first one and on the other: it is told, and the job goes on when it leaves and when it
 // ends.
 TEST_F(AgentProcesses, a_second_process_of_a_rank_is_refused_and_disturbs_nobody) {
-  auto [head, other] = two_hosts();
+  auto [coordinator, other] = two_hosts();
   const auto here = options("/head").name, there = options("/other").name;
   auto blamed = [](const Failure& failure) { ADD_FAILURE() << failure.text(); };
   auto far = std::async(std::launch::async, [&] {
@@ -214,8 +214,8 @@ TEST_F(AgentProcesses, a_child_of_a_rank_cannot_speak_for_it) {
 TEST_F(AgentProcesses, an_agent_of_another_host_may_be_stopped_for_a_while) {
   auto patient = head_options();
   patient.stop_grace = seconds(4);
-  Agent head(patient);
-  Probe holder({"host", options("/other").name, std::to_string(port_of(head))});
+  Agent coordinator(patient);
+  Probe holder({"host", options("/other").name, std::to_string(port_of(coordinator))});
   std::promise<Failure> told;
   auto client = connect(patient.name);
   client->join(card(0, 2), seconds(30), [&](const Failure& failure) { told.set_value(failure); });

@@ -113,7 +113,7 @@ TEST_F(AgentTest, ranks_stop_at_the_same_call) {
 }
 
 TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
-  auto [head, other] = two_hosts();
+  auto [coordinator, other] = two_hosts();
   std::promise<Failure> told;
   auto far = std::async(std::launch::async, [&] {
     auto client = connect(options("/other").name);
@@ -225,7 +225,7 @@ TEST_F(AgentTest, a_grace_of_weeks_is_one) {
 TEST_F(AgentTest, a_host_that_waits_for_the_head_can_be_stopped) {
   const SilentPort port;
   auto waiting = options();
-  waiting.head = false;
+  waiting.coordinator = false;
   waiting.node = 1;
   waiting.num_nodes = 2;
   waiting.local_ranks = 1;
@@ -242,18 +242,18 @@ TEST_F(AgentTest, a_host_that_waits_for_the_head_can_be_stopped) {
 }
 
 TEST_F(AgentTest, a_name_that_only_this_host_reaches_is_told) {
-  auto head = options();
-  head.num_nodes = 0;
-  head.link = link_at(0);
-  head.link->address = "localhost";
-  Agent agent(head);
+  auto coordinator = options();
+  coordinator.num_nodes = 0;
+  coordinator.link = link_at(0);
+  coordinator.link->address = "localhost";
+  Agent agent(coordinator);
   EXPECT_THAT(all_said(), AllOf(HasSubstr("localhost is "), HasSubstr("which only this host reaches")));
 }
 
 TEST_F(AgentTest, a_head_that_accepts_and_never_answers_is_no_trap) {
   const auto silent = listen_tcp("127.0.0.1", 0, 0);
   auto caller = options();
-  caller.head = false;
+  caller.coordinator = false;
   caller.join_timeout = milliseconds(1000);
   caller.link = link_at(silent.port);
   Agent agent(caller);
@@ -263,13 +263,13 @@ TEST_F(AgentTest, a_head_that_accepts_and_never_answers_is_no_trap) {
 }
 
 TEST_F(AgentTest, a_host_with_another_key_is_told) {
-  Agent head(head_options());
-  auto stranger = other_options(head);
+  Agent coordinator(head_options());
+  auto stranger = other_options(coordinator);
   stranger.link->key = std::string(32, 'x');
   Agent other(stranger);
   auto client = connect(stranger.name);
   EXPECT_THAT(error_of<ConfigError>([&] { client->join(card(1, 2), seconds(30), [](const Failure&) {}); }),
-              AllOf(HasSubstr(head.address()), HasSubstr("another key")));
+              AllOf(HasSubstr(coordinator.address()), HasSubstr("another key")));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include <lockstep/control/coordinator/head.h>
+#include <lockstep/control/coordinator/coordinator.h>
 
 #include <algorithm>
 #include <utility>
@@ -8,9 +8,9 @@
 
 namespace lockstep::control {
 
-Head::Head(Options options, Ports ports) : options_(std::move(options)), ports_(std::move(ports)) {}
+Coordinator::Coordinator(Options options, Ports ports) : options_(std::move(options)), ports_(std::move(ports)) {}
 
-int Head::add_node(const NodeHello& hello) {
+int Coordinator::add_node(const NodeHello& hello) {
   int node = hello.node;
   if (options_.launches) {
     if (hello.num_nodes != options_.num_nodes)
@@ -34,7 +34,7 @@ int Head::add_node(const NodeHello& hello) {
   return node;
 }
 
-void Head::start() {
+void Coordinator::start() {
   size_ = 0;
   for (auto& [number, node] : nodes_) {
     node.first_rank = size_;
@@ -63,7 +63,7 @@ void Head::start() {
   }
 }
 
-void Head::node_lost(int node, bool closed, const std::string& why) {
+void Coordinator::node_lost(int node, bool closed, const std::string& why) {
   auto found = nodes_.find(node);
   if (found == nodes_.end() || found->second.lost) return;
   found->second.lost = true;
@@ -87,7 +87,7 @@ void Head::node_lost(int node, bool closed, const std::string& why) {
   if (options_.launches) node_done(node);
 }
 
-void Head::receive(int node, const Frame& frame) {
+void Coordinator::receive(int node, const Frame& frame) {
   auto rank = [&] {
     if (frame.rank < 0 || frame.rank >= kMostRanks) throw FrameError("a message names no rank");
     return frame.rank;
@@ -155,7 +155,7 @@ void Head::receive(int node, const Frame& frame) {
   }
 }
 
-void Head::hello(int node, std::uint32_t from, const Hello& hello) {
+void Coordinator::hello(int node, std::uint32_t from, const Hello& hello) {
   auto refuse_it = [&](std::string text) {
     ports_.send(node, {.kind = Kind::refused, .rank = hello.rank, .id = from, .payload = std::move(text)});
   };
@@ -209,7 +209,7 @@ void Head::hello(int node, std::uint32_t from, const Hello& hello) {
   if (here == size_) all_came();
 }
 
-void Head::all_came() {
+void Coordinator::all_came() {
   std::map<int, std::vector<int>> ranks_of_node;
   Welcome welcome;
   for (const auto& [number, rank] : ranks_) {
@@ -241,17 +241,17 @@ void Head::all_came() {
 }
 
 // Somebody is in its World.
-bool Head::has_begun() const {
+bool Coordinator::has_begun() const {
   return std::any_of(ranks_.begin(), ranks_.end(),
                      [](const auto& each) { return each.second.here && each.second.welcomed; });
 }
 
-void Head::refuse(const std::string& text) {
+void Coordinator::refuse(const std::string& text) {
   refused_ = text;
   broadcast({.kind = Kind::refused, .rank = -1, .payload = text});
 }
 
-std::string Head::missing_text() const {
+std::string Coordinator::missing_text() const {
   std::vector<int> here, missing;
   for (int r = 0; r < size_; ++r) {
     auto rank = ranks_.find(r);
@@ -261,14 +261,14 @@ std::string Head::missing_text() const {
                      fmt::join(missing, ", "), fmt::join(here, ", "));
 }
 
-int Head::oldest_world() const {
+int Coordinator::oldest_world() const {
   int oldest = kNoWorld;
   for (const auto& [number, rank] : ranks_)
     if (rank.here) oldest = std::min(oldest, rank.card->world);
   return oldest;
 }
 
-void Head::tick(Clock::time_point now) {
+void Coordinator::tick(Clock::time_point now) {
   if (options_.launches && size_ == 0 && !finished_ && now - born_ >= options_.join_timeout) {
     std::vector<int> missing;
     for (int number = 0; number < options_.num_nodes; ++number)
@@ -289,17 +289,17 @@ void Head::tick(Clock::time_point now) {
   if (now >= forgets_at_) forget_groups(now);
 }
 
-void Head::broadcast(const Frame& frame) {
+void Coordinator::broadcast(const Frame& frame) {
   for (const auto& [number, node] : nodes_)
     if (!node.lost) ports_.send(number, frame);
 }
 
-void Head::order_all(const Order& order) {
+void Coordinator::order_all(const Order& order) {
   for (const auto& [number, node] : nodes_)
     if (!node.lost) ports_.order(number, order);
 }
 
-void Head::send(int rank, Frame frame) {
+void Coordinator::send(int rank, Frame frame) {
   auto found = ranks_.find(rank);
   if (found != ranks_.end() && found->second.node >= 0) ports_.send(found->second.node, std::move(frame));
 }

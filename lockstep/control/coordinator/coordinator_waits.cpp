@@ -6,7 +6,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <lockstep/control/board/board.h>
-#include <lockstep/control/coordinator/head.h>
+#include <lockstep/control/coordinator/coordinator.h>
 
 namespace lockstep::control {
 
@@ -36,7 +36,7 @@ std::string call_text(const Row& row, std::int64_t sequence) {
 }  // namespace
 
 // The operation that it is in, else the last one.
-std::string Head::where(int number) const {
+std::string Coordinator::where(int number) const {
   auto rank = ranks_.find(number);
   if (rank == ranks_.end()) return {};
   const Row* last = nullptr;
@@ -48,7 +48,7 @@ std::string Head::where(int number) const {
   return (last->running ? "in " : "after ") + call_text(*last, last->sequence);
 }
 
-std::vector<Head::Wait> Head::waits(Clock::time_point now) const {
+std::vector<Coordinator::Wait> Coordinator::waits(Clock::time_point now) const {
   std::vector<Wait> waits;
   std::set<int> waiting;
   for (const auto& [number, rank] : ranks_) {
@@ -82,7 +82,7 @@ std::vector<Head::Wait> Head::waits(Clock::time_point now) const {
   return waits;
 }
 
-void Head::look_at_waits(const std::vector<Wait>& all, Clock::time_point now) {
+void Coordinator::look_at_waits(const std::vector<Wait>& all, Clock::time_point now) {
   if (paused_) {
     quiet_until_ = now + milliseconds(kFirstTell);
     return;
@@ -145,7 +145,7 @@ void Head::look_at_waits(const std::vector<Wait>& all, Clock::time_point now) {
 // collective to which another rank of the set has not come, and that one can issue nothing. What a rank has
 // issued and does not wait for counts as arrived. Whether a message has arrived is not known, so a rank that
 // waits for one is not in the set.
-Head::Stuck Head::deadlocked(const std::vector<Wait>& all) const {
+Coordinator::Stuck Coordinator::deadlocked(const std::vector<Wait>& all) const {
   Stuck stuck;
   for (const Wait& wait : all)
     if (!wait.row->message) stuck[wait.rank].push_back(&wait);
@@ -169,14 +169,14 @@ Head::Stuck Head::deadlocked(const std::vector<Wait>& all) const {
 }
 
 // Whether that rank's page has room for the group, so that what it has begun there is known.
-bool Head::tells_of(int number, std::int64_t key) const {
+bool Coordinator::tells_of(int number, std::int64_t key) const {
   const auto& rows = ranks_.at(number).rows.rows;
   return rows.size() < Board::kLines || std::any_of(rows.begin(), rows.end(), [&](const Row& row) {
            return row.key == key && !row.message;
          });
 }
 
-void Head::look_at_deadlock(const std::vector<Wait>& all, Clock::time_point now) {
+void Coordinator::look_at_deadlock(const std::vector<Wait>& all, Clock::time_point now) {
   const auto stuck = paused_ || now < quiet_until_ ? Stuck{} : deadlocked(all);
   std::vector<StuckWait> seen;
   for (const auto& [number, waits] : stuck)
@@ -196,7 +196,7 @@ void Head::look_at_deadlock(const std::vector<Wait>& all, Clock::time_point now)
 }
 
 // One cycle, from its lowest rank on.
-Failure Head::failure_of(const Stuck& stuck) const {
+Failure Coordinator::failure_of(const Stuck& stuck) const {
   std::vector<std::pair<const Wait*, int>> path;  // each with the rank that it waits for
   for (int number = stuck.begin()->first;;) {
     const auto begin =
@@ -232,14 +232,14 @@ Failure Head::failure_of(const Stuck& stuck) const {
   return failure;
 }
 
-void Head::note_steps(int number, Rank& rank) {
+void Coordinator::note_steps(int number, Rank& rank) {
   if (!rank.here) return pace_.forget(number);
   for (const StepTime& time : rank.rows.times) pace_.note(number, time);
   if (std::any_of(rank.rows.rows.begin(), rank.rows.rows.end(), [](const Row& row) { return row.message; }))
     pace_.has_stages();
 }
 
-void Head::look_at_pace() {
+void Coordinator::look_at_pace() {
   const auto beside = std::count_if(ranks_.begin(), ranks_.end(), [](const auto& each) {
     return each.second.here && each.second.node == 0;
   });
@@ -256,7 +256,7 @@ void Head::look_at_pace() {
 
 // Pages have room for few groups that are gone; of one that is on none nobody can wait. Another may be so new
 // that nobody's page has told.
-void Head::forget_groups(Clock::time_point now) {
+void Coordinator::forget_groups(Clock::time_point now) {
   forgets_at_ = now + kForget;
   for (const auto& [number, rank] : ranks_)
     for (const Row& row : rank.rows.rows)
@@ -269,7 +269,7 @@ void Head::forget_groups(Clock::time_point now) {
   });
 }
 
-std::string Head::pid_text(int number) const {
+std::string Coordinator::pid_text(int number) const {
   auto rank = ranks_.find(number);
   if (rank == ranks_.end() || !rank->second.card) return {};
   return fmt::format(" (pid {})", rank->second.card->pid);

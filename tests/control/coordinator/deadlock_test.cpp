@@ -1,5 +1,5 @@
 // Ranks that wait for one another in several groups.
-#include <lockstep/control/coordinator/head.h>
+#include <lockstep/control/coordinator/coordinator.h>
 
 #include "support/errors.h"
 
@@ -14,21 +14,21 @@ using ::testing::HasSubstr;
 class HeadDeadlock : public ::testing::Test {
  protected:
   explicit HeadDeadlock(int ranks = 3)
-      : head_({.num_nodes = 1, .launches = true}, {.send =
+      : coordinator_({.num_nodes = 1, .launches = true}, {.send =
                                                        [this](int, Frame frame) {
                                                          if (frame.kind == Kind::verdict)
                                                            verdict_ = decode_failure(frame.payload).text();
                                                        },
                                                    .order = [](int, Order) {},
                                                    .say = [](const std::string&) {}}) {
-    head_.add_node({.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
+    coordinator_.add_node({.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
     GroupMade groups[] = {{.key = 1, .name = "world", .ranks = {}}, {.key = 2, .name = "other", .ranks = {}}};
     for (int r = 0; r < ranks; ++r) {
       const Hello card{.rank = r, .size = ranks, .pid = 100 + r, .version = "1", .host = "here"};
-      head_.receive(0, {.kind = Kind::hello, .rank = r, .payload = card.encode()});
+      coordinator_.receive(0, {.kind = Kind::hello, .rank = r, .payload = card.encode()});
       for (auto& group : groups) group.ranks.push_back(r);
     }
-    for (auto& group : groups) head_.receive(0, {.kind = Kind::group, .rank = 0, .payload = group.encode()});
+    for (auto& group : groups) coordinator_.receive(0, {.kind = Kind::group, .rank = 0, .payload = group.encode()});
   }
 
   // A line of a rank's page: the last operation that it has begun in a group, and whether it waits for it.
@@ -56,19 +56,19 @@ class HeadDeadlock : public ::testing::Test {
   std::string verdict_of(const std::vector<Place>& places) {
     for (int i = 0; i < 15 && verdict_.empty(); ++i) {
       look(places);
-      head_.tick(now_ += milliseconds(100));
+      coordinator_.tick(now_ += milliseconds(100));
     }
     return verdict_;
   }
   void look(const std::vector<Place>& places) {
     for (std::size_t r = 0; r < places.size(); ++r) {
       const Rows rows{.threads = places[r].threads, .blocked = places[r].blocked, .rows = places[r].rows};
-      head_.receive(0, {.kind = Kind::rows, .rank = static_cast<int>(r), .payload = rows.encode()});
+      coordinator_.receive(0, {.kind = Kind::rows, .rank = static_cast<int>(r), .payload = rows.encode()});
     }
   }
 
   std::string verdict_;
-  Head head_;
+  Coordinator coordinator_;
   Clock::time_point now_ = Clock::now();
 };
 
@@ -77,7 +77,7 @@ TEST_F(HeadDeadlock, is_ended_after_a_second_and_shows_both_sides) {
   for (int ms = 0; ms <= 1000; ms += 100) {
     EXPECT_EQ(verdict_, "") << ms;
     look(places);
-    head_.tick(now_ + milliseconds(ms));
+    coordinator_.tick(now_ + milliseconds(ms));
   }
   EXPECT_EQ(verdict_,
             "deadlock: rank 0 (pid 100) waits for rank 1 in all_gather #7 of group 'other' at net.cpp:7; "
@@ -90,7 +90,7 @@ TEST_F(HeadDeadlock, of_three_ranks_shows_all_of_them) {
   // Each pair of ranks has a group of its own, and each rank waits for the next one.
   for (int r = 0; r < 3; ++r) {
     const GroupMade pair{.key = 10 + r, .name = "pair", .ranks = {r, (r + 1) % 3}};
-    head_.receive(0, {.kind = Kind::group, .rank = r, .payload = pair.encode()});
+    coordinator_.receive(0, {.kind = Kind::group, .rank = r, .payload = pair.encode()});
   }
   std::vector<Place> places;
   for (int r = 0; r < 3; ++r) {
@@ -117,7 +117,7 @@ TEST_F(HeadDeadlock, is_none_where_another_thread_of_a_rank_runs) {
 TEST_F(HeadDeadlock, is_none_where_another_thread_waits_for_something_that_can_end) {
   auto places = cycle();
   // A group of rank 0 and 1, where both have come.
-  head_.receive(0, {.kind = Kind::group,
+  coordinator_.receive(0, {.kind = Kind::group,
                     .rank = 0,
                     .payload = GroupMade{.key = 3, .name = "third", .ranks = {0, 1}}.encode()});
   places[0].rows.push_back(line(3, 9, true));
@@ -162,7 +162,7 @@ TEST_F(HeadDeadlock, is_none_while_something_changes) {
       ++places[0].rows[1].waits_for;
     }
     look(places);
-    head_.tick(now_ += milliseconds(100));
+    coordinator_.tick(now_ += milliseconds(100));
     ASSERT_EQ(verdict_, "") << i;
   }
 }
@@ -171,14 +171,14 @@ TEST_F(HeadDeadlock, is_none_where_a_host_is_not_heard) {
   const auto places = cycle();
   look(places);
   for (int i = 0; i < 30; ++i) {
-    head_.tick(now_ += milliseconds(100));
+    coordinator_.tick(now_ += milliseconds(100));
     look({places[0]});
   }
   EXPECT_EQ(verdict_, "");
 }
 
 TEST_F(HeadDeadlock, is_none_while_the_ranks_are_stopped_on_purpose) {
-  head_.paused(true);
+  coordinator_.paused(true);
   EXPECT_EQ(verdict_of(cycle()), "");
 }
 

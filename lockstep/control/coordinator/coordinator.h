@@ -18,7 +18,7 @@
 
 namespace lockstep::control {
 
-class Head {
+class Coordinator {
  public:
   struct Ports {
     std::function<void(int node, Frame)> send;  // frame.rank < 0: to every rank of the node
@@ -35,7 +35,7 @@ class Head {
     std::chrono::milliseconds join_timeout{300000};  // for all nodes to come
     int cores = 0;  // that the ranks of the head's host share; the other hosts' are not known. 0: not known
   };
-  Head(Options options, Ports ports);
+  Coordinator(Options options, Ports ports);
 
   // A node: this host's own agent is 0. Throws ConfigError, whose text the node should get.
   int add_node(const NodeHello& hello);

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <lockstep/control/coordinator/head.h>
+#include <lockstep/control/coordinator/coordinator.h>
 
 namespace lockstep::control {
 
@@ -25,7 +25,7 @@ int status_of(const Ended& ended) {
 
 }  // namespace
 
-void Head::leave(int number) {
+void Coordinator::leave(int number) {
   Rank& rank = ranks_[number];
   rank.here = false;
   pace_.forget(number);
@@ -33,7 +33,7 @@ void Head::leave(int number) {
   decide_stop();
 }
 
-void Head::fault(int number, const Fault& fault) {
+void Coordinator::fault(int number, const Fault& fault) {
   Rank& rank = ranks_[number];
   if (fault.kind == Fault::Kind::comm || fault.kind == Fault::Kind::uncaught_comm) {
     rank.comm_fault = fault.text;
@@ -53,7 +53,7 @@ void Head::fault(int number, const Fault& fault) {
                                                                : "leaves the job because of an exception"));
 }
 
-void Head::rank_ended(int number, const Ended& ended) {
+void Coordinator::rank_ended(int number, const Ended& ended) {
   Rank& rank = ranks_[number];
   if (failure_ && failure_->rank == number && (ended.status || ended.signal))
     failure_->status = status_of(ended);
@@ -85,11 +85,11 @@ void Head::rank_ended(int number, const Ended& ended) {
   if (!suspicion_) suspicion_ = {std::move(failure), Clock::now()};
 }
 
-void Head::look_at_suspicion(Clock::time_point now) {
+void Coordinator::look_at_suspicion(Clock::time_point now) {
   if (suspicion_ && now - suspicion_->second >= kSuspicion) fail(suspicion_->first);
 }
 
-Failure Head::failure_of(int number, std::string cause) const {
+Failure Coordinator::failure_of(int number, std::string cause) const {
   Failure failure;
   failure.rank = number;
   failure.cause = std::move(cause);
@@ -106,7 +106,7 @@ Failure Head::failure_of(int number, std::string cause) const {
   return failure;
 }
 
-void Head::fail(Failure failure) {
+void Coordinator::fail(Failure failure) {
   if (failure_) return;
   failure_ = std::move(failure);
   suspicion_.reset();
@@ -114,7 +114,7 @@ void Head::fail(Failure failure) {
   if (options_.launches) order_all(Failed{*failure_});
 }
 
-void Head::stop(int signal) {
+void Coordinator::stop(int signal) {
   if (stop_signal_ || finished_) return;
   stop_signal_ = signal;
   if (options_.launches && (size_ == 0 || start_at_))
@@ -124,7 +124,7 @@ void Head::stop(int signal) {
 }
 
 // Each rank has told how often it was asked, and asks no further before it hears from us.
-void Head::decide_stop() {
+void Coordinator::decide_stop() {
   if (!stop_signal_ || stop_at_) return;
   std::int64_t highest = 0;
   for (const auto& [number, rank] : ranks_) {
@@ -136,7 +136,7 @@ void Head::decide_stop() {
   broadcast({.kind = Kind::stop_at, .rank = -1, .payload = Writer().number(highest).take()});
 }
 
-void Head::node_done(int node) {
+void Coordinator::node_done(int node) {
   nodes_[node].done = true;
   if (std::all_of(nodes_.begin(), nodes_.end(), [](const auto& each) { return each.second.done; }))
     all_done();
@@ -144,14 +144,14 @@ void Head::node_done(int node) {
 
 // Whether this attempt saved a checkpoint after a step. The next one then begins further on, even where the
 // program counts its steps from 0 again: the same number is not the same place.
-bool Head::has_committed() const {
+bool Coordinator::has_committed() const {
   return std::any_of(ranks_.begin(), ranks_.end(), [](const auto& each) {
     const Rows& rows = each.second.rows;
     return rows.committed > (rows.step < 0 ? -1 : 0);
   });
 }
 
-void Head::all_done() {
+void Coordinator::all_done() {
   if (finished_ || !options_.launches || static_cast<int>(nodes_.size()) < options_.num_nodes) return;
   const bool whole =
       std::none_of(nodes_.begin(), nodes_.end(), [](const auto& each) { return each.second.lost; });
@@ -185,7 +185,7 @@ void Head::all_done() {
   this->finish(std::move(finish));
 }
 
-void Head::tell_flight() {
+void Coordinator::tell_flight() {
   auto flights = std::exchange(flights_, {});
   if (!ports_.flight || flights.empty() || (!failure_ && !stop_signal_)) return;
   ports_.flight({.attempt = attempt_,
@@ -195,7 +195,7 @@ void Head::tell_flight() {
                  .ranks = std::move(flights)});
 }
 
-void Head::finish(Finish finish) {
+void Coordinator::finish(Finish finish) {
   finished_ = true;
   start_at_.reset();
   order_all(finish);
