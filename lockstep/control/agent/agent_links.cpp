@@ -24,7 +24,7 @@ constexpr milliseconds kAnswer(700);    // within which a host that is there ack
 }  // namespace
 
 void Agent::Loop::accept_nodes() {
-  for (auto& guest : door_->serve()) {
+  for (auto& guest : acceptor_->serve()) {
     Node node;
     node.fd = std::move(guest.fd);
     node.link = std::make_unique<SecureLink>(std::move(guest.link));

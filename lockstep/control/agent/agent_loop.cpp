@@ -66,7 +66,7 @@ Agent::Loop::Loop(AgentOptions options)
     const bool loopback = tcp.address.starts_with("127.") || tcp.address == "::1";
     if (loopback && (options_.local_ranks > 0 || tcp.address != link.address))
       options_.say(fmt::format("{} is {}, which only this host reaches", link.address, tcp.address));
-    door_.emplace(std::move(tcp), link.key, link.job, options_.say);
+    acceptor_.emplace(std::move(tcp), link.key, link.job, options_.say);
   }
   Coordinator::Ports ports;
   ports.say = options_.say;
@@ -189,7 +189,7 @@ bool Agent::Loop::all_written() const {
 void Agent::Loop::turn(milliseconds limit) {
   std::vector<pollfd> polled{{wake_.get(), POLLIN, 0},
                              {Clock::now() < accepts_again_ ? -1 : listener_.get(), POLLIN, 0}};
-  polled.push_back({door_ ? door_->fd() : -1, POLLIN, 0});
+  polled.push_back({acceptor_ ? acceptor_->fd() : -1, POLLIN, 0});
   auto events = [](const std::string& out) {
     return static_cast<short>(out.empty() ? POLLIN : POLLIN | POLLOUT);
   };
@@ -215,7 +215,7 @@ void Agent::Loop::turn(milliseconds limit) {
     for (auto& command : commands) guard(command);
   }
   if (polled[1].revents != 0) guard([&] { accept_ranks(); });
-  if (door_) guard([&] { accept_nodes(); });
+  if (acceptor_) guard([&] { accept_nodes(); });
   if (Clock::now() - last_tick_ >= kTick) guard([&] { tick(); });
   for (auto& each : connections_)
     if (!each.closed && !flush(each.fd.get(), each.out)) gone(each);

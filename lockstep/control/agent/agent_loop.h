@@ -18,7 +18,7 @@
 #include <lockstep/control/board/board.h>
 #include <lockstep/control/board/flight.h>
 #include <lockstep/control/coordinator/coordinator.h>
-#include <lockstep/control/link/door.h>
+#include <lockstep/control/link/acceptor.h>
 #include <lockstep/control/link/secure_link.h>
 #include <lockstep/os/socket.h>
 
@@ -131,7 +131,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   std::atomic<bool> ending_ = false;
   std::atomic<int> oldest_world_ = 0;  // that somebody is in
   Fd wake_, orders_event_, listener_;
-  std::optional<Door> door_;
+  std::optional<Acceptor> acceptor_;
   std::string address_;
 
   std::mutex mutex_;  // of what other threads touch

@@ -1,4 +1,4 @@
-#include <lockstep/control/link/door.h>
+#include <lockstep/control/link/acceptor.h>
 
 #include <fcntl.h>
 #include <sys/epoll.h>
@@ -27,7 +27,7 @@ Fd open_spare() { return Fd(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
 
 }  // namespace
 
-Door::Door(TcpListener listener, std::string key, std::string context,
+Acceptor::Acceptor(TcpListener listener, std::string key, std::string context,
            std::function<void(const std::string&)> say)
     : listener_(std::move(listener)),
       key_(std::move(key)),
@@ -42,9 +42,9 @@ Door::Door(TcpListener listener, std::string key, std::string context,
   watch(timer_.get(), EPOLL_CTL_ADD);
 }
 
-Door::~Door() { forget(key_); }
+Acceptor::~Acceptor() { forget(key_); }
 
-void Door::watch(int fd, int operation, bool wanted) {
+void Acceptor::watch(int fd, int operation, bool wanted) {
   epoll_event event{};
   if (wanted) event.events = EPOLLIN;
   event.data.fd = fd;
@@ -52,7 +52,7 @@ void Door::watch(int fd, int operation, bool wanted) {
     throw Error(fmt::format("a connection cannot be watched: {}", std::strerror(errno)));
 }
 
-std::vector<Door::Guest> Door::serve() {
+std::vector<Acceptor::Guest> Acceptor::serve() {
   std::array<epoll_event, kMostStrangers + 2> events{};
   const int ready = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
   std::vector<Guest> guests;
@@ -84,7 +84,7 @@ std::vector<Door::Guest> Door::serve() {
 }
 
 // Setting it anew also makes it unreadable.
-void Door::set_timer() {
+void Acceptor::set_timer() {
   itimerspec when{};
   if (!strangers_.empty() || refused_ > 0) {
     const auto left = std::max(next_deadline(), milliseconds(1));  // 0 would be never
@@ -94,7 +94,7 @@ void Door::set_timer() {
 }
 
 // What is wrong with what it said; nothing where it may go on.
-std::optional<std::string> Door::hear(Guest& guest) {
+std::optional<std::string> Acceptor::hear(Guest& guest) {
   std::array<char, SecureLink::kMostBeforeProof> bytes;
   const auto size = ::recv(guest.fd.get(), bytes.data(), bytes.size(), 0);
   if (size < 0 && (errno == EAGAIN || errno == EINTR)) return std::nullopt;
@@ -112,16 +112,16 @@ std::optional<std::string> Door::hear(Guest& guest) {
   return std::nullopt;
 }
 
-bool Door::full_of_newcomers() const {
+bool Acceptor::full_of_newcomers() const {
   return strangers_.size() == kMostStrangers && Clock::now() < strangers_.front().came + kStay;
 }
 
 // While there is no room the listener would be readable all the time.
-void Door::await_knocks(bool wanted) {
+void Acceptor::await_knocks(bool wanted) {
   if (std::exchange(awaits_knocks_, wanted) != wanted) watch(listener_.fd.get(), EPOLL_CTL_MOD, wanted);
 }
 
-void Door::accept_some() {
+void Acceptor::accept_some() {
   for (int i = 0; i < kAcceptedAtOnce && !full_of_newcomers(); ++i) {
     auto fd = accept_tcp(listener_.fd.get());
     if (!fd) {
@@ -146,25 +146,25 @@ void Door::accept_some() {
 }
 
 // Who cannot be accepted would keep the listener readable and its thread busy.
-void Door::turn_one_away() {
+void Acceptor::turn_one_away() {
   spare_.reset();
   if (const auto fd = accept_tcp(listener_.fd.get()))
     count_refusal(remote_address_of(fd->get()), "this process has too many files open");
   spare_ = open_spare();
 }
 
-void Door::refuse(Place stranger, const std::string& why) {
+void Acceptor::refuse(Place stranger, const std::string& why) {
   count_refusal(std::move(stranger->guest.from), why);
   strangers_.erase(stranger);  // epoll forgets what is closed
 }
 
-void Door::count_refusal(std::string from, std::string why) {
+void Acceptor::count_refusal(std::string from, std::string why) {
   ++refused_;
   last_from_ = from.empty() ? "an unknown address" : std::move(from);
   last_why_ = std::move(why);
 }
 
-void Door::report() {
+void Acceptor::report() {
   const auto now = Clock::now();
   if (refused_ == 0 || now < next_report_) return;
   const auto count = std::exchange(refused_, 0);
@@ -176,7 +176,7 @@ void Door::report() {
                          last_from_, last_why_));
 }
 
-milliseconds Door::next_deadline() const {
+milliseconds Acceptor::next_deadline() const {
   const auto now = Clock::now();
   auto next = now + std::chrono::minutes(1);
   if (!strangers_.empty())
@@ -185,7 +185,7 @@ milliseconds Door::next_deadline() const {
   return std::max(std::chrono::ceil<milliseconds>(next - now), milliseconds(0));
 }
 
-void Door::change_context(std::string context) {
+void Acceptor::change_context(std::string context) {
   context_ = std::move(context);
   while (!strangers_.empty()) refuse(strangers_.begin(), "it came for an attempt that is over");
   set_timer();

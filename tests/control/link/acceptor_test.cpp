@@ -1,4 +1,4 @@
-#include <lockstep/control/link/door.h>
+#include <lockstep/control/link/acceptor.h>
 
 #include <poll.h>
 #include <sys/resource.h>
@@ -30,10 +30,10 @@ std::size_t open_descriptors() {
 class DoorTest : public ::testing::Test {
  protected:
   DoorTest()
-      : door_(listen_tcp("127.0.0.1", 0, 0), kKey, "job",
+      : acceptor_(listen_tcp("127.0.0.1", 0, 0), kKey, "job",
               [this](const auto& line) { lines_.push_back(line); }) {}
 
-  int port() const { return door_.listener().port; }
+  int port() const { return acceptor_.listener().port; }
   Fd stranger(const std::string& says = "") {
     Fd fd = connect_tcp("127.0.0.1", port(), 60s);
     EXPECT_EQ(::send(fd.get(), says.data(), says.size(), MSG_NOSIGNAL), static_cast<ssize_t>(says.size()));
@@ -43,10 +43,10 @@ class DoorTest : public ::testing::Test {
   // Serves as an agent's loop would, until `done` or for as long as given; guests are kept.
   bool serve(const std::function<bool()>& done, std::chrono::milliseconds limit = 60s) {
     for (const auto end = Clock::now() + limit; Clock::now() < end;) {
-      pollfd poll{door_.fd(), POLLIN, 0};
+      pollfd poll{acceptor_.fd(), POLLIN, 0};
       ::poll(&poll, 1, 100);
-      for (auto& guest : door_.serve()) guests_.push_back(std::move(guest));
-      EXPECT_LE(door_.held(), Door::kMostStrangers);
+      for (auto& guest : acceptor_.serve()) guests_.push_back(std::move(guest));
+      EXPECT_LE(acceptor_.held(), Acceptor::kMostStrangers);
       if (done()) return true;
     }
     return false;
@@ -68,8 +68,8 @@ class DoorTest : public ::testing::Test {
   }
 
   std::vector<std::string> lines_;
-  Door door_;
-  std::vector<Door::Guest> guests_;
+  Acceptor acceptor_;
+  std::vector<Acceptor::Guest> guests_;
 };
 
 // A caller in a thread of its own, as on another host.
@@ -124,9 +124,9 @@ TEST_F(DoorTest, who_proves_the_key_comes_in_and_is_heard) {
   ASSERT_GT(size, 0);
   guests_[0].link.receive({bytes, static_cast<std::size_t>(size)});
   EXPECT_EQ(guests_[0].link.next(), "hello");
-  EXPECT_EQ(door_.held(), 0);
+  EXPECT_EQ(acceptor_.held(), 0);
   EXPECT_THAT(lines_, ::testing::IsEmpty());
-  EXPECT_GT(door_.next_deadline(), 50s);
+  EXPECT_GT(acceptor_.next_deadline(), 50s);
 }
 
 TEST_F(DoorTest, an_old_key_or_an_old_attempt_stays_outside) {
@@ -141,9 +141,9 @@ TEST_F(DoorTest, an_old_key_or_an_old_attempt_stays_outside) {
   EXPECT_THAT(guests_, ::testing::IsEmpty());
 
   const auto held = stranger();
-  serve([&] { return door_.held() == 1; });
-  door_.change_context("job, attempt 1");
-  EXPECT_EQ(door_.held(), 0);
+  serve([&] { return acceptor_.held() == 1; });
+  acceptor_.change_context("job, attempt 1");
+  EXPECT_EQ(acceptor_.held(), 0);
   Caller before(port()), now(port(), kKey, "job, attempt 1");
   ASSERT_TRUE(serve([&] { return before.done() && now.done(); }));
   EXPECT_FALSE(before.proven());
@@ -155,9 +155,9 @@ TEST_F(DoorTest, the_silent_and_the_slow_are_dropped_after_a_second) {
   const auto hello = half.take_output();
   const auto begin = Clock::now();
   const auto silent = stranger(), started = stranger(hello.substr(0, 20)), stuck = stranger(hello);
-  ASSERT_TRUE(serve([&] { return door_.held() == 3; }));
-  ASSERT_TRUE(serve([&] { return door_.held() == 0; }));
-  EXPECT_GE(Clock::now() - begin, Door::kPatience);
+  ASSERT_TRUE(serve([&] { return acceptor_.held() == 3; }));
+  ASSERT_TRUE(serve([&] { return acceptor_.held() == 0; }));
+  EXPECT_GE(Clock::now() - begin, Acceptor::kPatience);
   EXPECT_TRUE(closed(silent) && closed(started));
   EXPECT_THAT(lines_.at(0), HasSubstr("within 1000 ms"));
   // Of the listener it has 40 bytes and no more.
@@ -231,8 +231,8 @@ TEST_F(DoorTest, a_crowd_does_not_keep_a_true_peer_out) {
     mob.join();
     EXPECT_EQ(guests_.size(), 6);
     // Of the crowd, at most 64 have an end in the room.
-    EXPECT_LE(open_descriptors(), before + crowd.size() + guests_.size() + 1 + Door::kMostStrangers);
-    EXPECT_TRUE(serve([&] { return door_.held() == 0; }));
+    EXPECT_LE(open_descriptors(), before + crowd.size() + guests_.size() + 1 + Acceptor::kMostStrangers);
+    EXPECT_TRUE(serve([&] { return acceptor_.held() == 0; }));
     guests_.clear();
   }
   EXPECT_EQ(open_descriptors(), before);
@@ -240,20 +240,20 @@ TEST_F(DoorTest, a_crowd_does_not_keep_a_true_peer_out) {
 
 TEST_F(DoorTest, it_has_nothing_to_do_while_nobody_can_be_let_in) {
   std::vector<Fd> crowd;
-  for (std::size_t i = 0; i < 6 * Door::kMostStrangers; ++i) crowd.push_back(stranger());
+  for (std::size_t i = 0; i < 6 * Acceptor::kMostStrangers; ++i) crowd.push_back(stranger());
   // All come in at last, and are dropped; for that it is called now and then, not all the time.
   int calls = 0;
   EXPECT_TRUE(serve([&] { return ++calls, closed(crowd.back()); }));
   EXPECT_GT(calls, 10);
   EXPECT_LT(calls, 1000);
-  EXPECT_EQ(door_.held(), 0);
+  EXPECT_EQ(acceptor_.held(), 0);
 }
 
 TEST_F(DoorTest, refusals_are_told_once_a_second) {
   const auto begin = Clock::now();
   int sent = 0;
   serve([&] { return stranger("x"), ++sent, false; }, 2500ms);
-  EXPECT_TRUE(serve([&] { return door_.held() == 0 && door_.next_deadline() > 10s; }));
+  EXPECT_TRUE(serve([&] { return acceptor_.held() == 0 && acceptor_.next_deadline() > 10s; }));
   const auto seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   EXPECT_GE(lines_.size(), 3);
   EXPECT_LE(static_cast<double>(lines_.size()), seconds + 1);
@@ -270,7 +270,7 @@ TEST_F(DoorTest, without_descriptors_left_it_neither_spins_nor_dies) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &low), 0);
   for (int fd; (fd = ::dup(0)) >= 0;) filler.emplace_back(fd);
   EXPECT_TRUE(serve([&] { return closed(crowd[0]) && closed(crowd[1]) && closed(crowd[2]); }));
-  pollfd poll{door_.fd(), POLLIN, 0};
+  pollfd poll{acceptor_.fd(), POLLIN, 0};
   EXPECT_EQ(::poll(&poll, 1, 0), 0);
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
   filler.clear();

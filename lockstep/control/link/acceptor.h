@@ -19,7 +19,7 @@
 
 namespace lockstep::control {
 
-class Door {
+class Acceptor {
  public:
   static constexpr std::size_t kMostStrangers = 64;
   static constexpr std::chrono::milliseconds kPatience{1000};
@@ -27,10 +27,10 @@ class Door {
   static constexpr std::chrono::milliseconds kBetweenReports{1000};
 
   // say: a line about those who were refused, at most one a second.
-  Door(TcpListener listener, std::string key, std::string context,
+  Acceptor(TcpListener listener, std::string key, std::string context,
        std::function<void(const std::string&)> say);
-  ~Door();
-  Door(Door&&) = delete;
+  ~Acceptor();
+  Acceptor(Acceptor&&) = delete;
 
   const TcpListener& listener() const { return listener_; }
   // Readable (poll, epoll) when serve has something to do, also when that is to give up on somebody.
