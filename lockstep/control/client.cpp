@@ -153,10 +153,10 @@ StoreReply Client::ask(const StoreRequest& request, Clock::time_point deadline,
   throw Error(fmt::format("a wait in the store hit its timeout for: {}", fmt::join(request.keys, ", ")));
 }
 
-std::shared_ptr<Pen> Client::pen() const {
+std::shared_ptr<StatusWriter> Client::status() const {
   if (in_child()) return nullptr;
   std::lock_guard lock(mutex_);
-  return pen_;
+  return status_;
 }
 
 void Client::tell(const GroupMade& group) noexcept {
@@ -318,7 +318,7 @@ void Client::attach(const Attach& attach, Fd descriptor) {
       return;
     }
     rank = rank_;
-    pen_ = std::make_shared<Pen>(board_, rank);
+    status_ = std::make_shared<StatusWriter>(board_, rank);
     holding_ = board->hold(rank);
   }
   write({.kind = Kind::attached, .rank = rank});

@@ -46,7 +46,7 @@ class Client final : public Channel {
   StoreReply ask(const StoreRequest& request, Clock::time_point deadline,
                  const std::function<bool()>& failed) override;
   void wake() override;
-  std::shared_ptr<Pen> pen() const;
+  std::shared_ptr<StatusWriter> status() const;
 
   void tell(const GroupMade& group) noexcept;
   // Before the process ends: returns when it has been written.
@@ -88,7 +88,7 @@ class Client final : public Channel {
   int rank_ = 0, size_ = 0;
   std::optional<Attach> attach_;
   std::shared_ptr<Board> board_;
-  std::shared_ptr<Pen> pen_;
+  std::shared_ptr<StatusWriter> status_;
   std::optional<Welcome> welcome_;
   std::optional<std::string> refused_;
   std::optional<Failure> failure_;

@@ -46,10 +46,10 @@ GroupState::GroupState(std::shared_ptr<WorldState> world, std::string name, cons
       key_(hash_of(key)),
       generation_(shm::fork_generation()) {
   control::Client* client = world_->client();
-  pen_ = client && size() > 1 ? client->pen() : nullptr;
-  if (!pen_) return;
+  status_ = client && size() > 1 ? client->status() : nullptr;
+  if (!status_) return;
   client->tell(control::GroupMade{key_, name_, ranks_});
-  collective_line_ = pen_->add_line(key_, name_, false);
+  collective_line_ = status_->add_line(key_, name_, false);
 }
 
 int GroupState::line_of(const Call& call) {
@@ -80,12 +80,12 @@ const control::CallTexts& GroupState::Place::texts(const Call& call) {
 }
 
 control::FlightRing::Ticket GroupState::note_begin(const WorkState& pending) {
-  if (!pen_) return control::FlightRing::kNone;
+  if (!status_) return control::FlightRing::kNone;
   const Call& call = pending.call();
   const bool message = point_to_point(call.operation);
   if (message && !has_message_line_) {
     has_message_line_ = true;  // under the messages' mutex
-    message_line_ = pen_->add_line(key_, name_, true);
+    message_line_ = status_->add_line(key_, name_, true);
   }
   const control::Begun begun{.key = key_,
                              .sequence = static_cast<std::int64_t>(call.sequence),
@@ -94,20 +94,20 @@ control::FlightRing::Ticket GroupState::note_begin(const WorkState& pending) {
                              .peer = message || rooted(call.operation) ? call.root : -1,
                              .message = message,
                              .at = pending.begun()};
-  return pen_->began(line_of(call), begun, (message ? messages_place_ : collectives_place_).texts(call));
+  return status_->began(line_of(call), begun, (message ? messages_place_ : collectives_place_).texts(call));
 }
 
 void GroupState::note_end(const Call& call, control::FlightRing::Ticket record, bool failed) noexcept {
-  if (pen_) pen_->ended(line_of(call), static_cast<std::int64_t>(call.sequence), record, failed);
+  if (status_) status_->ended(line_of(call), static_cast<std::int64_t>(call.sequence), record, failed);
 }
 
 void GroupState::note_wait(const Call& call, bool waits) noexcept {
-  if (!pen_) return;
+  if (!status_) return;
   const auto sequence = static_cast<std::int64_t>(call.sequence);
   if (waits)
-    pen_->waits(line_of(call), sequence);
+    status_->waits(line_of(call), sequence);
   else
-    pen_->waited(line_of(call), sequence);
+    status_->waited(line_of(call), sequence);
 }
 
 std::optional<std::uint64_t> GroupState::left_after(int rank) {
@@ -442,8 +442,8 @@ void GroupState::close(bool in_order) noexcept {
     if (std::exchange(left_engines_, true)) return;
     dropped.swap(dropped_);
   }
-  if (pen_) {
-    for (int line : {collective_line_.exchange(-1), message_line_.exchange(-1)}) pen_->drop_line(line);
+  if (status_) {
+    for (int line : {collective_line_.exchange(-1), message_line_.exchange(-1)}) status_->drop_line(line);
   }
   if (in_order) await_device();
   if (!in_order) fail({"this rank is leaving", std::nullopt});

@@ -92,7 +92,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   // For the control plane: where this rank is, and what it waits for.
   void note_wait(const Call& call, bool waits) noexcept;
-  control::Pen* pen() const { return pen_.get(); }  // null where there is no control plane
+  control::StatusWriter* status() const { return status_.get(); }  // null where there is no control plane
   void note_end(const Call& call, control::FlightRing::Ticket record, bool failed) noexcept;
   // How many collectives that rank had begun when it let go of the group in order; nothing: it did not.
   std::optional<std::uint64_t> left_after(int rank);
@@ -161,7 +161,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   const std::int64_t key_;
   const std::uint64_t generation_;     // of processes: another one in a child of fork()
-  std::shared_ptr<control::Pen> pen_;  // null where there is no control plane
+  std::shared_ptr<control::StatusWriter> status_;  // null where there is no control plane
   std::atomic<int> collective_line_ = -1, message_line_ = -1;
   bool has_message_line_ = false;
   // A loop makes the same call from the same line again and again: its texts are made once.

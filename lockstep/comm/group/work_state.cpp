@@ -135,7 +135,7 @@ void WorkState::await(std::optional<milliseconds> limit) {
     const Span span(SpanKind::wait, name(call().operation), call().bytes,
                     {call().group_key, call().sequence, point_to_point(call().operation)});
     group_->note_wait(call(), true);
-    const control::Pen::Blocked blocked(group_->pen());
+    const control::StatusWriter::Blocked blocked(group_->status());
     std::unique_lock lock(mutex_, std::defer_lock);
     // Almost always at once; the other one reads two clocks first.
     if (!lock.try_lock() && !lock.try_lock_until(deadline)) {

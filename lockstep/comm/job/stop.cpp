@@ -125,7 +125,7 @@ void tell_of_exceptions(const std::shared_ptr<control::Client>& client) {
 
 void tell_of_checkpoint() {
   auto* client = told.load();
-  if (const auto pen = client ? client->pen() : nullptr) pen->committed();
+  if (const auto status = client ? client->status() : nullptr) status->committed();
 }
 
 }  // namespace lockstep::detail

@@ -277,7 +277,7 @@ std::optional<std::uint64_t> WorldState::left_after(std::int64_t group, int rank
 void WorldState::step(std::int64_t step) {
   if (step < 0) throw ConfigError(fmt::format("step({}) is not allowed: from 0 is", step));
   step_.store(step, std::memory_order_relaxed);
-  if (auto pen = client_ ? client_->pen() : nullptr) pen->step(step);
+  if (auto status = client_ ? client_->status() : nullptr) status->step(step);
   observe([&](Observer& observer) { observer.stepped(step); });
 }
 
@@ -287,7 +287,7 @@ void WorldState::log_metric(std::string_view name, double value, std::optional<s
     throw ConfigError(fmt::format("log_metric of step {} is not allowed: from 0 is", *step));
   if (const auto current = step_.load(std::memory_order_relaxed); !step && current >= 0) step = current;
   if (metrics_) metrics_->add(name, value, step);
-  if (auto pen = client_ ? client_->pen() : nullptr) pen->metric(name, value, step.value_or(-1));
+  if (auto status = client_ ? client_->status() : nullptr) status->metric(name, value, step.value_or(-1));
 }
 
 bool WorldState::stop_requested() {

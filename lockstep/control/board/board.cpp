@@ -232,17 +232,17 @@ Rows Board::rows(int rank, std::uint64_t& seen) const {
 }
 
 // Counts the calling thread among those that issue operations, as long as it lives.
-class Pen::ThreadMark {
+class StatusWriter::ThreadMark {
  public:
   ~ThreadMark() { clear(); }
-  bool is_of(const Pen& pen) const { return pen_ == pen.number_; }
-  void set(const Pen& pen) {
-    if (is_of(pen)) return;
+  bool is_of(const StatusWriter& writer) const { return writer_ == writer.number_; }
+  void set(const StatusWriter& writer) {
+    if (is_of(writer)) return;
     clear();
-    pen_ = pen.number_;
+    writer_ = writer.number_;
     process_ = ::getpid();
-    board_ = pen.board_;
-    threads_ = &pen.page_.threads;
+    board_ = writer.board_;
+    threads_ = &writer.page_.threads;
     threads_->fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -253,23 +253,23 @@ class Pen::ThreadMark {
     if (board && ::getpid() == process_) threads_->fetch_sub(1, std::memory_order_relaxed);
   }
 
-  std::uint64_t pen_ = 0;
+  std::uint64_t writer_ = 0;
   int process_ = 0;
   std::weak_ptr<Board> board_;
   std::atomic<std::int32_t>* threads_ = nullptr;
 };
 
-Pen::ThreadMark& Pen::thread_mark() {
+StatusWriter::ThreadMark& StatusWriter::thread_mark() {
   thread_local ThreadMark mark;
   return mark;
 }
 
-Pen::Blocked::Blocked(Pen* pen) : pen_(pen && thread_mark().is_of(*pen) ? pen : nullptr) {
-  if (pen_) pen_->page_.blocked.fetch_add(1, std::memory_order_relaxed);
+StatusWriter::Blocked::Blocked(StatusWriter* writer) : writer_(writer && thread_mark().is_of(*writer) ? writer : nullptr) {
+  if (writer_) writer_->page_.blocked.fetch_add(1, std::memory_order_relaxed);
 }
 
-Pen::Blocked::~Blocked() {
-  if (pen_) pen_->page_.blocked.fetch_sub(1, std::memory_order_relaxed);
+StatusWriter::Blocked::~Blocked() {
+  if (writer_) writer_->page_.blocked.fetch_sub(1, std::memory_order_relaxed);
 }
 
 namespace {
@@ -281,13 +281,13 @@ std::uint64_t next_pen_number() {
 
 }  // namespace
 
-Pen::Pen(std::shared_ptr<Board> board, int rank)
+StatusWriter::StatusWriter(std::shared_ptr<Board> board, int rank)
     : number_(next_pen_number()),
       board_(std::move(board)),
       page_(board_->page(rank)),
       ring_(board_->ring(rank)) {}
 
-void Pen::step(std::int64_t step) {
+void StatusWriter::step(std::int64_t step) {
   const auto now = now_ns();
   std::lock_guard lock(mutex_);
   page_.step.store(step, std::memory_order_relaxed);
@@ -295,17 +295,17 @@ void Pen::step(std::int64_t step) {
     if (time) page_.progress.add(*time);
 }
 
-void Pen::metric(std::string_view name, double value, std::int64_t step) {
+void StatusWriter::metric(std::string_view name, double value, std::int64_t step) {
   std::lock_guard lock(mutex_);
   page_.progress.metric(name, value, step);
 }
 
-void Pen::committed() { page_.committed.store(step() + 1, std::memory_order_relaxed); }
+void StatusWriter::committed() { page_.committed.store(step() + 1, std::memory_order_relaxed); }
 
-std::int64_t Pen::step() const { return page_.step.load(std::memory_order_relaxed); }
+std::int64_t StatusWriter::step() const { return page_.step.load(std::memory_order_relaxed); }
 
 template <typename What, typename F>
-void Pen::write(int line, F change) {
+void StatusWriter::write(int line, F change) {
   if (line < 0) return;
   auto& place = page_.lines[line];
   auto changed = place.template get<What>();
@@ -313,7 +313,7 @@ void Pen::write(int line, F change) {
   place.set(changed);
 }
 
-int Pen::add_line(std::int64_t key, std::string_view group, bool messages) {
+int StatusWriter::add_line(std::int64_t key, std::string_view group, bool messages) {
   std::lock_guard lock(mutex_);
   // One whose group is gone is of use to others until its place is needed: the one that is longest unchanged.
   int free = -1;
@@ -338,12 +338,12 @@ int Pen::add_line(std::int64_t key, std::string_view group, bool messages) {
   return free;
 }
 
-void Pen::drop_line(int line) {
+void StatusWriter::drop_line(int line) {
   std::lock_guard lock(mutex_);
   write<State>(line, [](State& each) { each.retired = 1; });
 }
 
-FlightRing::Ticket Pen::began(int line, const Begun& begun, const CallTexts& texts) {
+FlightRing::Ticket StatusWriter::began(int line, const Begun& begun, const CallTexts& texts) {
   const auto now = in_ns(begun.at);
   thread_mark().set(*this);
   std::lock_guard lock(mutex_);
@@ -358,7 +358,7 @@ FlightRing::Ticket Pen::began(int line, const Begun& begun, const CallTexts& tex
   return ring_.begin(begun, texts, step());
 }
 
-void Pen::ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool failed) {
+void StatusWriter::ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool failed) {
   const auto now = in_ns(std::chrono::steady_clock::now());  // the same clock, finer
   std::lock_guard lock(mutex_);
   if (watch_.is_of_this_thread() && watch_.is_waiting()) watch_.waited(now);
@@ -371,7 +371,7 @@ void Pen::ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool
   ring_.end(ticket, now, failed);
 }
 
-void Pen::waits(int line, std::int64_t sequence) {
+void StatusWriter::waits(int line, std::int64_t sequence) {
   const auto now = now_ms();
   std::lock_guard lock(mutex_);
   if (watch_.is_of_this_thread()) watch_.waits(now_ns());  // also of a group for which there is no line
@@ -381,7 +381,7 @@ void Pen::waits(int line, std::int64_t sequence) {
   });
 }
 
-void Pen::waited(int line, std::int64_t sequence) {
+void StatusWriter::waited(int line, std::int64_t sequence) {
   std::lock_guard lock(mutex_);
   if (watch_.is_of_this_thread() && watch_.is_waiting()) watch_.waited(now_ns());
   write<State>(line, [&](State& each) {

@@ -63,9 +63,9 @@ class Board {
 };
 
 // A rank's pen. Any thread.
-class Pen {
+class StatusWriter {
  public:
-  Pen(std::shared_ptr<Board> board, int rank);
+  StatusWriter(std::shared_ptr<Board> board, int rank);
 
   void step(std::int64_t step);
   std::int64_t step() const;
@@ -81,13 +81,13 @@ class Pen {
   // issues operations, too.
   class Blocked {
    public:
-    explicit Blocked(Pen* pen);  // null: nothing
+    explicit Blocked(StatusWriter* writer);  // null: nothing
     ~Blocked();
     Blocked(const Blocked&) = delete;
     Blocked& operator=(const Blocked&) = delete;
 
    private:
-    Pen* const pen_;
+    StatusWriter* const writer_;
   };
   void waits(int line, std::int64_t sequence);
   void waited(int line, std::int64_t sequence);
@@ -98,7 +98,7 @@ class Pen {
   template <typename What, typename F>
   void write(int line, F change);  // under the mutex
 
-  const std::uint64_t number_;  // of no other Pen of this process
+  const std::uint64_t number_;  // of no other StatusWriter of this process
   const std::shared_ptr<Board> board_;
   Board::Page& page_;
   FlightRing& ring_;

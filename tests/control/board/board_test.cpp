@@ -16,12 +16,12 @@ using std::chrono::milliseconds;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
-FlightRing::Ticket began(Pen& pen, int line, std::int64_t sequence, std::string_view operation,
+FlightRing::Ticket began(StatusWriter& status, int line, std::int64_t sequence, std::string_view operation,
                          std::string_view site, int peer) {
   CallTexts texts{};
   CallTexts::set(texts.operation, operation);
   CallTexts::set(texts.site, site);
-  return pen.began(line, {.key = 77, .sequence = sequence, .peer = peer, .message = peer >= 0}, texts);
+  return status.began(line, {.key = 77, .sequence = sequence, .peer = peer, .message = peer >= 0}, texts);
 }
 
 TEST(Board, what_a_rank_writes_the_agent_reads) {
@@ -29,11 +29,11 @@ TEST(Board, what_a_rank_writes_the_agent_reads) {
   board->prepare(2);
   EXPECT_EQ(board->rows(2).step, -1);
   EXPECT_THAT(board->rows(2).rows, IsEmpty());
-  Pen pen(board, 2);
-  const int line = pen.add_line(77, "world", false);
-  pen.step(12);
-  began(pen, line, 5, "all_reduce", "train.cpp:42", -1);
-  pen.waits(line, 5);
+  StatusWriter status(board, 2);
+  const int line = status.add_line(77, "world", false);
+  status.step(12);
+  began(status, line, 5, "all_reduce", "train.cpp:42", -1);
+  status.waits(line, 5);
   auto rows = board->rows(2);
   EXPECT_EQ(rows.step, 12);
   ASSERT_THAT(rows.rows, SizeIs(1));
@@ -44,8 +44,8 @@ TEST(Board, what_a_rank_writes_the_agent_reads) {
   EXPECT_EQ(rows.rows[0].sequence, 5);
   EXPECT_EQ(rows.rows[0].waits_for, 5);
   EXPECT_TRUE(rows.rows[0].running);
-  pen.waited(line, 5);
-  pen.ended(line, 5, FlightRing::kNone, false);
+  status.waited(line, 5);
+  status.ended(line, 5, FlightRing::kNone, false);
   rows = board->rows(2);
   EXPECT_FALSE(rows.rows[0].running);
   EXPECT_EQ(rows.rows[0].waits_for, -1);
@@ -55,23 +55,23 @@ TEST(Board, what_a_rank_writes_the_agent_reads) {
 TEST(Board, lines_of_groups_that_are_gone_are_used_again_when_needed) {
   auto board = std::make_shared<Board>(1);
   board->prepare(0);
-  Pen pen(board, 0);
+  StatusWriter status(board, 0);
   std::vector<int> lines;
-  for (int line = pen.add_line(0, "g", false); line >= 0; line = pen.add_line(0, "g", false))
+  for (int line = status.add_line(0, "g", false); line >= 0; line = status.add_line(0, "g", false))
     lines.push_back(line);
   ASSERT_GT(lines.size(), 8u);
-  EXPECT_EQ(pen.add_line(1, "more", false), -1);
-  began(pen, -1, 0, "all_reduce", "", -1);  // no line, no harm
-  pen.drop_line(lines[3]);
-  EXPECT_EQ(pen.add_line(1, "more", false), lines[3]);
-  EXPECT_EQ(pen.add_line(1, "more", false), -1);
+  EXPECT_EQ(status.add_line(1, "more", false), -1);
+  began(status, -1, 0, "all_reduce", "", -1);  // no line, no harm
+  status.drop_line(lines[3]);
+  EXPECT_EQ(status.add_line(1, "more", false), lines[3]);
+  EXPECT_EQ(status.add_line(1, "more", false), -1);
 }
 
 TEST(Board, long_names_are_cut) {
   auto board = std::make_shared<Board>(1);
   board->prepare(0);
-  Pen pen(board, 0);
-  began(pen, pen.add_line(1, std::string(500, 'g'), false), 0, std::string(500, 'o'), std::string(500, 's'),
+  StatusWriter status(board, 0);
+  began(status, status.add_line(1, std::string(500, 'g'), false), 0, std::string(500, 'o'), std::string(500, 's'),
         -1);
   const auto rows = board->rows(0);
   EXPECT_LT(rows.rows[0].group.size(), 64u);
@@ -84,9 +84,9 @@ TEST(Board, a_page_that_was_written_over_harms_nobody) {
   auto* bytes = reinterpret_cast<char*>(&board->page(0));
   for (int fill : {0x02, 0x7e, 0x80, 0xfe}) {  // even: the lines count as complete
     board->prepare(0);
-    Pen pen(board, 0);
-    const int line = pen.add_line(1, "g", false);
-    began(pen, line, 5, "all_reduce", "train.cpp:42", -1);
+    StatusWriter status(board, 0);
+    const int line = status.add_line(1, "g", false);
+    began(status, line, 5, "all_reduce", "train.cpp:42", -1);
     std::memset(bytes + sizeof(pthread_mutex_t), fill, 8192 - sizeof(pthread_mutex_t));
     const auto rows = board->rows(0);
     ASSERT_THAT(rows.rows, ::testing::Not(IsEmpty()));
@@ -104,11 +104,11 @@ TEST(Board, a_page_that_was_written_over_harms_nobody) {
 TEST(Board, a_reader_never_sees_half_a_line) {
   auto board = std::make_shared<Board>(1);
   board->prepare(0);
-  Pen pen(board, 0);
-  const int line = pen.add_line(1, "g", false);
+  StatusWriter status(board, 0);
+  const int line = status.add_line(1, "g", false);
   std::atomic<bool> end = false;
   std::thread writer([&] {
-    for (int i = 0; !end; ++i) began(pen, line, i, i % 2 ? "odd" : "even", i % 2 ? "odd.cpp" : "even.cpp", i);
+    for (int i = 0; !end; ++i) began(status, line, i, i % 2 ? "odd" : "even", i % 2 ? "odd.cpp" : "even.cpp", i);
   });
   for (int i = 0; i < 20000; ++i)
     for (const Row& row : board->rows(0).rows) {

@@ -39,15 +39,15 @@ struct FlightRingTest : ::testing::Test {
 };
 
 TEST_F(FlightRingTest, what_a_pen_writes_is_read) {
-  Pen pen(board, 1);
-  pen.step(12);
-  const auto first = pen.began(-1, {.key = -7, .sequence = 41, .count = 10, .bytes = 40, .peer = 1},
+  StatusWriter status(board, 1);
+  status.step(12);
+  const auto first = status.began(-1, {.key = -7, .sequence = 41, .count = 10, .bytes = 40, .peer = 1},
                                texts("broadcast", "train.cpp:80"));
   const auto second =
-      pen.began(-1, {.key = 9, .sequence = 2, .peer = 0, .message = true}, texts("send", "pipe.cpp:3"));
-  pen.began(-1, {.key = -7, .sequence = 42}, texts("barrier", "train.cpp:81"));
-  pen.ended(-1, 41, first, false);
-  pen.ended(-1, 2, second, true);
+      status.began(-1, {.key = 9, .sequence = 2, .peer = 0, .message = true}, texts("send", "pipe.cpp:3"));
+  status.began(-1, {.key = -7, .sequence = 42}, texts("barrier", "train.cpp:81"));
+  status.ended(-1, 41, first, false);
+  status.ended(-1, 2, second, true);
   const auto log = board->flight(1);
   EXPECT_EQ(log.begun, 3);
   ASSERT_THAT(log.entries, SizeIs(3));

@@ -189,14 +189,14 @@ TEST(Progress, any_byte_of_it_may_be_wrong) {
 TEST(Board, counts_waits_of_groups_without_a_line) {
   auto board = std::make_shared<Board>(1);
   board->prepare(0);
-  Pen pen(board, 0);
+  StatusWriter status(board, 0);
   std::uint64_t seen = 0;
-  pen.step(0);
-  const auto ticket = pen.began(-1, {.key = 77, .sequence = 0}, CallTexts{});
-  pen.waits(-1, 0);
+  status.step(0);
+  const auto ticket = status.began(-1, {.key = 77, .sequence = 0}, CallTexts{});
+  status.waits(-1, 0);
   std::this_thread::sleep_for(std::chrono::milliseconds(70));
-  pen.ended(-1, 0, ticket, false);
-  pen.step(1);
+  status.ended(-1, 0, ticket, false);
+  status.step(1);
   const auto rows = board->rows(0, seen);
   ASSERT_THAT(rows.times, SizeIs(1));
   EXPECT_GE(rows.times[0].waited_us, 69'000);
@@ -205,16 +205,16 @@ TEST(Board, counts_waits_of_groups_without_a_line) {
 TEST(Board, has_a_ranks_steps_and_metrics) {
   auto board = std::make_shared<Board>(2);
   board->prepare(1);
-  Pen pen(board, 1);
+  StatusWriter status(board, 1);
   std::uint64_t seen = 0;
-  const int line = pen.add_line(77, "world", false);
-  pen.step(3);
-  const auto ticket = pen.began(line, {.key = 77, .sequence = 0}, CallTexts{});
-  pen.waits(line, 0);
+  const int line = status.add_line(77, "world", false);
+  status.step(3);
+  const auto ticket = status.began(line, {.key = 77, .sequence = 0}, CallTexts{});
+  status.waits(line, 0);
   std::this_thread::sleep_for(std::chrono::milliseconds(70));
-  pen.ended(line, 0, ticket, false);
-  pen.step(4);
-  pen.metric("loss", std::nan(""), 3);
+  status.ended(line, 0, ticket, false);
+  status.step(4);
+  status.metric("loss", std::nan(""), 3);
   const auto rows = Rows::decode(board->rows(1, seen).encode());
   ASSERT_THAT(rows.times, SizeIs(1));
   EXPECT_EQ(rows.times[0].step, 3);
