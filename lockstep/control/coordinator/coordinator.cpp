@@ -46,7 +46,7 @@ void Coordinator::start() {
   group_seen_.clear();
   told_.clear();
   flights_.clear();
-  pace_ = {};
+  stragglers_ = {};
   store_ = {};
   failure_.reset();
   suspicion_.reset();
@@ -228,7 +228,7 @@ void Coordinator::all_came() {
                                   other->second, number, card.host, card.local_rank));
     }
   }
-  pace_ = {};
+  stragglers_ = {};
   for (const auto& [node, ranks] : ranks_of_node)
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       const Hello& card = *ranks_[ranks[i]].card;

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include <lockstep/control/board/flight.h>
-#include <lockstep/control/coordinator/pace.h>
+#include <lockstep/control/coordinator/straggler_detector.h>
 #include <lockstep/control/coordinator/store.h>
 #include <lockstep/control/wire/messages.h>
 
@@ -124,7 +124,7 @@ class Coordinator {
   std::map<std::int64_t, Clock::time_point> group_seen_;  // on some rank's page
   Clock::time_point forgets_at_{};
   StoreServer store_;
-  Pace pace_;
+  StragglerDetector stragglers_;
 
   int size_ = 0;  // of the job; 0: not known yet
   int attempt_ = 0;

@@ -28,7 +28,7 @@ int status_of(const Ended& ended) {
 void Coordinator::leave(int number) {
   Rank& rank = ranks_[number];
   rank.here = false;
-  pace_.forget(number);
+  stragglers_.forget(number);
   store_.forget(number);
   decide_stop();
 }
@@ -61,7 +61,7 @@ void Coordinator::rank_ended(int number, const Ended& ended) {
   if (rank.ended && !(rank.ended->clean() && !ended.clean())) return;
   rank.ended = ended;
   const bool was_here = std::exchange(rank.here, false);
-  pace_.forget(number);
+  stragglers_.forget(number);
   store_.forget(number);
   decide_stop();
   if (failure_) return;

@@ -233,22 +233,22 @@ Failure Coordinator::failure_of(const Stuck& stuck) const {
 }
 
 void Coordinator::note_steps(int number, Rank& rank) {
-  if (!rank.here) return pace_.forget(number);
-  for (const StepTime& time : rank.rows.times) pace_.note(number, time);
+  if (!rank.here) return stragglers_.forget(number);
+  for (const StepTime& time : rank.rows.times) stragglers_.note(number, time);
   if (std::any_of(rank.rows.rows.begin(), rank.rows.rows.end(), [](const Row& row) { return row.message; }))
-    pace_.has_stages();
+    stragglers_.has_stages();
 }
 
 void Coordinator::look_at_pace() {
   const auto beside = std::count_if(ranks_.begin(), ranks_.end(), [](const auto& each) {
     return each.second.here && each.second.node == 0;
   });
-  pace_.set_crowded(options_.cores > 0 && beside > options_.cores);
-  for (const auto& line : pace_.judge())
+  stragglers_.set_crowded(options_.cores > 0 && beside > options_.cores);
+  for (const auto& line : stragglers_.judge())
     if (!paused_) ports_.say(line);
   const auto first = ranks_.find(0);
   if (!ports_.status || first == ranks_.end() || !first->second.here || first->second.rows.step < 0) return;
-  Status status = pace_.status().value_or(Status{});
+  Status status = stragglers_.status().value_or(Status{});
   status.step = first->second.rows.step;
   status.metrics = first->second.rows.metrics;
   ports_.status(status);

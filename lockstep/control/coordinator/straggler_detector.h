@@ -25,7 +25,7 @@
 
 namespace lockstep::control {
 
-class Pace {
+class StragglerDetector {
  public:
   // In the order in which the rank made them.
   void note(int rank, const StepTime& time);

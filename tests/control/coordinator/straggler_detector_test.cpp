@@ -1,5 +1,5 @@
 // Who is slow: decided from steps that are made up.
-#include <lockstep/control/coordinator/pace.h>
+#include <lockstep/control/coordinator/straggler_detector.h>
 
 #include <cmath>
 #include <functional>
@@ -33,19 +33,19 @@ class Job {
         longest = std::max(longest, times.back());
       }
       for (int r = 0; r < ranks_; ++r)
-        pace.note(r, {.step = step_,
+        detector.note(r, {.step = step_,
                       .steps = 1,
                       .took_us = static_cast<std::int64_t>((longest + 1) * 1000),
                       .waited_us = static_cast<std::int64_t>(
                           (longest + 1 - times[static_cast<std::size_t>(r)]) * 1000)});
-      for (auto& line : pace.judge()) {
+      for (auto& line : detector.judge()) {
         lines.push_back(std::move(line));
         told_at.push_back(step_);
       }
     }
   }
 
-  Pace pace;
+  StragglerDetector detector;
   std::vector<std::string> lines;
   std::vector<std::int64_t> told_at;
 
@@ -54,9 +54,9 @@ class Job {
   std::int64_t step_ = 0;
 };
 
-TEST(Pace, waiting_for_a_turn_on_a_shared_processor_is_not_slow) {
+TEST(StragglerDetector, waiting_for_a_turn_on_a_shared_processor_is_not_slow) {
   Job job(8);
-  job.pace.set_crowded(true);
+  job.detector.set_crowded(true);
   job.run(40, [](int, std::int64_t) { return 0.2; });
   job.run(40, [](int rank, std::int64_t) { return rank == 1 ? 60 : 0.2; });
   EXPECT_THAT(job.lines, IsEmpty());
@@ -64,7 +64,7 @@ TEST(Pace, waiting_for_a_turn_on_a_shared_processor_is_not_slow) {
   EXPECT_THAT(job.lines, ElementsAre(HasSubstr("rank 1 is slow")));
 }
 
-TEST(Pace, names_a_rank_slowed_to_a_fifth_after_three_steps_and_tells_when_it_has_recovered) {
+TEST(StragglerDetector, names_a_rank_slowed_to_a_fifth_after_three_steps_and_tells_when_it_has_recovered) {
   Job job(4);
   job.run(17, [](int, std::int64_t) { return 20; });
   job.run(20, [](int rank, std::int64_t) { return rank == 2 ? 96 : 20; });
@@ -78,7 +78,7 @@ TEST(Pace, names_a_rank_slowed_to_a_fifth_after_three_steps_and_tells_when_it_ha
             "rank 2 is no longer slow: its steps take 1.1 times the others' (busy 22 ms, step 41)");
 }
 
-TEST(Pace, finds_it_with_any_number_of_ranks_and_from_the_first_steps_on) {
+TEST(StragglerDetector, finds_it_with_any_number_of_ranks_and_from_the_first_steps_on) {
   for (int ranks : {2, 3, 4, 5, 8, 64}) {
     Job job(ranks);
     job.run(30, [&](int rank, std::int64_t) { return rank == ranks - 1 ? 50 : 10; });
@@ -88,14 +88,14 @@ TEST(Pace, finds_it_with_any_number_of_ranks_and_from_the_first_steps_on) {
   }
 }
 
-TEST(Pace, names_half_of_the_ranks_where_a_whole_host_is_slow) {
+TEST(StragglerDetector, names_half_of_the_ranks_where_a_whole_host_is_slow) {
   Job job(8);
   job.run(20, [](int, std::int64_t) { return 30; });
   job.run(10, [](int rank, std::int64_t) { return rank >= 4 ? 150 : 30; });
   EXPECT_THAT(job.lines, SizeIs(4));
 }
 
-TEST(Pace, says_nothing_of_first_steps_single_long_ones_and_short_ones) {
+TEST(StragglerDetector, says_nothing_of_first_steps_single_long_ones_and_short_ones) {
   Job job(2);
   job.run(3, [](int rank, std::int64_t) { return rank == 0 ? 5000 : 100; });  // makes what is made once
   job.run(500, [](int rank, std::int64_t step) { return rank == 0 && step % 50 < 2 ? 2000 : 20; });  // saves
@@ -103,14 +103,14 @@ TEST(Pace, says_nothing_of_first_steps_single_long_ones_and_short_ones) {
   EXPECT_THAT(job.lines, IsEmpty());
 }
 
-TEST(Pace, nobody_is_slow_because_others_have_less_to_do) {
+TEST(StragglerDetector, nobody_is_slow_because_others_have_less_to_do) {
   Job job(2);
   job.run(50, [](int, std::int64_t) { return 40; });
   job.run(50, [](int rank, std::int64_t) { return rank == 0 ? 40 : 0.5; });
   EXPECT_THAT(job.lines, IsEmpty());
 }
 
-TEST(Pace, work_that_grows_on_every_rank_is_nobodys_fault) {
+TEST(StragglerDetector, work_that_grows_on_every_rank_is_nobodys_fault) {
   Job job(4);
   job.run(1000, [](int, std::int64_t step) { return 10 + static_cast<double>(step); });
   job.run(100, [](int, std::int64_t) { return 5; });
@@ -118,10 +118,10 @@ TEST(Pace, work_that_grows_on_every_rank_is_nobodys_fault) {
   EXPECT_THAT(job.lines, IsEmpty());
 }
 
-TEST(Pace, stages_of_a_pipeline_are_compared_with_themselves) {
+TEST(StragglerDetector, stages_of_a_pipeline_are_compared_with_themselves) {
   const auto stage = [](int rank, std::int64_t) { return rank == 0 ? 4.0 : rank == 3 ? 80.0 : 20.0; };
   Job job(4);
-  job.pace.has_stages();
+  job.detector.has_stages();
   job.run(1000, stage);
   EXPECT_THAT(job.lines, IsEmpty()) << "uneven, and steady";
   job.run(3, [&](int rank, std::int64_t step) { return stage(rank, step) * (rank == 0 ? 5 : 1); });
@@ -130,12 +130,12 @@ TEST(Pace, stages_of_a_pipeline_are_compared_with_themselves) {
                           "4.0 ms, steps 1000 to 1002)"));
 }
 
-TEST(Pace, compares_the_same_steps_whenever_they_are_told_and_whatever_is_missing) {
-  Pace pace;
+TEST(StragglerDetector, compares_the_same_steps_whenever_they_are_told_and_whatever_is_missing) {
+  StragglerDetector detector;
   std::vector<std::string> lines;
   auto tell = [&](int rank, std::int64_t step, std::int64_t busy_ms) {
-    pace.note(rank, {.step = step, .steps = 1, .took_us = 200'000, .waited_us = 200'000 - busy_ms * 1000});
-    for (auto& line : pace.judge()) lines.push_back(line);
+    detector.note(rank, {.step = step, .steps = 1, .took_us = 200'000, .waited_us = 200'000 - busy_ms * 1000});
+    for (auto& line : detector.judge()) lines.push_back(line);
   };
   // Every tenth step is long for all; rank 1 is late in telling, and some are lost.
   for (std::int64_t block = 0; block < 100; ++block) {
@@ -151,41 +151,41 @@ TEST(Pace, compares_the_same_steps_whenever_they_are_told_and_whatever_is_missin
   EXPECT_THAT(lines, SizeIs(1));
 }
 
-TEST(Pace, does_not_wait_for_a_rank_that_makes_no_more_steps) {
+TEST(StragglerDetector, does_not_wait_for_a_rank_that_makes_no_more_steps) {
   Job job(3);
   job.run(10, [](int, std::int64_t) { return 20; });
   for (std::int64_t step = 10; step < 200; ++step) {
     for (int rank : {0, 1})
-      job.pace.note(rank,
+      job.detector.note(rank,
                     {.step = step, .steps = 1, .took_us = 100'000, .waited_us = rank == 0 ? 0 : 80'000});
-    for (auto& line : job.pace.judge()) job.lines.push_back(line);
+    for (auto& line : job.detector.judge()) job.lines.push_back(line);
   }
   EXPECT_THAT(job.lines, ElementsAre(HasSubstr("rank 0 is slow: its steps take 5.0 times")));
 }
 
 // Where steps are counted from 0 in each epoch, and one rank alone makes many, for an evaluation say.
-TEST(Pace, compares_ranks_again_that_were_apart_for_long) {
-  Pace pace;
+TEST(StragglerDetector, compares_ranks_again_that_were_apart_for_long) {
+  StragglerDetector detector;
   std::vector<std::string> lines;
   const auto epoch = [&](std::int64_t us_of_rank_1) {
     for (std::int64_t step = 0; step < 100; ++step) {
-      pace.note(0, {.step = step, .took_us = us_of_rank_1, .waited_us = us_of_rank_1 - 100'000});
-      pace.note(1, {.step = step, .took_us = us_of_rank_1});
-      for (auto& line : pace.judge()) lines.push_back(std::move(line));
+      detector.note(0, {.step = step, .took_us = us_of_rank_1, .waited_us = us_of_rank_1 - 100'000});
+      detector.note(1, {.step = step, .took_us = us_of_rank_1});
+      for (auto& line : detector.judge()) lines.push_back(std::move(line));
     }
   };
   for (int i = 0; i < 3; ++i) epoch(100'000);
   for (std::int64_t step = 100; step < 300; ++step) {
-    pace.note(0, {.step = step, .took_us = 100'000});
-    pace.judge();
+    detector.note(0, {.step = step, .took_us = 100'000});
+    detector.judge();
   }
   EXPECT_THAT(lines, IsEmpty());
   for (int i = 0; i < 2; ++i) epoch(500'000);
   EXPECT_THAT(lines, ElementsAre(HasSubstr("rank 1 is slow: its steps take 5.0 times")));
-  EXPECT_NEAR(pace.status()->steps_per_second, 2, 0.1);
+  EXPECT_NEAR(detector.status()->steps_per_second, 2, 0.1);
 }
 
-TEST(Pace, one_that_is_slow_again_and_again_is_named_less_and_less) {
+TEST(StragglerDetector, one_that_is_slow_again_and_again_is_named_less_and_less) {
   Job job(2);
   for (int i = 0; i < 200; ++i) {
     job.run(10, [](int rank, std::int64_t) { return rank == 0 ? 100 : 20; });
@@ -196,7 +196,7 @@ TEST(Pace, one_that_is_slow_again_and_again_is_named_less_and_less) {
 
 // Noise as of a busy machine: one step in twenty of a rank takes longer, by a factor without a mean (Pareto,
 // 1), cut at 50; besides, all times vary by a tenth or so. Bursts of two steps come too.
-TEST(Pace, gives_no_false_alarm_in_healthy_steps_with_heavy_tailed_noise) {
+TEST(StragglerDetector, gives_no_false_alarm_in_healthy_steps_with_heavy_tailed_noise) {
   constexpr std::int64_t kSteps = 25'000;
   int alarms = 0;
   std::int64_t long_steps = 0;
@@ -228,7 +228,7 @@ TEST(Pace, gives_no_false_alarm_in_healthy_steps_with_heavy_tailed_noise) {
 }
 
 // And with that noise one that is really slow is found, though it may take a few steps more.
-TEST(Pace, finds_a_slow_rank_in_noise) {
+TEST(StragglerDetector, finds_a_slow_rank_in_noise) {
   std::mt19937_64 random(5);
   std::uniform_real_distribution<double> uniform(1e-9, 1);
   std::lognormal_distribution<double> spread(0, 0.15);
@@ -243,11 +243,11 @@ TEST(Pace, finds_a_slow_rank_in_noise) {
   EXPECT_LE(job.told_at[0], 1010);
 }
 
-TEST(Pace, has_what_the_status_shows) {
+TEST(StragglerDetector, has_what_the_status_shows) {
   Job job(4);
-  EXPECT_FALSE(job.pace.status());
+  EXPECT_FALSE(job.detector.status());
   job.run(30, [](int rank, std::int64_t) { return rank == 3 ? 99 : 49.5; });
-  const auto status = job.pace.status();
+  const auto status = job.detector.status();
   ASSERT_TRUE(status);
   EXPECT_NEAR(status->steps_per_second, 10, 0.1);
   EXPECT_EQ(status->slowest, 3);

@@ -1,4 +1,4 @@
-#include <lockstep/control/coordinator/pace.h>
+#include <lockstep/control/coordinator/straggler_detector.h>
 
 #include <algorithm>
 #include <cmath>
@@ -38,7 +38,7 @@ double middle_of_others(const std::vector<double>& sorted, std::size_t place) {
 
 }  // namespace
 
-void Pace::note(int number, const StepTime& time) {
+void StragglerDetector::note(int number, const StepTime& time) {
   Rank& rank = ranks_[number];
   if (time.step <= rank.last.second) ++rank.round;
   rank.last = {rank.round, time.step};
@@ -59,9 +59,9 @@ void Pace::note(int number, const StepTime& time) {
   }
 }
 
-void Pace::forget(int rank) { ranks_.erase(rank); }
+void StragglerDetector::forget(int rank) { ranks_.erase(rank); }
 
-std::vector<std::string> Pace::judge() {
+std::vector<std::string> StragglerDetector::judge() {
   std::vector<std::string> lines;
   if (ranks_.size() < 2) {
     for (auto& [number, rank] : ranks_) rank.waiting.clear();
@@ -80,7 +80,7 @@ std::vector<std::string> Pace::judge() {
   return lines;
 }
 
-void Pace::compare(std::vector<Share>& shares, std::vector<std::string>& lines) {
+void StragglerDetector::compare(std::vector<Share>& shares, std::vector<std::string>& lines) {
   double took = 0, waited = 0;
   for (const Share& share : shares) {
     took += share.entry->took_us;
@@ -125,7 +125,7 @@ void Pace::compare(std::vector<Share>& shares, std::vector<std::string>& lines) 
   }
 }
 
-void Pace::look(const Share& share, double others, std::vector<std::string>& lines) {
+void StragglerDetector::look(const Share& share, double others, std::vector<std::string>& lines) {
   Rank& rank = *share.rank;
   const Entry& entry = *share.entry;
   const bool known = rank.usual.size() >= kKnown;
@@ -180,7 +180,7 @@ void Pace::look(const Share& share, double others, std::vector<std::string>& lin
 // So many long steps in a row that chance has no part in them, by how often such a row begins, and how often
 // it goes on (noise comes in bursts): on this rank, or on all, whichever is more. One that was named before
 // is not named for less.
-int Pace::needed(const Rank& rank) const {
+int StragglerDetector::needed(const Rank& rank) const {
   double begins = 0, goes_on = 0;
   for (const Noise& noise : {rank.noise, noise_}) {
     begins = std::max(begins, (noise.rows + 0.5) / (noise.steps + 100));
@@ -190,14 +190,14 @@ int Pace::needed(const Rank& rank) const {
   return std::max(kInARow, 1 + static_cast<int>(std::ceil(more))) << std::min(rank.times_named, 10);
 }
 
-double Pace::middle(const std::deque<double>& values) {
+double StragglerDetector::middle(const std::deque<double>& values) {
   std::vector<double> sorted(values.begin(), values.end());
   const auto at = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2);
   std::nth_element(sorted.begin(), at, sorted.end());
   return *at;
 }
 
-std::optional<Status> Pace::status() const {
+std::optional<Status> StragglerDetector::status() const {
   if (recent_.empty()) return std::nullopt;
   Status status;
   double steps = 0, us = 0;
