@@ -111,7 +111,7 @@ struct Board::Page {
   pthread_mutex_t alive;
   std::atomic<std::int64_t> step, committed;
   std::atomic<std::int32_t> threads, blocked;  // that issue operations; of these, in a wait
-  Progress progress;
+  StepRecord progress;
   VersionedLine lines[Board::kLines];
 };
 

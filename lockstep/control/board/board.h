@@ -103,7 +103,7 @@ class StatusWriter {
   Board::Page& page_;
   FlightRing& ring_;
   std::mutex mutex_;
-  StepWatch watch_;
+  StepTimer watch_;
 };
 
 }  // namespace lockstep::control

@@ -33,7 +33,7 @@ std::string shortened(std::string_view name, std::size_t most) {
 }  // namespace
 
 // A reader that finds a word of what is written over the entry then finds that count too, and leaves it out.
-void Progress::add(const StepTime& time) {
+void StepRecord::add(const StepTime& time) {
   const auto count = count_.load(std::memory_order_relaxed);
   Time& place = times_[count % kTimes];
   place.step.store(time.step, std::memory_order_release);
@@ -43,7 +43,7 @@ void Progress::add(const StepTime& time) {
   count_.store(count + 1, std::memory_order_release);
 }
 
-std::vector<StepTime> Progress::times(std::uint64_t& seen) const {
+std::vector<StepTime> StepRecord::times(std::uint64_t& seen) const {
   const auto count = count_.load(std::memory_order_acquire);
   if (seen > count) seen = 0;  // the page of another process
   const auto first = std::max(seen, count - std::min<std::uint64_t>(count, kTimes));
@@ -74,7 +74,7 @@ std::vector<StepTime> Progress::times(std::uint64_t& seen) const {
   return times;
 }
 
-void Progress::metric(std::string_view name, double value, std::int64_t step) {
+void StepRecord::metric(std::string_view name, double value, std::int64_t step) {
   std::array<char, kName> cut{};
   const auto shown = shortened(name, kName - 1);
   std::copy(shown.begin(), shown.end(), cut.begin());
@@ -95,7 +95,7 @@ void Progress::metric(std::string_view name, double value, std::int64_t step) {
   }
 }
 
-std::vector<Metric> Progress::metrics() const {
+std::vector<Metric> StepRecord::metrics() const {
   std::vector<Metric> metrics;
   for (const Slot& slot : metrics_) {
     if (slot.used.load(std::memory_order_acquire) == 0) continue;
@@ -112,13 +112,13 @@ std::vector<Metric> Progress::metrics() const {
   return metrics;
 }
 
-void StepWatch::waited(std::int64_t now) {
+void StepTimer::waited(std::int64_t now) {
   if (waits_since_ < 0) return;
   waited_ += std::max<std::int64_t>(0, now - waits_since_);
   waits_since_ = -1;
 }
 
-StepWatch::Times StepWatch::step(std::int64_t step, std::int64_t now) {
+StepTimer::Times StepTimer::step(std::int64_t step, std::int64_t now) {
   if (step_ < 0 || !is_of_this_thread()) {
     *this = {};
     thread_ = std::this_thread::get_id();
@@ -144,7 +144,7 @@ StepWatch::Times StepWatch::step(std::int64_t step, std::int64_t now) {
   return times;
 }
 
-StepTime StepWatch::tell(std::int64_t last, std::int64_t until, std::int64_t waited) {
+StepTime StepTimer::tell(std::int64_t last, std::int64_t until, std::int64_t waited) {
   StepTime time{
       .step = last, .steps = steps_, .took_us = (until - begun_) / 1000, .waited_us = waited / 1000};
   time.waited_us = std::min(time.waited_us, time.took_us);

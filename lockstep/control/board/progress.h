@@ -15,7 +15,7 @@
 namespace lockstep::control {
 
 // In shared memory, all zeros at first. One writes; whoever reads may find any value there.
-class Progress {
+class StepRecord {
  public:
   void add(const StepTime& time);
   // The first few names are kept, and "loss" and "samples" always.
@@ -44,7 +44,7 @@ class Progress {
 
 // The steps of one thread, the one that calls step(), and its waits. No clock: times come from outside, in
 // ns.
-class StepWatch {
+class StepTimer {
  public:
   bool is_of_this_thread() const { return thread_ == std::this_thread::get_id(); }
   bool is_waiting() const { return waits_since_ >= 0; }

@@ -20,10 +20,10 @@ using ::testing::SizeIs;
 constexpr std::int64_t kMs = 1'000'000;
 
 // As the agent makes a page: of zeros.
-std::unique_ptr<Progress> page() { return std::unique_ptr<Progress>(new Progress()); }
+std::unique_ptr<StepRecord> page() { return std::unique_ptr<StepRecord>(new StepRecord()); }
 
-TEST(StepWatch, tells_how_long_a_step_took_and_how_much_of_it_was_waiting) {
-  StepWatch watch;
+TEST(StepTimer, tells_how_long_a_step_took_and_how_much_of_it_was_waiting) {
+  StepTimer watch;
   EXPECT_FALSE(watch.is_of_this_thread());
   EXPECT_FALSE(watch.step(7, 0)[1]) << "none has ended";
   EXPECT_TRUE(watch.is_of_this_thread());
@@ -40,8 +40,8 @@ TEST(StepWatch, tells_how_long_a_step_took_and_how_much_of_it_was_waiting) {
   EXPECT_EQ(time->waited_us, 25'000);
 }
 
-TEST(StepWatch, tells_of_short_steps_together_and_of_the_same_on_every_rank) {
-  StepWatch one, other;
+TEST(StepTimer, tells_of_short_steps_together_and_of_the_same_on_every_rank) {
+  StepTimer one, other;
   std::vector<std::int64_t> told;
   std::int64_t now = 0;
   int both = 0;
@@ -59,8 +59,8 @@ TEST(StepWatch, tells_of_short_steps_together_and_of_the_same_on_every_rank) {
   EXPECT_EQ((told.back() + 1) % 32, 0);
 }
 
-TEST(StepWatch, tells_of_a_long_step_by_itself) {
-  StepWatch watch;
+TEST(StepTimer, tells_of_a_long_step_by_itself) {
+  StepTimer watch;
   std::int64_t now = 0;
   for (std::int64_t step = 0; step <= 18; ++step, now += 20 * kMs)
     watch.step(step, now);  // 16 and 17 are not told
@@ -82,15 +82,15 @@ TEST(StepWatch, tells_of_a_long_step_by_itself) {
   EXPECT_EQ(next[1]->waited_us, 0);
 }
 
-TEST(StepWatch, tells_of_steps_that_are_no_multiples_of_anything) {
-  StepWatch watch;
+TEST(StepTimer, tells_of_steps_that_are_no_multiples_of_anything) {
+  StepTimer watch;
   int told = 0;
   for (std::int64_t i = 0; i < 3000; ++i) told += watch.step(2 * i, i * kMs)[1].has_value();
   EXPECT_GE(told, 5);
 }
 
-TEST(StepWatch, begins_anew_in_another_thread) {
-  StepWatch watch;
+TEST(StepTimer, begins_anew_in_another_thread) {
+  StepTimer watch;
   watch.step(0, 0);
   std::thread([&] {
     EXPECT_FALSE(watch.is_of_this_thread());
@@ -99,7 +99,7 @@ TEST(StepWatch, begins_anew_in_another_thread) {
   }).join();
 }
 
-TEST(Progress, hands_out_each_time_once) {
+TEST(StepRecord, hands_out_each_time_once) {
   auto progress = page();
   std::uint64_t seen = 0;
   EXPECT_THAT(progress->times(seen), IsEmpty());
@@ -119,7 +119,7 @@ TEST(Progress, hands_out_each_time_once) {
   EXPECT_THAT(progress->times(seen), SizeIs(15));
 }
 
-TEST(Progress, readers_find_only_what_was_written) {
+TEST(StepRecord, readers_find_only_what_was_written) {
   auto progress = page();
   std::atomic<bool> done = false;
   std::thread writer([&] {
@@ -141,7 +141,7 @@ TEST(Progress, readers_find_only_what_was_written) {
   writer.join();
 }
 
-TEST(Progress, keeps_the_last_value_of_a_few_metrics_and_always_the_loss) {
+TEST(StepRecord, keeps_the_last_value_of_a_few_metrics_and_always_the_loss) {
   auto progress = page();
   for (const char* name : {"a", "b", "c", "d", "e", "f"}) progress->metric(name, 1, 3);
   progress->metric("loss", 0.5, 4);
@@ -155,7 +155,7 @@ TEST(Progress, keeps_the_last_value_of_a_few_metrics_and_always_the_loss) {
   EXPECT_EQ(progress->metrics()[1].step, 5);
 }
 
-TEST(Progress, long_names_lose_their_middle_and_stay_apart) {
+TEST(StepRecord, long_names_lose_their_middle_and_stay_apart) {
   auto progress = page();
   progress->metric("evaluation/accuracy/top1", 1, 0);
   progress->metric("evaluation/accuracy/top5", 5, 0);
@@ -169,7 +169,7 @@ TEST(Progress, long_names_lose_their_middle_and_stay_apart) {
   EXPECT_EQ(progress->metrics()[0].value, 1);
 }
 
-TEST(Progress, any_byte_of_it_may_be_wrong) {
+TEST(StepRecord, any_byte_of_it_may_be_wrong) {
   auto progress = page();
   std::memset(static_cast<void*>(progress.get()), 0xff, sizeof *progress);
   std::uint64_t seen = 0;
