@@ -12,7 +12,7 @@
 #include <lockstep/control/link/key.h>
 #include <lockstep/launch/network.h>
 #include <lockstep/launch/rank_process.h>
-#include <lockstep/launch/supervisor.h>
+#include <lockstep/launch/launcher.h>
 #include <lockstep/metrics/metric_log.h>
 #include <lockstep/os/host.h>
 #include <lockstep/profile/record/rank_profile.h>
@@ -25,7 +25,7 @@ namespace {
 constexpr int kMostRanks = 4096, kMostNodes = 65536;
 
 struct Request {
-  detail::LaunchPlan plan;
+  detail::LaunchOptions options;
   std::string master, master_address, master_port, key_file;
   std::optional<int> node;
   std::string profile, profile_directory = "profile";  // which steps; none where it is empty
@@ -79,20 +79,20 @@ void check_variable(const std::string& option, const std::string& text, const st
 }
 
 // A rank that is named must be there. On several hosts only the head knows how many there are.
-void check_rank(const detail::LaunchPlan& plan, const std::string& option, int rank) {
-  if (plan.num_nodes == 1 && rank >= plan.num_ranks)
+void check_rank(const detail::LaunchOptions& options, const std::string& option, int rank) {
+  if (options.num_nodes == 1 && rank >= options.num_ranks)
     throw ConfigError(
-        fmt::format("{} names rank {}, and there are only ranks 0 to {}", option, rank, plan.num_ranks - 1));
+        fmt::format("{} names rank {}, and there are only ranks 0 to {}", option, rank, options.num_ranks - 1));
 }
 
 void resolve_hosts(Request& request) {
-  auto& plan = request.plan;
+  auto& options = request.options;
   const bool apart = !request.master_address.empty() || !request.master_port.empty();
   if (apart && !request.master.empty())
     throw ConfigError("--master and --master-addr, --master-port say the same thing: give one of them");
   if (apart && (request.master_address.empty() || request.master_port.empty()))
     throw ConfigError("--master-addr and --master-port belong together: --master HOST:PORT is both");
-  if (plan.num_nodes == 1) {
+  if (options.num_nodes == 1) {
     if (request.node.value_or(0) != 0)
       throw ConfigError(
           fmt::format("--node-rank={} is not allowed: with one host (--nnodes 1) 0 is", *request.node));
@@ -104,21 +104,21 @@ void resolve_hosts(Request& request) {
   if (!request.node)
     throw ConfigError(
         fmt::format("--nnodes {} needs --node-rank: which of the hosts this one is, from 0 to {}",
-                    plan.num_nodes, plan.num_nodes - 1));
-  if (*request.node >= plan.num_nodes)
+                    options.num_nodes, options.num_nodes - 1));
+  if (*request.node >= options.num_nodes)
     throw ConfigError(fmt::format("--node-rank={} is not allowed: with --nnodes {} it is from 0 to {}",
-                                  *request.node, plan.num_nodes, plan.num_nodes - 1));
-  plan.node = *request.node;
+                                  *request.node, options.num_nodes, options.num_nodes - 1));
+  options.node = *request.node;
   if (request.master.empty() && !apart)
     throw ConfigError(
         fmt::format("--nnodes {} needs --master HOST:PORT: an address of the host with --node-rank 0, and a "
                     "free port of it",
-                    plan.num_nodes));
+                    options.num_nodes));
   if (apart) {
-    plan.master_address = request.master_address;
-    plan.master_port = whole_or_throw("--master-port", request.master_port, 1, 65535);
+    options.master_address = request.master_address;
+    options.master_port = whole_or_throw("--master-port", request.master_port, 1, 65535);
   } else {
-    std::tie(plan.master_address, plan.master_port) = detail::parse_endpoint("--master", request.master);
+    std::tie(options.master_address, options.master_port) = detail::parse_endpoint("--master", request.master);
   }
   const auto key = control::job_key(request.key_file);
   if (!key)
@@ -126,44 +126,44 @@ void resolve_hosts(Request& request) {
         "several hosts need a key that all of them have, so that no stranger can join:\n"
         "  lockstep key --output job.key    once; then copy it to every host, for you alone (0600)\n"
         "  --key-file job.key               on every host");
-  plan.key = *key;
+  options.key = *key;
   // Jobs that were given the same key by SLURM's users differ in this.
-  plan.job = fmt::format("run {} {}.{}", plan.num_nodes, env::text("SLURM_JOB_ID").value_or("-"),
+  options.job = fmt::format("run {} {}.{}", options.num_nodes, env::text("SLURM_JOB_ID").value_or("-"),
                          env::text("SLURM_STEP_ID").value_or("-"));
 }
 
 void check(Request& request) {
-  auto& plan = request.plan;
+  auto& options = request.options;
   resolve_hosts(request);
-  if (plan.stdin_rank) check_rank(plan, "--stdin", *plan.stdin_rank);
-  check_rank(plan, "--show", plan.show.highest());
+  if (options.stdin_rank) check_rank(options, "--stdin", *options.stdin_rank);
+  check_rank(options, "--show", options.show.highest());
   std::error_code error;
-  if (!plan.directory.empty() && !std::filesystem::is_directory(plan.directory, error))
-    throw ConfigError(fmt::format("--chdir='{}' is not allowed: {}", plan.directory,
+  if (!options.directory.empty() && !std::filesystem::is_directory(options.directory, error))
+    throw ConfigError(fmt::format("--chdir='{}' is not allowed: {}", options.directory,
                                   error && error != std::errc::no_such_file_or_directory
                                       ? error.message()
                                       : "there is no such folder"));
-  for (const auto& [name, value] : plan.set_environment)
-    if (const auto& unset = plan.unset_environment;
+  for (const auto& [name, value] : options.set_environment)
+    if (const auto& unset = options.unset_environment;
         std::find(unset.begin(), unset.end(), name) != unset.end())
       throw ConfigError(fmt::format("--env and --unset-env both name {}: give one of them", name));
-  const bool named = !plan.flight_record.empty();
-  if (!named) plan.flight_record = env::text("LOCKSTEP_FLIGHT_RECORD").value_or("");
+  const bool named = !options.flight_record.empty();
+  if (!named) options.flight_record = env::text("LOCKSTEP_FLIGHT_RECORD").value_or("");
   // After the failure it would be too late to say so.
-  if (const auto folder = std::filesystem::path(plan.flight_record).parent_path();
+  if (const auto folder = std::filesystem::path(options.flight_record).parent_path();
       !folder.empty() && !std::filesystem::is_directory(folder, error))
-    throw not_allowed(named ? "--flight-record" : "LOCKSTEP_FLIGHT_RECORD", plan.flight_record,
+    throw not_allowed(named ? "--flight-record" : "LOCKSTEP_FLIGHT_RECORD", options.flight_record,
                       "a file in a folder that is there");
-  if (!plan.metrics.empty()) {
+  if (!options.metrics.empty()) {
     // As it is seen from here, wherever the ranks start. Only rank 0's host must have it, and that is not
     // known yet.
-    plan.metrics = std::filesystem::absolute(plan.metrics).lexically_normal().string();
-    if (plan.node == 0) detail::check_metric_folder("--metrics", plan.metrics);
+    options.metrics = std::filesystem::absolute(options.metrics).lexically_normal().string();
+    if (options.node == 0) detail::check_metric_folder("--metrics", options.metrics);
   }
-  if (!plan.interface.empty()) {
+  if (!options.interface.empty()) {
     const auto names = detail::network_interfaces();
-    if (std::find(names.begin(), names.end(), plan.interface) == names.end())
-      throw not_allowed("--interface", plan.interface, fmt::format("one of {}", fmt::join(names, ", ")));
+    if (std::find(names.begin(), names.end(), options.interface) == names.end())
+      throw not_allowed("--interface", options.interface, fmt::format("one of {}", fmt::join(names, ", ")));
   }
 }
 
@@ -211,21 +211,21 @@ class Adder {
 };
 
 void add_rank_options(Adder& add, Request& request) {
-  auto& plan = request.plan;
+  auto& options = request.options;
   add.group("Ranks");
   add.value("-n,--nproc", "K|auto", "How many ranks this host has; auto: one per GPU, else one per core",
-            [&](const auto& text) { plan.num_ranks = ranks_here(text); })
+            [&](const auto& text) { options.num_ranks = ranks_here(text); })
       ->required();
   add.value(
       "--threads", "K",
       "Threads of each rank, which finds them as OMP_NUM_THREADS and\nLOCKSTEP_THREADS; by default what "
       "LOCKSTEP_THREADS says, else\nOMP_NUM_THREADS, else cores / ranks",
-      [&](const auto& text) { plan.threads = whole_or_throw("--threads", text, 1, detail::kMostThreads); });
+      [&](const auto& text) { options.threads = whole_or_throw("--threads", text, 1, detail::kMostThreads); });
   add.value("--bind", "auto|cores|none",
             "Each rank to its own cores; auto: where there are enough of them and\nno CPU quota",
             [&](const auto& text) {
               using detail::Bind;
-              plan.bind = one_of<Bind>(
+              options.bind = one_of<Bind>(
                   "--bind", text, {{"auto", Bind::automatic}, {"cores", Bind::cores}, {"none", Bind::none}});
             });
   add.repeated("--env", "NAME=VALUE", "Set a variable for the ranks; may be given several times",
@@ -233,42 +233,42 @@ void add_rank_options(Adder& add, Request& request) {
                  const auto equals = text.find('=');
                  const auto name = equals == std::string::npos ? "" : text.substr(0, equals);
                  check_variable("--env", text, name);
-                 plan.set_environment.emplace_back(name, text.substr(equals + 1));
+                 options.set_environment.emplace_back(name, text.substr(equals + 1));
                });
   add.repeated("--unset-env", "NAME", "Do not pass a variable on; may be given several times",
                [&](const auto& text) {
                  check_variable("--unset-env", text, text.find('=') == std::string::npos ? text : "");
-                 plan.unset_environment.push_back(text);
+                 options.unset_environment.push_back(text);
                });
   add.value("--chdir", "DIR", "Start the ranks in this folder",
-            [&](const auto& text) { plan.directory = text; });
+            [&](const auto& text) { options.directory = text; });
   add.value("--stdin", "RANK|none", "Which rank gets the standard input; 0 by default",
             [&](const auto& text) {
               if (text == "none")
-                plan.stdin_rank.reset();
+                options.stdin_rank.reset();
               else if (const auto rank = whole(text, 0, kMostRanks * kMostNodes - 1))
-                plan.stdin_rank = rank;
+                options.stdin_rank = rank;
               else
                 throw not_allowed("--stdin", text, "a rank or none");
             });
 }
 
 void add_output_options(Adder& add, Request& request) {
-  auto& plan = request.plan;
+  auto& options = request.options;
   add.group("Output");
   add.value("--show", "RANKS", "Whose output is shown: all, none, or a list such as 0,2 or 0-3",
-            [&](const auto& text) { plan.show = detail::RankSet::parse("--show", text); });
+            [&](const auto& text) { options.show = detail::RankSet::parse("--show", text); });
   add.value("--prefix", "auto|always|never", "The rank before each line; auto: unless there is only one",
             [&](const auto& text) {
               using detail::Prefix;
-              plan.prefix = one_of<Prefix>(
+              options.prefix = one_of<Prefix>(
                   "--prefix", text,
                   {{"auto", Prefix::automatic}, {"always", Prefix::always}, {"never", Prefix::never}});
             });
   add.value("--log-dir", "DIR",
             "Also keep each rank's output as it is, in DIR/rank-K.log, and after the\nR-th restart in "
             "DIR/rank-K.restart-R.log;\nfiles that are there are gone on with",
-            [&](const auto& text) { plan.log_directory = text; });
+            [&](const auto& text) { options.log_directory = text; });
   add.value(
       "--status", "auto|always|never",
       "A line at the bottom with step, speed, loss and the slowest rank; auto: on a\nterminal; always: "
@@ -276,19 +276,19 @@ void add_output_options(Adder& add, Request& request) {
       "too, as a line every 10 s",
       [&](const auto& text) {
         using detail::StatusLine;
-        plan.status = one_of<StatusLine>(
+        options.status = one_of<StatusLine>(
             "--status", text,
             {{"auto", StatusLine::automatic}, {"always", StatusLine::always}, {"never", StatusLine::never}});
       });
   add.value("--metrics", "DIR",
             "Where World::log_metric writes: DIR/metrics.jsonl and TensorBoard's event\nfiles; else what "
             "LOCKSTEP_METRICS says",
-            [&](const auto& text) { plan.metrics = text; });
+            [&](const auto& text) { options.metrics = text; });
   add.value("--metrics-format", "jsonl|csv", "jsonl by default", [&](const auto& text) {
     detail::parse_metric_format("--metrics-format", text);
-    plan.metrics_format = text;
+    options.metrics_format = text;
   });
-  add.flag("-q,--quiet", "No line at the start", plan.quiet);
+  add.flag("-q,--quiet", "No line at the start", options.quiet);
 }
 
 // Such as 10:20; whether it makes sense is another matter.
@@ -320,17 +320,17 @@ void add_profile_options(Adder& add, Request& request) {
 }
 
 void add_failure_options(Adder& add, Request& request) {
-  auto& plan = request.plan;
+  auto& options = request.options;
   add.group("Failures (times: 250ms, 30s, 5m, 2h; a plain number is seconds)");
   add.value("--timeout", "TIME", "How long a collective may take", [&](const auto& text) {
-    plan.timeout = fmt::format("{}ms", env::parse_duration("--timeout", text).count());
+    options.timeout = fmt::format("{}ms", env::parse_duration("--timeout", text).count());
   });
   add.value("--join-timeout", "TIME", "How long hosts and ranks are waited for at the start",
-            [&](const auto& text) { plan.join_timeout = env::parse_duration("--join-timeout", text); });
+            [&](const auto& text) { options.join_timeout = env::parse_duration("--join-timeout", text); });
   add.value("--grace", "TIME", "Between the signal that ends the ranks and SIGKILL; 5s by default",
-            [&](const auto& text) { plan.grace = env::parse_duration("--grace", text); });
+            [&](const auto& text) { options.grace = env::parse_duration("--grace", text); });
   add.value("--stop-grace", "TIME", "How long a rank may be stopped (SIGSTOP); 5s by default",
-            [&](const auto& text) { plan.stop_grace = env::parse_duration("--stop-grace", text); });
+            [&](const auto& text) { options.stop_grace = env::parse_duration("--stop-grace", text); });
   add.value(
       "--flight-record", "FILE|none",
       "Where the last 1,000 operations of each rank are saved after a failure,\nfor `lockstep trace flight`; "
@@ -338,18 +338,18 @@ void add_failure_options(Adder& add, Request& request) {
       "file in TMPDIR or /tmp",
       [&](const auto& text) {
         if (text.empty()) throw not_allowed("--flight-record", text, "the name of a file, or none,");
-        plan.flight_record = text;
+        options.flight_record = text;
       });
   add.value(
       "--max-restarts", "K", "Start all ranks again after a failure, at most K times; 0 by default",
-      [&](const auto& text) { plan.max_restarts = whole_or_throw("--max-restarts", text, 0, 1000000); });
+      [&](const auto& text) { options.max_restarts = whole_or_throw("--max-restarts", text, 0, 1000000); });
 }
 
 void add_host_options(Adder& add, Request& request) {
-  auto& plan = request.plan;
+  auto& options = request.options;
   add.group("Several hosts (the same command on each, but for --node-rank)");
   add.value("--nnodes", "K", "How many hosts",
-            [&](const auto& text) { plan.num_nodes = whole_or_throw("--nnodes", text, 1, kMostNodes); });
+            [&](const auto& text) { options.num_nodes = whole_or_throw("--nnodes", text, 1, kMostNodes); });
   add.value("--node-rank", "K", "Which of them this is, from 0",
             [&](const auto& text) { request.node = whole_or_throw("--node-rank", text, 0, kMostNodes - 1); });
   add.value("--master", "HOST:PORT", "Where host 0 is reached; it listens there and nowhere else",
@@ -360,7 +360,7 @@ void add_host_options(Adder& add, Request& request) {
   add.value("--key-file", "FILE", "The job's key, made by `lockstep key`; else the variable LOCKSTEP_KEY",
             [&](const auto& text) { request.key_file = text; });
   add.value("--interface", "NAME", "The network interface that the ranks use",
-            [&](const auto& text) { plan.interface = text; });
+            [&](const auto& text) { options.interface = text; });
 }
 
 // Files of an earlier run would be taken for this one's.
@@ -382,14 +382,14 @@ void clear_profile(const std::filesystem::path& directory) {
 }
 
 int run_and_tell(Request& request) {
-  auto& plan = request.plan;
-  if (request.profile.empty()) return detail::supervise(plan);
+  auto& options = request.options;
+  if (request.profile.empty()) return detail::launch(options);
   const auto directory = std::filesystem::absolute(request.profile_directory);
   clear_profile(directory);
-  plan.set_environment.emplace_back("LOCKSTEP_PROFILE", request.profile);
-  plan.set_environment.emplace_back("LOCKSTEP_PROFILE_DIR", directory.string());
-  const int status = detail::supervise(plan);
-  if (plan.node > 0) {  // where hosts share the folder, only one of them may write there
+  options.set_environment.emplace_back("LOCKSTEP_PROFILE", request.profile);
+  options.set_environment.emplace_back("LOCKSTEP_PROFILE_DIR", directory.string());
+  const int status = detail::launch(options);
+  if (options.node > 0) {  // where hosts share the folder, only one of them may write there
     std::cerr << fmt::format(
         "lockstep: this host's profiles are in {}; host 0 puts together what it finds there\n",
         request.profile_directory);
@@ -459,13 +459,13 @@ void add_run(CLI::App& app, Action& action) {
   // From the program's name on everything belongs to the program.
   run->prefix_command();
   run->callback([&action, request, run] {
-    auto& plan = request->plan;
-    plan.command = run->remaining();
-    if (plan.command.empty())
+    auto& options = request->options;
+    options.command = run->remaining();
+    if (options.command.empty())
       throw ConfigError("which program? Usage: lockstep run -n K [OPTIONS] PROGRAM [ARGUMENTS...]");
-    if (plan.command[0].starts_with('-'))
+    if (options.command[0].starts_with('-'))
       throw ConfigError(
-          fmt::format("'{}' is not an option of run; lockstep run --help lists them", plan.command[0]));
+          fmt::format("'{}' is not an option of run; lockstep run --help lists them", options.command[0]));
     check(*request);
     action = [request] { return run_and_tell(*request); };
   });

@@ -65,13 +65,13 @@ bool is_stopped(const LocalRanks::Rank& rank) {
 
 }  // namespace
 
-LocalRanks::LocalRanks(const LaunchPlan& plan, int stdin_fd, const sigset_t& signals)
-    : plan_(plan),
+LocalRanks::LocalRanks(const LaunchOptions& options, int stdin_fd, const sigset_t& signals)
+    : options_(options),
       stdin_fd_(stdin_fd),
       signals_(signals),
-      program_(find_program(plan)),
-      placement_(place_ranks(plan)),
-      open_files_(allow_open_files(plan.num_ranks)),
+      program_(find_program(options)),
+      placement_(place_ranks(options)),
+      open_files_(allow_open_files(options.num_ranks)),
       null_(::open("/dev/null", O_RDWR | O_CLOEXEC)) {}
 
 void LocalRanks::start(const control::Start& start, const std::string& agent, Output& output,
@@ -84,10 +84,10 @@ void LocalRanks::start(const control::Start& start, const std::string& agent, Ou
   place.world_size = start.world_size;
   place.attempt = start.attempt;
   place.master_address = start.address;
-  place.master_port = plan_.num_nodes > 1 ? port_beside(plan_.master_port) : free_port();
+  place.master_port = options_.num_nodes > 1 ? port_beside(options_.master_port) : free_port();
   place.threads = placement_.threads;
   place.agent = agent;
-  for (int local = 0; local < plan_.num_ranks; ++local) {
+  for (int local = 0; local < options_.num_ranks; ++local) {
     place.local_rank = local;
     place.rank = start.first_rank + local;
     ranks_.push_back(start_one(place, report.get(), output));
@@ -98,14 +98,14 @@ void LocalRanks::start(const control::Start& start, const std::string& agent, Ou
 LocalRanks::Rank LocalRanks::start_one(const RankPlace& place, int report, Output& output) {
   RankProcess process;
   process.file = program_;
-  process.is_binary = is_binary(plan_, program_);
-  process.arguments = plan_.command;
-  process.environment = rank_environment(plan_, place);
-  process.directory = plan_.directory;
+  process.is_binary = is_binary(options_, program_);
+  process.arguments = options_.command;
+  process.environment = rank_environment(options_, place);
+  process.directory = options_.directory;
   if (!placement_.masks.empty()) process.mask = placement_.masks[static_cast<std::size_t>(place.local_rank)];
   auto [out, out_end] = make_pipe();
   auto [err, err_end] = make_pipe();
-  process.in = plan_.stdin_rank == place.rank && stdin_fd_ >= 0 ? stdin_fd_ : null_.get();
+  process.in = options_.stdin_rank == place.rank && stdin_fd_ >= 0 ? stdin_fd_ : null_.get();
   process.out = out_end.get();
   process.err = err_end.get();
   process.report = report;
@@ -117,7 +117,7 @@ LocalRanks::Rank LocalRanks::start_one(const RankPlace& place, int report, Outpu
 
 bool LocalRanks::reads_input() const {
   return stdin_fd_ >= 0 && std::any_of(ranks_.begin(), ranks_.end(),
-                                       [&](const Rank& rank) { return plan_.stdin_rank == rank.number; });
+                                       [&](const Rank& rank) { return options_.stdin_rank == rank.number; });
 }
 
 void LocalRanks::check_start() {
@@ -127,8 +127,8 @@ void LocalRanks::check_start() {
   if (got < 0 && errno == EAGAIN) return;
   exec_errors_.reset();  // every rank has become the program, or one could not
   if (got > 0)
-    throw ConfigError(fmt::format("'{}' could not be started: {}", plan_.command[0],
-                                  why_not_started(plan_, program_, error)));
+    throw ConfigError(fmt::format("'{}' could not be started: {}", options_.command[0],
+                                  why_not_started(options_, program_, error)));
 }
 
 void LocalRanks::reap(const HasEnded& ended) {

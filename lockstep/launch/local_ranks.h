@@ -12,7 +12,7 @@
 #include <lockstep/control/agent/agent.h>
 #include <lockstep/launch/output.h>
 #include <lockstep/launch/placement.h>
-#include <lockstep/launch/plan.h>
+#include <lockstep/launch/options.h>
 #include <lockstep/launch/rank_process.h>
 #include <lockstep/os/socket.h>
 
@@ -29,7 +29,7 @@ class LocalRanks {
 
   // Finds the program and its cores, and allows the files that are needed. stdin_fd: for the rank that has a
   // standard input, -1 where there is none; signals: the mask that the ranks are to have. Throws ConfigError.
-  LocalRanks(const LaunchPlan& plan, int stdin_fd, const sigset_t& signals);
+  LocalRanks(const LaunchOptions& options, int stdin_fd, const sigset_t& signals);
 
   const Placement& placement() const { return placement_; }
 
@@ -60,7 +60,7 @@ class LocalRanks {
  private:
   Rank start_one(const RankPlace& place, int report, Output& output);
 
-  const LaunchPlan& plan_;
+  const LaunchOptions& options_;
   const int stdin_fd_;
   const sigset_t signals_;
   const std::string program_;

@@ -78,17 +78,17 @@ struct Output::Stream {
   }
 };
 
-Output::Output(const LaunchPlan& plan)
-    : plan_(plan),
+Output::Output(const LaunchOptions& options)
+    : options_(options),
       wake_(checked(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")),
       done_(checked(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd")),
       poll_(checked(::epoll_create1(EPOLL_CLOEXEC), "epoll")) {
-  if (!plan.log_directory.empty()) {
+  if (!options.log_directory.empty()) {
     std::error_code error;
-    std::filesystem::create_directories(plan.log_directory, error);
+    std::filesystem::create_directories(options.log_directory, error);
     if (error)
       throw ConfigError(fmt::format("--log-dir '{}' is not allowed: it cannot be made: {}",
-                                    plan.log_directory, error.message()));
+                                    options.log_directory, error.message()));
   }
   epoll_event event{EPOLLIN, {nullptr}};
   ::epoll_ctl(poll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
@@ -111,8 +111,8 @@ void Output::post(std::function<void()> task) {
 void Output::begin_attempt(int attempt, int world_size) {
   attempt_ = attempt;
   post([this, world_size] {
-    const bool alone = world_size == 1 && plan_.prefix != Prefix::always;
-    screen_.set_style({.raw = alone, .prefix = !alone && plan_.prefix != Prefix::never});
+    const bool alone = world_size == 1 && options_.prefix != Prefix::always;
+    screen_.set_style({.raw = alone, .prefix = !alone && options_.prefix != Prefix::never});
     ranks_.clear();
     status_.clear();
   });
@@ -141,10 +141,10 @@ void Output::hold_status(bool hold) {
 
 void Output::add_rank(int number, Fd out, Fd err) {
   auto rank = std::make_shared<Rank>();
-  if (!plan_.log_directory.empty()) {
+  if (!options_.log_directory.empty()) {
     rank->log_name = attempt_ == 0
-                         ? fmt::format("{}/rank-{}.log", plan_.log_directory, number)
-                         : fmt::format("{}/rank-{}.restart-{}.log", plan_.log_directory, number, attempt_);
+                         ? fmt::format("{}/rank-{}.log", options_.log_directory, number)
+                         : fmt::format("{}/rank-{}.restart-{}.log", options_.log_directory, number, attempt_);
     rank->log = open_log(rank->log_name);
   }
   auto make = [&](Fd fd, Channel channel) {
@@ -154,8 +154,8 @@ void Output::add_rank(int number, Fd out, Fd err) {
     (*stream)->number = number;
     (*stream)->rank = rank;
     (*stream)->channel = channel;
-    (*stream)->shown = plan_.show.contains(number);
-    (*stream)->prompts = plan_.stdin_rank == number;
+    (*stream)->shown = options_.show.contains(number);
+    (*stream)->prompts = options_.stdin_rank == number;
     post([this, stream] {
       epoll_event event{EPOLLIN, {stream->get()}};
       ::epoll_ctl(poll_.get(), EPOLL_CTL_ADD, (*stream)->fd.get(), &event);
@@ -177,7 +177,7 @@ void Output::tell_failure(std::string line, int rank) {
       if (stream->number == rank) read(*stream);
     screen_.say(line);
     // The lines of a rank that is alone stand right above.
-    if (!screen_.raw() || !plan_.show.contains(rank)) show_last_lines(rank);
+    if (!screen_.raw() || !options_.show.contains(rank)) show_last_lines(rank);
   });
 }
 
@@ -362,7 +362,7 @@ void Output::draw_status() {
   if (screen_.has_terminal()) {
     screen_.draw_status(status_);
     status_due_ = now + kStatusEvery;
-  } else if (plan_.status == StatusLine::always) {
+  } else if (options_.status == StatusLine::always) {
     screen_.say("lockstep: " + status_);
     status_due_ = now + kStatusLineEvery;
   } else {

@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include <lockstep/launch/plan.h>
+#include <lockstep/launch/options.h>
 #include <lockstep/launch/screen.h>
 #include <lockstep/os/socket.h>
 
@@ -23,7 +23,7 @@ namespace lockstep::detail {
 
 class Output {
  public:
-  explicit Output(const LaunchPlan& plan);
+  explicit Output(const LaunchOptions& options);
   ~Output();  // waits until everything has been shown
   Output(const Output&) = delete;
   Output& operator=(const Output&) = delete;
@@ -69,7 +69,7 @@ class Output {
   void draw_status();
   int milliseconds_to_wait() const;
 
-  const LaunchPlan& plan_;
+  const LaunchOptions& options_;
   int attempt_ = 0;  // of whoever adds ranks
   control::Fd wake_, done_, poll_;
   std::mutex mutex_;

@@ -70,11 +70,11 @@ int threads_from(const char* variable, const std::string& text) {
 }
 
 // --threads, else the variables, in the order in which a program without this launcher takes them.
-int threads_of(const LaunchPlan& plan) {
-  if (plan.threads > 0) return plan.threads;
+int threads_of(const LaunchOptions& options) {
+  if (options.threads > 0) return options.threads;
   for (const char* variable : {"LOCKSTEP_THREADS", "OMP_NUM_THREADS"})
     if (const auto text = env::text(variable)) return threads_from(variable, *text);
-  return std::max(1, host::available_cores() / plan.num_ranks);
+  return std::max(1, host::available_cores() / options.num_ranks);
 }
 
 }  // namespace
@@ -109,26 +109,26 @@ Cores share_out_cores(int ranks, int threads, const std::string& description) {
   return cores;
 }
 
-Placement place_ranks(const LaunchPlan& plan) {
+Placement place_ranks(const LaunchOptions& options) {
   Placement placement;
   const int cores = host::affinity_cores();
   const auto quota = host::cpu_quota();
-  placement.threads = threads_of(plan);
-  const auto needed = static_cast<long>(plan.num_ranks) * placement.threads;
+  placement.threads = threads_of(options);
+  const auto needed = static_cast<long>(options.num_ranks) * placement.threads;
   const std::string cores_text = fmt::format("{} core{}", cores, cores == 1 ? "" : "s");
-  if (plan.bind == Bind::cores && needed > cores)
+  if (options.bind == Bind::cores && needed > cores)
     throw ConfigError(
         fmt::format("--bind cores needs {} cores for {} ranks with {} threads each, and this process "
                     "may use {}: allow more, start less, or use --bind none",
-                    needed, plan.num_ranks, placement.threads, cores_text));
-  if (plan.bind == Bind::none) {
+                    needed, options.num_ranks, placement.threads, cores_text));
+  if (options.bind == Bind::none) {
     placement.text = "not bound (--bind none)";
-  } else if (plan.bind == Bind::automatic && quota && *quota < cores) {
+  } else if (options.bind == Bind::automatic && quota && *quota < cores) {
     placement.text = fmt::format("not bound (a quota of {:.3g} of {})", *quota, cores_text);
   } else if (needed > cores) {
     placement.text = fmt::format("not bound ({})", cores_text);
   } else {
-    Cores shares = share_out_cores(plan.num_ranks, placement.threads);
+    Cores shares = share_out_cores(options.num_ranks, placement.threads);
     placement.masks = std::move(shares.masks);
     constexpr std::size_t kMostShown = 8;
     const bool all = shares.lists.size() <= kMostShown;

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/launch/plan.h>
+#include <lockstep/launch/options.h>
 
 namespace lockstep::detail {
 
@@ -17,7 +17,7 @@ struct Placement {
 };
 
 // Throws ConfigError where cores are asked for that there are not.
-Placement place_ranks(const LaunchPlan& plan);
+Placement place_ranks(const LaunchOptions& options);
 
 // Each rank's own cores, at least `threads` of them, neighbours close to each other. `topology` is hwloc's
 // description of a machine that is not this one. There must be ranks * threads cores.

@@ -42,8 +42,8 @@ std::vector<char*> pointers(const std::vector<std::string>& texts) {
   return list;
 }
 
-std::string in_plans_directory(const LaunchPlan& plan, const std::string& file) {
-  return file.starts_with('/') || plan.directory.empty() ? file : plan.directory + "/" + file;
+std::string in_plans_directory(const LaunchOptions& options, const std::string& file) {
+  return file.starts_with('/') || options.directory.empty() ? file : options.directory + "/" + file;
 }
 
 // The first bytes of a file.
@@ -82,31 +82,31 @@ int problem_with(const std::string& file) {
 
 }  // namespace
 
-std::vector<std::string> rank_environment(const LaunchPlan& plan, const RankPlace& place) {
+std::vector<std::string> rank_environment(const LaunchOptions& options, const RankPlace& place) {
   auto variables = current_environment();
   for (const char* name : kRemoved) variables.erase(name);
   const std::string threads = std::to_string(place.threads);
   variables["RANK"] = std::to_string(place.rank);
   variables["WORLD_SIZE"] = std::to_string(place.world_size);
   variables["LOCAL_RANK"] = std::to_string(place.local_rank);
-  variables["LOCAL_WORLD_SIZE"] = std::to_string(plan.num_ranks);
-  variables["GROUP_RANK"] = std::to_string(plan.node);
+  variables["LOCAL_WORLD_SIZE"] = std::to_string(options.num_ranks);
+  variables["GROUP_RANK"] = std::to_string(options.node);
   variables["MASTER_ADDR"] = place.master_address;
   variables["MASTER_PORT"] = std::to_string(place.master_port);
   // A list for several levels is passed on as it is.
-  const bool from_openmp = plan.threads == 0 && variables["LOCKSTEP_THREADS"].empty();
+  const bool from_openmp = options.threads == 0 && variables["LOCKSTEP_THREADS"].empty();
   if (!from_openmp || variables["OMP_NUM_THREADS"].empty()) variables["OMP_NUM_THREADS"] = threads;
   variables["LOCKSTEP_THREADS"] = threads;
   variables["LOCKSTEP_AGENT"] = place.agent;
   variables["LOCKSTEP_RESTART_COUNT"] = std::to_string(place.attempt);
   variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(place.attempt);
-  if (!plan.timeout.empty()) variables["LOCKSTEP_TIMEOUT"] = plan.timeout;
-  if (plan.join_timeout) variables["LOCKSTEP_JOIN_TIMEOUT"] = fmt::format("{}ms", plan.join_timeout->count());
-  if (!plan.metrics.empty()) variables["LOCKSTEP_METRICS"] = plan.metrics;
-  if (!plan.metrics_format.empty()) variables["LOCKSTEP_METRICS_FORMAT"] = plan.metrics_format;
-  if (!plan.interface.empty()) variables["GLOO_SOCKET_IFNAME"] = plan.interface;
-  for (const auto& name : plan.unset_environment) variables.erase(name);
-  for (const auto& [name, value] : plan.set_environment) variables[name] = value;
+  if (!options.timeout.empty()) variables["LOCKSTEP_TIMEOUT"] = options.timeout;
+  if (options.join_timeout) variables["LOCKSTEP_JOIN_TIMEOUT"] = fmt::format("{}ms", options.join_timeout->count());
+  if (!options.metrics.empty()) variables["LOCKSTEP_METRICS"] = options.metrics;
+  if (!options.metrics_format.empty()) variables["LOCKSTEP_METRICS_FORMAT"] = options.metrics_format;
+  if (!options.interface.empty()) variables["GLOO_SOCKET_IFNAME"] = options.interface;
+  for (const auto& name : options.unset_environment) variables.erase(name);
+  for (const auto& [name, value] : options.set_environment) variables[name] = value;
   std::vector<std::string> list;
   for (const auto& [name, value] : variables) list.push_back(name + "=" + value);
   return list;
@@ -128,16 +128,16 @@ bool is_launchers_variable(const std::string& name) {
   return std::find(std::begin(kOurs), std::end(kOurs), name) != std::end(kOurs);
 }
 
-std::string find_program(const LaunchPlan& plan) {
-  const std::string& name = plan.command.at(0);
-  auto in_directory = [&](const std::string& file) { return in_plans_directory(plan, file); };
+std::string find_program(const LaunchOptions& options) {
+  const std::string& name = options.command.at(0);
+  auto in_directory = [&](const std::string& file) { return in_plans_directory(options, file); };
   int problem = ENOENT;
   if (name.find('/') != std::string::npos) {
     problem = problem_with(in_directory(name));
     if (problem == 0) return name;
   } else if (!name.empty()) {
     auto variables = current_environment();
-    for (const auto& [variable, value] : plan.set_environment) variables[variable] = value;
+    for (const auto& [variable, value] : options.set_environment) variables[variable] = value;
     std::istringstream path(variables.contains("PATH") ? variables["PATH"] : "/usr/local/bin:/bin:/usr/bin");
     for (std::string folder; std::getline(path, folder, ':');) {
       const std::string file = (folder.empty() ? "." : folder) + "/" + name;
@@ -150,13 +150,13 @@ std::string find_program(const LaunchPlan& plan) {
                                 name.find('/') == std::string::npos ? " in any folder of PATH" : ""));
 }
 
-bool is_binary(const LaunchPlan& plan, const std::string& file) {
-  return beginning_of(in_plans_directory(plan, file)).find('\0') != std::string::npos;
+bool is_binary(const LaunchOptions& options, const std::string& file) {
+  return beginning_of(in_plans_directory(options, file)).find('\0') != std::string::npos;
 }
 
-std::string why_not_started(const LaunchPlan& plan, const std::string& file, int error) {
+std::string why_not_started(const LaunchOptions& options, const std::string& file, int error) {
   if (error != ENOEXEC) return std::strerror(error);
-  const auto built_for = machine_of(beginning_of(in_plans_directory(plan, file)));
+  const auto built_for = machine_of(beginning_of(in_plans_directory(options, file)));
   const auto here = machine_of(beginning_of("/proc/self/exe"));
   if (built_for.empty()) return "it is neither a program nor a script";
   if (built_for == here) return "it is damaged, or built for another system";

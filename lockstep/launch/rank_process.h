@@ -10,7 +10,7 @@
 #include <vector>
 
 #include <lockstep/launch/placement.h>
-#include <lockstep/launch/plan.h>
+#include <lockstep/launch/options.h>
 
 namespace lockstep::detail {
 
@@ -26,17 +26,17 @@ struct RankPlace {
 };
 
 // "NAME=VALUE", sorted: this process's environment, what the plan says of it, and the rank's own variables.
-std::vector<std::string> rank_environment(const LaunchPlan& plan, const RankPlace& place);
+std::vector<std::string> rank_environment(const LaunchOptions& options, const RankPlace& place);
 
 // Whether the launcher gives this variable a value of its own, so that nobody else can.
 bool is_launchers_variable(const std::string& name);
 
 // The file that execvp would run for the plan's command; ConfigError where there is none.
-std::string find_program(const LaunchPlan& plan);
+std::string find_program(const LaunchOptions& options);
 // That file is no script.
-bool is_binary(const LaunchPlan& plan, const std::string& file);
+bool is_binary(const LaunchOptions& options, const std::string& file);
 // Why it could not be started, from the error with which that ended.
-std::string why_not_started(const LaunchPlan& plan, const std::string& file, int error);
+std::string why_not_started(const LaunchOptions& options, const std::string& file, int error);
 
 struct RankProcess {
   std::string file;

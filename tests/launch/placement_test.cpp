@@ -35,11 +35,11 @@ TEST(Cores, are_masks_that_do_not_overlap) {
 }
 
 detail::Placement place(int ranks, int threads, detail::Bind bind) {
-  detail::LaunchPlan plan;
-  plan.num_ranks = ranks;
-  plan.threads = threads;
-  plan.bind = bind;
-  return detail::place_ranks(plan);
+  detail::LaunchOptions options;
+  options.num_ranks = ranks;
+  options.threads = threads;
+  options.bind = bind;
+  return detail::place_ranks(options);
 }
 
 TEST(Placement, binds_where_there_are_cores_for_all) {

@@ -6,13 +6,13 @@
 #include <string>
 
 #include <lockstep/control/board/flight.h>
-#include <lockstep/launch/plan.h>
+#include <lockstep/launch/options.h>
 
 namespace lockstep::detail {
 
 class FlightKeeper {
  public:
-  explicit FlightKeeper(const LaunchPlan& plan) : plan_(plan) {}
+  explicit FlightKeeper(const LaunchOptions& options) : options_(options) {}
 
   void take(control::FlightRecord record);  // any thread
   // Writes what was taken, if there is something to tell: the line that says so, and who diverged first.
@@ -22,7 +22,7 @@ class FlightKeeper {
   // A file of that attempt, made new where nobody said where.
   std::pair<std::string, int> open(int attempt) const;
 
-  const LaunchPlan& plan_;
+  const LaunchOptions& options_;
   std::mutex mutex_;
   std::optional<control::FlightRecord> taken_;
 };

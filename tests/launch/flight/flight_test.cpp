@@ -428,7 +428,7 @@ TEST(FlightVerdict, very_many_groups_take_no_time) {
 TEST(FlightFile, that_cannot_be_written_is_told_with_what_it_says_and_holds_nobody_up) {
   const auto folder = std::filesystem::temp_directory_path() / ("flight-pipe-" + std::to_string(::getpid()));
   std::filesystem::create_directory(folder);
-  LaunchPlan plan;
+  LaunchOptions plan;
   FlightKeeper keeper(plan);
   auto job = whole_job();
   job.record.attempt = 0;
@@ -449,7 +449,7 @@ TEST(FlightFile, that_cannot_be_written_is_told_with_what_it_says_and_holds_nobo
 TEST(FlightFile, goes_where_it_was_asked_for_and_only_when_there_is_something_to_tell) {
   const auto folder = std::filesystem::temp_directory_path() / ("flight-test-" + std::to_string(::getpid()));
   std::filesystem::create_directory(folder);
-  LaunchPlan plan;
+  LaunchOptions plan;
   plan.log_directory = folder.string();
   FlightKeeper keeper(plan);
   EXPECT_EQ(keeper.save(), std::nullopt);

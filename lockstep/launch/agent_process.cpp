@@ -1,4 +1,4 @@
-#include <lockstep/launch/guardian.h>
+#include <lockstep/launch/agent_process.h>
 
 #include <poll.h>
 #include <sys/prctl.h>
@@ -55,9 +55,9 @@ std::string plural(int count, const char* what) {
   return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
 }
 
-class Guardian {
+class AgentProcess {
  public:
-  Guardian(const LaunchPlan& plan, const Inherited& inherited)
+  AgentProcess(const LaunchOptions& plan, const Inherited& inherited)
       : plan_(plan),
         launcher_(inherited.launcher.get()),
         ranks_(plan, inherited.stdin_fd, inherited.signals),
@@ -316,7 +316,7 @@ class Guardian {
     terminate_at_ = kill_at_ = give_up_at_ = std::nullopt;
   }
 
-  const LaunchPlan& plan_;
+  const LaunchOptions& plan_;
   const int launcher_;
   LocalRanks ranks_;
   const Fd signals_;  // before there are threads
@@ -345,7 +345,7 @@ void end_all() {
 
 }  // namespace
 
-int guard(const LaunchPlan& plan, Inherited inherited) {
+int guard(const LaunchOptions& plan, Inherited inherited) {
   ::prctl(PR_SET_NAME, "lockstep-agent");
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
   // The end of the channel tells that the launcher has ended, unless this process is stopped by then.
@@ -353,10 +353,10 @@ int guard(const LaunchPlan& plan, Inherited inherited) {
   ::setpgid(0, 0);
   try {
     // Never destroyed when it is left early: its threads may be held by a terminal that does not read.
-    auto* guardian = new Guardian(plan, inherited);
-    const int status = guardian->run();
-    if (guardian->has_shown_everything())
-      delete guardian;
+    auto* agent_process = new AgentProcess(plan, inherited);
+    const int status = agent_process->run();
+    if (agent_process->has_shown_everything())
+      delete agent_process;
     else
       end_all();
     return status;

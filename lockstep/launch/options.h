@@ -33,7 +33,7 @@ enum class Prefix { automatic, always, never };      // automatic: where there i
 enum class StatusLine { automatic, always, never };  // automatic: on a terminal
 enum class Bind { automatic, cores, none };
 
-struct LaunchPlan {
+struct LaunchOptions {
   std::vector<std::string> command;  // the program and its arguments
 
   int num_ranks = 1;  // on this host

@@ -1,4 +1,4 @@
-#include <lockstep/launch/supervisor.h>
+#include <lockstep/launch/launcher.h>
 
 #include <fcntl.h>
 #include <poll.h>
@@ -21,7 +21,7 @@
 #include <lockstep/control/agent/process.h>
 #include <lockstep/control/wire/failure.h>
 #include <lockstep/launch/descendants.h>
-#include <lockstep/launch/guardian.h>
+#include <lockstep/launch/agent_process.h>
 #include <lockstep/launch/screen.h>
 #include <lockstep/os/signals.h>
 
@@ -82,7 +82,7 @@ class TerminalRelay {
 
 class Launcher {
  public:
-  explicit Launcher(const LaunchPlan& plan) : stop_grace_(plan.stop_grace) {
+  explicit Launcher(const LaunchOptions& options) : stop_grace_(options.stop_grace) {
     ::signal(SIGCHLD, SIG_DFL);  // a parent may ignore it, and then nobody can be waited for
     // Closed standard descriptors would be given to the first pipe that is made.
     while (true) {
@@ -110,7 +110,7 @@ class Launcher {
       throw std::system_error(errno, std::generic_category(), "socketpair");
     channel_ = Fd(ends[0]);
     inherited.launcher = Fd(ends[1]);
-    if (plan.stdin_rank) {
+    if (options.stdin_rank) {
       inherited.stdin_fd = STDIN_FILENO;
       if (::isatty(STDIN_FILENO) == 1 && ::pipe2(typed, O_CLOEXEC) == 0) inherited.stdin_fd = typed[0];
     }
@@ -120,9 +120,9 @@ class Launcher {
       channel_.reset();
       signals_.reset();
       if (typed[1] >= 0) ::close(typed[1]);
-      ::_exit(guard(plan, std::move(inherited)));
+      ::_exit(guard(options, std::move(inherited)));
     }
-    guardian_ = pid;
+    agent_process_ = pid;
     ::setpgid(pid, pid);
     if (typed[0] >= 0) {
       ::close(typed[0]);
@@ -149,34 +149,34 @@ class Launcher {
           if (signal != SIGUSR1 && signal != SIGUSR2) make_sure_it_ends();
         }
       }
-      look_at_guardian();
+      check_agent_process();
     }
   }
 
  private:
-  bool guardian_is_stopped() const {
-    const auto process = control::look_at(guardian_);
+  bool agent_process_is_stopped() const {
+    const auto process = control::look_at(agent_process_);
     return process && process->state == 'T';
   }
 
-  // Somebody wants the job to end. The guardian must run for that; it is killed if it is stopped after all.
+  // Somebody wants the job to end. The agent process must run for that; it is killed if it is stopped after all.
   void make_sure_it_ends() {
-    if (!guardian_is_stopped()) {
+    if (!agent_process_is_stopped()) {
       ++num_stop_signals_;
     } else if (num_stop_signals_++ == 0) {
-      ::kill(guardian_, SIGCONT);
+      ::kill(agent_process_, SIGCONT);
     } else {
-      ::kill(guardian_, SIGKILL);
+      ::kill(agent_process_, SIGKILL);
     }
   }
 
-  // Nobody else can end the job while the guardian is stopped (SIGSTOP). It has the time that a rank has.
+  // Nobody else can end the job while the agent process is stopped (SIGSTOP). It has the time that a rank has.
   // SIGCHLD tells when that begins.
-  void look_at_guardian() {
+  void check_agent_process() {
     const auto now = Clock::now(), before = std::exchange(looked_at_, now);
-    if (!guardian_is_stopped()) {
+    if (!agent_process_is_stopped()) {
       if (stopped_since_)
-        tell(fmt::format("lockstep: the agent (pid {}) runs again after {:.1f} s\n", guardian_,
+        tell(fmt::format("lockstep: the agent (pid {}) runs again after {:.1f} s\n", agent_process_,
                          Seconds(now - *stopped_since_).count()));
       stopped_since_.reset();
       return;
@@ -186,14 +186,14 @@ class Launcher {
       tell(fmt::format(
           "lockstep: the agent (pid {}) is stopped (SIGSTOP): the job is ended in {:.1f} s unless it "
           "runs again\n",
-          guardian_, Seconds(stop_grace_).count()));
+          agent_process_, Seconds(stop_grace_).count()));
     } else if (now - before > 5 * kLookAtStopped) {
       *stopped_since_ += now - before;  // this process was stopped too
     }
     if (now - *stopped_since_ < stop_grace_) return;
     why_killed_ = fmt::format("was stopped (SIGSTOP) for {:.1f} s, longer than --stop-grace allows",
                               Seconds(now - *stopped_since_).count());
-    ::kill(guardian_, SIGKILL);
+    ::kill(agent_process_, SIGKILL);
   }
 
   // Unless the reader takes nothing: waiting for it would hold up the end of the job.
@@ -202,7 +202,7 @@ class Launcher {
     if (::poll(&out, 1, 0) > 0) write_all(STDERR_FILENO, line);
   }
 
-  // What the guardian has to say; nothing where it has ended, which SIGCHLD tells too.
+  // What the agent process has to say; nothing where it has ended, which SIGCHLD tells too.
   std::optional<Message::Kind> listen() {
     Message message;
     const auto got = ::recv(channel_.get(), &message, sizeof message, MSG_DONTWAIT);
@@ -215,7 +215,7 @@ class Launcher {
   }
 
   void send(Message message) {
-    // A guardian that is stopped takes nothing.
+    // A agent process that is stopped takes nothing.
     ::send(channel_.get(), &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
@@ -235,11 +235,11 @@ class Launcher {
     send({Message::Kind::resume});
   }
 
-  // The job's status once the guardian has ended. As a container's first process we get strangers' orphans.
+  // The job's status once the agent process has ended. As a container's first process we get strangers' orphans.
   std::optional<int> reap() {
     std::optional<siginfo_t> end;
     for (siginfo_t info{}; ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG) == 0 && info.si_pid != 0; info = {})
-      if (info.si_pid == guardian_) end = info;
+      if (info.si_pid == agent_process_) end = info;
     if (!end) return std::nullopt;
     if (end->si_code == CLD_EXITED) return end->si_status;
     control::Ended how;
@@ -252,7 +252,7 @@ class Launcher {
           }
         },
         before_us_);
-    write_all(STDERR_FILENO, fmt::format("lockstep: the agent (pid {}) {}; the ranks were ended\n", guardian_,
+    write_all(STDERR_FILENO, fmt::format("lockstep: the agent (pid {}) {}; the ranks were ended\n", agent_process_,
                                          why_killed_.empty() ? how.text() : why_killed_));
     return 128 + end->si_status;
   }
@@ -261,18 +261,18 @@ class Launcher {
   std::vector<pid_t> before_us_;
   Fd signals_, channel_;
   TerminalRelay relay_;
-  pid_t guardian_ = -1;
+  pid_t agent_process_ = -1;
   int num_stop_signals_ = 0;
-  std::optional<Clock::time_point> stopped_since_;  // the guardian
+  std::optional<Clock::time_point> stopped_since_;  // the agent process
   Clock::time_point looked_at_ = Clock::now();
   std::string why_killed_;  // by this process; empty: it was not
 };
 
 }  // namespace
 
-int supervise(const LaunchPlan& plan) {
+int launch(const LaunchOptions& options) {
   check_proc();
-  return Launcher(plan).run();
+  return Launcher(options).run();
 }
 
 }  // namespace lockstep::detail

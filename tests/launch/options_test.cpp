@@ -1,4 +1,4 @@
-#include <lockstep/launch/plan.h>
+#include <lockstep/launch/options.h>
 
 #include <lockstep/base/error.h>
 

@@ -31,7 +31,7 @@ bool all_gone(const std::string& marker) {
   return eventually([&] { return processes_with(marker).empty(); });
 }
 
-TEST(Guardian, a_killed_launcher_takes_everything_with_it) {
+TEST(AgentProcess, a_killed_launcher_takes_everything_with_it) {
   const auto marker = unique_marker();
   Session session(command(marker));
   ASSERT_TRUE(begin(session)) << session.output();
@@ -41,19 +41,19 @@ TEST(Guardian, a_killed_launcher_takes_everything_with_it) {
   EXPECT_TRUE(all_gone(marker));
 }
 
-TEST(Guardian, that_is_killed_takes_everything_with_it_also_where_nothing_can_be_said) {
+TEST(AgentProcess, that_is_killed_takes_everything_with_it_also_where_nothing_can_be_said) {
   for (const bool heard : {true, false}) {
     const auto marker = unique_marker();
     auto words = command(marker);
     if (!heard) words.insert(words.begin(), {"bash", "-c", "exec \"$0\" \"$@\" 2>/dev/full"});
     Session session(words);
     ASSERT_TRUE(begin(session)) << session.output();
-    const pid_t guardian = child_named(session.pid(), "lockstep-agent");
-    ASSERT_GT(guardian, 0);
-    ::kill(guardian, SIGKILL);
+    const pid_t agent_process = child_named(session.pid(), "lockstep-agent");
+    ASSERT_GT(agent_process, 0);
+    ::kill(agent_process, SIGKILL);
     EXPECT_EQ(session.wait(), 137);
     EXPECT_THAT(processes_with(marker), IsEmpty());
-    const auto told = HasSubstr("the agent (pid " + std::to_string(guardian) + ") was killed by signal 9");
+    const auto told = HasSubstr("the agent (pid " + std::to_string(agent_process) + ") was killed by signal 9");
     EXPECT_EQ(::testing::Value(session.output(), told), heard) << session.output();
   }
 }
@@ -67,17 +67,17 @@ struct StoppedAgent {
           return words;
         }()) {
     if (!begin(session)) return;
-    guardian = child_named(session.pid(), "lockstep-agent");
-    if (guardian > 0) ::kill(guardian, SIGSTOP);
-    stopped = session.wait_for("the agent (pid " + std::to_string(guardian) + ") is stopped (SIGSTOP)");
+    agent_process = child_named(session.pid(), "lockstep-agent");
+    if (agent_process > 0) ::kill(agent_process, SIGSTOP);
+    stopped = session.wait_for("the agent (pid " + std::to_string(agent_process) + ") is stopped (SIGSTOP)");
   }
   const std::string marker = unique_marker();
   Session session;
-  pid_t guardian = -1;
+  pid_t agent_process = -1;
   bool stopped = false;
 };
 
-TEST(Guardian, that_is_stopped_is_ended_after_the_grace) {
+TEST(AgentProcess, that_is_stopped_is_ended_after_the_grace) {
   StoppedAgent job({"--stop-grace", "300ms"});
   ASSERT_TRUE(job.stopped) << job.session.output();
   EXPECT_EQ(job.session.wait(), 137);
@@ -86,10 +86,10 @@ TEST(Guardian, that_is_stopped_is_ended_after_the_grace) {
                                                   "--stop-grace allows; the ranks were ended"));
 }
 
-TEST(Guardian, that_is_stopped_for_a_moment_goes_on) {
+TEST(AgentProcess, that_is_stopped_for_a_moment_goes_on) {
   StoppedAgent job({"--stop-grace", "1h"});
   ASSERT_TRUE(job.stopped) << job.session.output();
-  ::kill(job.guardian, SIGCONT);
+  ::kill(job.agent_process, SIGCONT);
   EXPECT_TRUE(job.session.wait_for("runs again after")) << job.session.output();
   EXPECT_EQ(job.session.wait(std::chrono::seconds(0)), -1);
   job.session.send(SIGTERM);
@@ -97,7 +97,7 @@ TEST(Guardian, that_is_stopped_for_a_moment_goes_on) {
   EXPECT_THAT(processes_with(job.marker), IsEmpty());
 }
 
-TEST(Guardian, that_is_stopped_is_continued_by_a_signal_that_ends_the_job) {
+TEST(AgentProcess, that_is_stopped_is_continued_by_a_signal_that_ends_the_job) {
   for (const int signal : {SIGTERM, SIGINT}) {
     StoppedAgent job({"--stop-grace", "1h"});
     ASSERT_TRUE(job.stopped) << job.session.output();
@@ -107,24 +107,24 @@ TEST(Guardian, that_is_stopped_is_continued_by_a_signal_that_ends_the_job) {
   }
 }
 
-TEST(Guardian, that_is_stopped_again_is_killed_by_the_second_signal) {
+TEST(AgentProcess, that_is_stopped_again_is_killed_by_the_second_signal) {
   // The ranks ignore the first signal, so that the agent waits for them.
   const auto marker = unique_marker();
   Session session({kProgram, "run", "-q", "-n", "2", "--stop-grace", "1h", "--grace", "1h", "bash", "-c",
                    "trap 'echo got it' TERM; echo begun; while :; do sleep 0.1; done", marker});
   ASSERT_TRUE(begin(session)) << session.output();
-  const pid_t guardian = child_named(session.pid(), "lockstep-agent");
-  ASSERT_GT(guardian, 0);
+  const pid_t agent_process = child_named(session.pid(), "lockstep-agent");
+  ASSERT_GT(agent_process, 0);
   session.send(SIGTERM);
   ASSERT_TRUE(session.wait_for("got it")) << session.output();
-  ::kill(guardian, SIGSTOP);
+  ::kill(agent_process, SIGSTOP);
   ASSERT_TRUE(session.wait_for("is stopped (SIGSTOP)")) << session.output();
   session.send(SIGTERM);
   EXPECT_EQ(session.wait(), 137) << session.output();
   EXPECT_THAT(processes_with(marker), IsEmpty());
 }
 
-TEST(Guardian, that_is_stopped_ends_all_when_the_launcher_is_killed) {
+TEST(AgentProcess, that_is_stopped_ends_all_when_the_launcher_is_killed) {
   StoppedAgent job({"--stop-grace", "1h"});
   ASSERT_TRUE(job.stopped) << job.session.output();
   job.session.send(SIGKILL);
@@ -132,14 +132,14 @@ TEST(Guardian, that_is_stopped_ends_all_when_the_launcher_is_killed) {
   EXPECT_TRUE(all_gone(job.marker));
 }
 
-TEST(Guardian, nothing_is_left_at_the_normal_end) {
+TEST(AgentProcess, nothing_is_left_at_the_normal_end) {
   const auto marker = unique_marker();
   Session session(command(marker, true));
   EXPECT_EQ(session.wait(), 0) << session.output();
   EXPECT_THAT(processes_with(marker), IsEmpty());
 }
 
-TEST(Guardian, nothing_is_left_after_a_failure_or_a_signal) {
+TEST(AgentProcess, nothing_is_left_after_a_failure_or_a_signal) {
   const auto marker = unique_marker();
   EXPECT_EQ(run({{kProgram, "run", "-q", "-n", "2", "bash", "-c", script(marker, true) + "; exit 3"}}).status,
             3);
@@ -151,7 +151,7 @@ TEST(Guardian, nothing_is_left_after_a_failure_or_a_signal) {
   EXPECT_THAT(processes_with(marker), IsEmpty());
 }
 
-TEST(Guardian, a_launcher_killed_at_any_moment_of_the_start_leaves_nothing) {
+TEST(AgentProcess, a_launcher_killed_at_any_moment_of_the_start_leaves_nothing) {
   const auto marker = unique_marker();
   for (int milliseconds = 0; milliseconds < 400; milliseconds += 20) {
     Session session(command(marker));
@@ -162,22 +162,22 @@ TEST(Guardian, a_launcher_killed_at_any_moment_of_the_start_leaves_nothing) {
   EXPECT_TRUE(all_gone(marker));
 }
 
-TEST(Guardian, what_a_shell_had_started_before_is_left_alone) {
+TEST(AgentProcess, what_a_shell_had_started_before_is_left_alone) {
   const auto marker = unique_marker();
   Session session({"bash", "-c",
                    "setsid bash -c 'exec -a other-" + marker + " sleep 1000' & exec \"$0\" \"$@\"", kProgram,
                    "run", "-q", "-n", "2", "bash", "-c", "echo begun; sleep 1000"});
   ASSERT_TRUE(begin(session));
-  const pid_t guardian = child_named(session.pid(), "lockstep-agent");
-  ASSERT_GT(guardian, 0);
-  ::kill(guardian, SIGKILL);
+  const pid_t agent_process = child_named(session.pid(), "lockstep-agent");
+  ASSERT_GT(agent_process, 0);
+  ::kill(agent_process, SIGKILL);
   EXPECT_EQ(session.wait(), 137);
   const auto left = processes_with("other-" + marker);
   EXPECT_EQ(left.size(), 1u);
   for (pid_t pid : left) ::kill(pid, SIGKILL);
 }
 
-TEST(Guardian, does_not_start_with_the_processes_of_another_namespace) {
+TEST(AgentProcess, does_not_start_with_the_processes_of_another_namespace) {
   if (run({{"unshare", "--fork", "--pid", "--mount-proc", "true"}}).status != 0)
     GTEST_SKIP() << "unshare may not make a pid namespace here";
   const auto outcome = run({{"unshare", "--fork", "--pid", kProgram, "run", "-n", "2", "echo", "hi"}});
@@ -194,7 +194,7 @@ TEST(Guardian, does_not_start_with_the_processes_of_another_namespace) {
   EXPECT_THAT(none.output, HasSubstr("there is no /proc"));
 }
 
-TEST(Guardian, reaps_strangers_as_the_first_process_of_a_container) {
+TEST(AgentProcess, reaps_strangers_as_the_first_process_of_a_container) {
   if (run({{"unshare", "--fork", "--pid", "--mount-proc", "true"}}).status != 0)
     GTEST_SKIP() << "unshare may not make a pid namespace here";
   // Orphans of a process that came from outside, as `docker exec` does it, go to process 1. The rank counts

@@ -5,7 +5,7 @@
 
 #include <csignal>
 
-#include <lockstep/launch/plan.h>
+#include <lockstep/launch/options.h>
 #include <lockstep/os/socket.h>
 
 namespace lockstep::detail {
@@ -24,6 +24,6 @@ struct Inherited {
 };
 
 // Called in a new process that is one of the launcher's; returns its exit status.
-int guard(const LaunchPlan& plan, Inherited inherited);
+int guard(const LaunchOptions& options, Inherited inherited);
 
 }  // namespace lockstep::detail
