@@ -6,7 +6,7 @@
 #include <ATen/ATen.h>
 #include <lockstep/optim/detail/adam_step.h>
 #include <lockstep/optim/detail/step_memory.h>
-#include <lockstep/optim/detail/step_watch.h>
+#include <lockstep/optim/detail/graphed_optimizers.h>
 
 namespace lockstep {
 namespace detail {
@@ -103,7 +103,7 @@ bool adam_sweep_is_exact() {
             };
             adam_by_operations(parameters[0], gradient, moments(0), scalars);
             const AdamSlice slices[] = {slice_of(parameters[1], gradient, moments(1), rounded(scalars))};
-            sweep(slices);
+            cpu_update(slices);
           }
           for (const auto& pair : {parameters, first, second, most})
             if (!same_bits(pair[0], pair[1])) return false;
@@ -130,8 +130,8 @@ std::array<at::Tensor, 5> tensors_of(State& state) {
 
 // What a StepGraph must know of an optimizer that a step ran.
 template <typename Kind>
-StepWatch::User watched(torch::optim::Optimizer& optimizer, const std::shared_ptr<AdamOnDevice>& on_device) {
-  StepWatch::User user{.optimizer = &optimizer, .parameters = {}, .state = {}, .before_replay = {}};
+GraphedOptimizers::User watched(torch::optim::Optimizer& optimizer, const std::shared_ptr<AdamOnDevice>& on_device) {
+  GraphedOptimizers::User user{.optimizer = &optimizer, .parameters = {}, .state = {}, .before_replay = {}};
   std::vector<std::pair<void*, std::array<at::Tensor, 5>>> places;  // parameters, and their state
   for (const auto& group : optimizer.param_groups())
     for (const auto& parameter : group.params()) {
@@ -165,7 +165,7 @@ at::Tensor run_step(torch::optim::Optimizer& optimizer, std::shared_ptr<AdamOnDe
   const Span span(SpanKind::optimizer, "optimizer");
   if (on_device == nullptr) on_device = std::make_shared<AdamOnDevice>();
   AdamStep<Kind>(optimizer, *on_device).run();
-  if (auto* watch = StepWatch::current()) watch->saw(watched<Kind>(optimizer, on_device));
+  if (auto* watch = GraphedOptimizers::current()) watch->saw(watched<Kind>(optimizer, on_device));
   tell_memory(optimizer, [](torch::optim::OptimizerParamState& each) {
     auto& state = static_cast<typename BaseOf<typename Kind::State>::Type&>(each);
     return bytes_if_defined(state.exp_avg()) + bytes_if_defined(state.exp_avg_sq()) +

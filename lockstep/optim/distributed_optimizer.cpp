@@ -39,7 +39,7 @@ struct State {
 
 template <typename Base>
 at::Tensor master_of(const Base& state) {
-  const auto* own = dynamic_cast<const OwnState<Base>*>(&state);  // LibTorch's own has none
+  const auto* own = dynamic_cast<const ParamState<Base>*>(&state);  // LibTorch's own has none
   return own != nullptr ? own->master : at::Tensor();
 }
 
@@ -79,7 +79,7 @@ State read(const OptimizerParamState& state) {
 
 template <typename Adam>
 std::unique_ptr<OptimizerParamState> adam_state(const State& given) {
-  auto state = std::make_unique<OwnState<Adam>>();
+  auto state = std::make_unique<ParamState<Adam>>();
   state->step(given.step);
   state->master = given.tensors[0];
   state->exp_avg(given.tensors[1]);
@@ -108,7 +108,7 @@ std::unique_ptr<OptimizerParamState> make(const Optimizer& optimizer, const Stat
     state->sum(given.tensors[1]);
     return state;
   }
-  auto state = std::make_unique<OwnState<torch::optim::SGDParamState>>();
+  auto state = std::make_unique<ParamState<torch::optim::SGDParamState>>();
   state->master = given.tensors[0];
   state->momentum_buffer(given.tensors[1]);
   return state;
@@ -223,7 +223,7 @@ ShardedOptimizer::~ShardedOptimizer() {
 void ShardedOptimizer::require_same_options(const Optimizer& self) const {
   std::vector<std::string> lines;
   for (const auto& group : self.param_groups()) {
-    const auto* manner = dynamic_cast<const Manner*>(&group.options());
+    const auto* manner = dynamic_cast<const UpdateMode*>(&group.options());
     if (manner != nullptr && manner->capturable)
       throw ConfigError(
           "DistributedOptimizer was given capturable, which it does not have: the plain optimizer does");

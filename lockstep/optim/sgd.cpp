@@ -8,7 +8,7 @@
 #include <lockstep/optim/detail/cuda_graph.h>
 #include <lockstep/optim/detail/group_options.h>
 #include <lockstep/optim/detail/step_memory.h>
-#include <lockstep/optim/detail/sweep.h>
+#include <lockstep/optim/detail/cpu_update.h>
 #include <torch/optim/sgd.h>
 
 namespace lockstep {
@@ -16,7 +16,7 @@ namespace detail {
 namespace {
 
 using SgdBase = torch::optim::SGDOptions;
-using SgdState = OwnState<torch::optim::SGDParamState>;
+using SgdState = ParamState<torch::optim::SGDParamState>;
 using SgdGroup = ParamGroupOptions<SgdBase>;
 
 std::unique_ptr<SgdGroup> group_options(const SGDOptions& given) {
@@ -96,7 +96,7 @@ bool sgd_sweep_is_exact() {
           sgd_by_operations(parameters[0], gradient, buffers[0], *options);
           const SgdSlice slices[] = {
               slice_of(parameters[1], gradient, buffers[1], *options, factors_of(*options))};
-          sweep(slices);
+          cpu_update(slices);
         }
         if (!same_bits(parameters[0], parameters[1]) || !same_bits(buffers[0], buffers[1])) return false;
       }
@@ -143,7 +143,7 @@ class Step {
       }
       run_fused(options);
     }
-    sweep(slices);
+    cpu_update(slices);
     round_masters(rounded_);
     for (auto& [state, buffer] : made_) state->momentum_buffer(std::move(buffer));
   }

@@ -13,7 +13,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
 #include <lockstep/optim/detail/cuda_graph.h>
-#include <lockstep/optim/detail/step_watch.h>
+#include <lockstep/optim/detail/graphed_optimizers.h>
 
 namespace lockstep::detail {
 namespace {
@@ -23,12 +23,12 @@ using Tensors = StepGraphCore::Tensors;
 // While a step runs, its optimizers tell of themselves.
 class Watching {
  public:
-  explicit Watching(StepWatch& watch) : before_(std::exchange(StepWatch::current(), &watch)) {}
-  ~Watching() { StepWatch::current() = before_; }
+  explicit Watching(GraphedOptimizers& watch) : before_(std::exchange(GraphedOptimizers::current(), &watch)) {}
+  ~Watching() { GraphedOptimizers::current() = before_; }
   Watching(const Watching&) = delete;
 
  private:
-  StepWatch* before_;
+  GraphedOptimizers* before_;
 };
 
 // The tensors' values, to be brought back.
@@ -78,13 +78,13 @@ struct StepGraphCore::State {
     Tensors inputs = {}, outputs = {};
     Tensors parameters = {}, gradients = {};  // of the optimizers, and where the graph writes gradients
     std::vector<std::pair<at::Tensor, const void*>> places = {};  // parameters, and where they were
-    std::vector<StepWatch::User> users = {};                      // as they were when it was captured
+    std::vector<GraphedOptimizers::User> users = {};                      // as they were when it was captured
     std::unique_ptr<CudaGraph> graph = {};
   };
 
   Step step;
   StepGraphOptions options;
-  StepWatch watch;
+  GraphedOptimizers watch;
   std::vector<Graph> graphs;
   std::string reason;
   bool given_up = false, captured = false, logged = false;

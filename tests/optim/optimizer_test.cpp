@@ -7,7 +7,7 @@
 #include <ATen/Version.h>
 #include <c10/core/CPUAllocator.h>
 #include <lockstep/lockstep.h>
-#include <lockstep/optim/detail/sweep.h>
+#include <lockstep/optim/detail/cpu_update.h>
 #include <torch/torch.h>
 
 #include "optim/saved.h"

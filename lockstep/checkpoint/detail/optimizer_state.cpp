@@ -24,7 +24,7 @@ constexpr const char* kMaster = "master_param";
 struct AdamFields {
   using Options = torch::optim::AdamOptions;
   using State = torch::optim::AdamParamState;
-  using Made = OwnState<State>;
+  using Made = ParamState<State>;
   static constexpr const char* kind = "Adam";
   template <typename O, typename V>
   static void options(O& o, V&& visit) {
@@ -40,13 +40,13 @@ struct AdamFields {
 struct AdamWFields : AdamFields {
   using Options = torch::optim::AdamWOptions;
   using State = torch::optim::AdamWParamState;
-  using Made = OwnState<State>;
+  using Made = ParamState<State>;
   static constexpr const char* kind = "AdamW";
 };
 struct SGDFields {
   using Options = torch::optim::SGDOptions;
   using State = torch::optim::SGDParamState;
-  using Made = OwnState<State>;
+  using Made = ParamState<State>;
   static constexpr const char* kind = "SGD";
   template <typename O, typename V>
   static void options(O& o, V&& visit) {
@@ -124,7 +124,7 @@ void visit_state(torch::optim::OptimizerParamState& state, V&& visit) {
 
 // What the optimizer keeps of a parameter is of this dtype.
 at::ScalarType state_dtype(const torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
-  const auto* manner = dynamic_cast<const Manner*>(&group.options());
+  const auto* manner = dynamic_cast<const UpdateMode*>(&group.options());
   const bool master = manner != nullptr && manner->master_weights && has_master(parameter);
   return master ? at::kFloat : parameter.scalar_type();
 }

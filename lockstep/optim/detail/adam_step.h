@@ -13,7 +13,7 @@
 #include <lockstep/optim/detail/adam_launch.h>
 #include <lockstep/optim/detail/cuda_graph.h>
 #include <lockstep/optim/detail/group_options.h>
-#include <lockstep/optim/detail/sweep.h>
+#include <lockstep/optim/detail/cpu_update.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 
@@ -25,7 +25,7 @@ using FusedAdam = void (*)(at::TensorList, at::TensorList, at::TensorList, at::T
                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&);
 struct AdamKind {
   using Base = torch::optim::AdamOptions;
-  using State = OwnState<torch::optim::AdamParamState>;
+  using State = ParamState<torch::optim::AdamParamState>;
   using Given = AdamOptions;
   static constexpr const char* name = "Adam";
   static constexpr bool decoupled = false;
@@ -33,7 +33,7 @@ struct AdamKind {
 };
 struct AdamWKind {
   using Base = torch::optim::AdamWOptions;
-  using State = OwnState<torch::optim::AdamWParamState>;
+  using State = ParamState<torch::optim::AdamWParamState>;
   using Given = AdamWOptions;
   static constexpr const char* name = "AdamW";
   static constexpr bool decoupled = true;
@@ -300,7 +300,7 @@ class AdamStep {
 
   // The sweep, and what then is rounded.
   void finish() {
-    sweep(slices());
+    cpu_update(slices());
     slices().clear();
     held_.clear();
     held_bytes_ = 0;

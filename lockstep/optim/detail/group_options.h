@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
-#include <lockstep/optim/detail/own_state.h>
+#include <lockstep/optim/detail/param_state.h>
 #include <lockstep/optim/optimizer.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
@@ -15,7 +15,7 @@
 namespace lockstep::detail {
 
 // How a group is updated, which is not a matter of what was saved.
-struct Manner {
+struct UpdateMode {
   Implementation implementation = Implementation::single;
   bool master_weights = false;
   bool capturable = false;
@@ -23,7 +23,7 @@ struct Manner {
 
 // Base: torch::optim::AdamOptions, AdamWOptions or SGDOptions.
 template <typename Base>
-struct ParamGroupOptions : Base, Manner {
+struct ParamGroupOptions : Base, UpdateMode {
   explicit ParamGroupOptions(double lr) : Base(lr) {}
   explicit ParamGroupOptions(const Base& base) : Base(base) {}
 
@@ -56,7 +56,7 @@ ParamGroupOptions<Base>& own_options(torch::optim::OptimizerParamGroup& group,
   auto own = std::make_unique<Own>(*base);
   const auto& fallback = static_cast<const Own&>(defaults);
   own->maximize = fallback.maximize;
-  static_cast<Manner&>(*own) = fallback;
+  static_cast<UpdateMode&>(*own) = fallback;
   auto& result = *own;
   group.set_options(std::move(own));
   return result;
@@ -89,7 +89,7 @@ void take_later_groups(torch::optim::Optimizer& optimizer) {
   for (auto& group : optimizer.param_groups()) own_options<Base>(group, optimizer.defaults());
 }
 
-// State: an OwnState.
+// State: an ParamState.
 template <typename State, typename Base>
 void save_optimizer(torch::serialize::OutputArchive& archive, const torch::optim::Optimizer& given) {
   auto& optimizer = const_cast<torch::optim::Optimizer&>(given);
@@ -101,12 +101,12 @@ void save_optimizer(torch::serialize::OutputArchive& archive, const torch::optim
 template <typename State, typename Base>
 void load_optimizer(torch::serialize::InputArchive& archive, torch::optim::Optimizer& optimizer) {
   take_later_groups<Base>(optimizer);
-  std::vector<Manner> manners;
+  std::vector<UpdateMode> manners;
   for (auto& group : optimizer.param_groups())
     manners.push_back(own_options<Base>(group, optimizer.defaults()));
   torch::optim::serialize<State, ParamGroupOptions<Base>>(archive, optimizer);
   for (std::size_t g = 0; g < manners.size(); ++g)
-    static_cast<Manner&>(own_options<Base>(optimizer.param_groups()[g], optimizer.defaults())) = manners[g];
+    static_cast<UpdateMode&>(own_options<Base>(optimizer.param_groups()[g], optimizer.defaults())) = manners[g];
 }
 
 inline void check_at_least_zero(const char* what, double value) {

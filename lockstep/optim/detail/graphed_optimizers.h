@@ -8,7 +8,7 @@
 
 namespace lockstep::detail {
 
-class StepWatch {
+class GraphedOptimizers {
  public:
   struct User {
     const void* optimizer;
@@ -29,8 +29,8 @@ class StepWatch {
   }
 
   // Of this thread, while a StepGraph runs a step; null otherwise.
-  static StepWatch*& current() {
-    thread_local StepWatch* watch = nullptr;
+  static GraphedOptimizers*& current() {
+    thread_local GraphedOptimizers* watch = nullptr;
     return watch;
   }
 };

@@ -1,4 +1,4 @@
-#include <lockstep/optim/detail/sweep.h>
+#include <lockstep/optim/detail/cpu_update.h>
 
 #include <algorithm>
 #include <functional>
@@ -73,7 +73,7 @@ bool rows_alike(const at::Tensor& parameter, std::initializer_list<const at::Ten
   });
 }
 
-void sweep(std::span<const AdamSlice> slices) {
+void cpu_update(std::span<const AdamSlice> slices) {
   const std::size_t total = elements(slices);
   if (total == 0) return;
   const std::size_t shares = shares_of(total);
@@ -86,7 +86,7 @@ void sweep(std::span<const AdamSlice> slices) {
   });
 }
 
-void sweep(std::span<const SgdSlice> slices) {
+void cpu_update(std::span<const SgdSlice> slices) {
   const std::size_t total = elements(slices);
   if (total == 0) return;
   const std::size_t shares = shares_of(total);

@@ -14,8 +14,8 @@ namespace lockstep::detail {
 bool rows_alike(const at::Tensor& parameter, std::initializer_list<const at::Tensor*> others);
 
 // Square roots are LibTorch's.
-void sweep(std::span<const AdamSlice> slices);
-void sweep(std::span<const SgdSlice> slices);
+void cpu_update(std::span<const AdamSlice> slices);
+void cpu_update(std::span<const SgdSlice> slices);
 
 // What a Python number becomes: tensor.mul_(0.9) in Python is tensor.mul_(as_in_python(0.9)) here. mul_ with
 // a plain number gives other bits for bfloat16 and float16: LibTorch rounds the number to them first.

@@ -1,4 +1,4 @@
-#include <lockstep/optim/detail/own_state.h>
+#include <lockstep/optim/detail/param_state.h>
 
 #include <ATen/ATen.h>
 

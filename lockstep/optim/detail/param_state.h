@@ -15,9 +15,9 @@ namespace lockstep::detail {
 
 // Base: torch::optim::AdamParamState, AdamWParamState or SGDParamState.
 template <typename Base>
-struct OwnState : Base {
-  OwnState() = default;
-  explicit OwnState(const Base& base) : Base(base) {}
+struct ParamState : Base {
+  ParamState() = default;
+  explicit ParamState(const Base& base) : Base(base) {}
 
   // The parameter in float32, of which the parameter is the rounding. Undefined without master_weights.
   at::Tensor master;
@@ -28,12 +28,12 @@ struct OwnState : Base {
   at::Tensor device_step;
 
   void count_steps() {
-    if constexpr (requires(OwnState& s) { s.step(1); })
+    if constexpr (requires(ParamState& s) { s.step(1); })
       if (device_step.defined()) this->step(device_step.template item<std::int64_t>());
   }
 
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
-    return std::make_unique<OwnState>(*this);
+    return std::make_unique<ParamState>(*this);
   }
   void serialize(torch::serialize::InputArchive& archive) override {
     Base::serialize(archive);
@@ -49,7 +49,7 @@ struct OwnState : Base {
 template <typename Own>
 struct BaseOf;
 template <typename Base>
-struct BaseOf<OwnState<Base>> {
+struct BaseOf<ParamState<Base>> {
   using Type = Base;
 };
 
