@@ -48,13 +48,13 @@ struct Contestant {
 bool computes(PipelineAction action) { return action.op < PipelineOp::send_forward; }
 
 // Every rank's moments on every rank, of those actions that compute.
-std::vector<std::vector<PipelineMoment>> gather(Group group, const std::vector<PipelineMoment>& mine) {
+std::vector<std::vector<ActionTiming>> gather(Group group, const std::vector<ActionTiming>& mine) {
   std::string bytes;
   for (const auto& each : mine)
     if (computes(each.action)) bytes.append(reinterpret_cast<const char*>(&each), sizeof each);
-  std::vector<std::vector<PipelineMoment>> all;
+  std::vector<std::vector<ActionTiming>> all;
   for (const auto& text : group.all_gather_values(std::string_view(bytes))) {
-    auto& moments = all.emplace_back(text.size() / sizeof(PipelineMoment));
+    auto& moments = all.emplace_back(text.size() / sizeof(ActionTiming));
     text.copy(reinterpret_cast<char*>(moments.data()), text.size());
   }
   return all;

@@ -86,7 +86,7 @@ std::string Group::broadcast_value(std::string_view value, RootOptions options, 
   return text;
 }
 
-std::vector<std::string> Group::all_gather_values(std::string_view value, GatherAllOptions options,
+std::vector<std::string> Group::all_gather_values(std::string_view value, CollectiveOptions options,
                                                   Site site) {
   state_->refuse_within_coalesce("all_gather_values");
   const auto device = state_->control_device();

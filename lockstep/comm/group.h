@@ -63,7 +63,7 @@ struct RootOptions {
   std::string tag = {};
   Timeout timeout = {};
 };
-struct GatherAllOptions {
+struct CollectiveOptions {
   std::string tag = {};
   Timeout timeout = {};
 };
@@ -105,8 +105,8 @@ class Group {
   Work broadcast(at::Tensor tensor, RootOptions options = {}, Site site = Site::current());
   // out has size() times in's elements, in the order of the ranks. The second form takes one tensor per
   // rank, whose sizes may differ; every rank must know them all.
-  Work all_gather(at::Tensor out, at::Tensor in, GatherAllOptions options = {}, Site site = Site::current());
-  Work all_gather(std::vector<at::Tensor> out, at::Tensor in, GatherAllOptions options = {},
+  Work all_gather(at::Tensor out, at::Tensor in, CollectiveOptions options = {}, Site site = Site::current());
+  Work all_gather(std::vector<at::Tensor> out, at::Tensor in, CollectiveOptions options = {},
                   Site site = Site::current());
   // out: on the root one tensor per rank, of any sizes; elsewhere empty.
   Work gather(std::vector<at::Tensor> out, at::Tensor in, RootOptions options = {},
@@ -123,7 +123,7 @@ class Group {
   Work send(at::Tensor tensor, PeerOptions options, Site site = Site::current());
   // From peer, or from any rank with kAnyRank: Work::source() tells which.
   Work recv(at::Tensor tensor, PeerOptions options, Site site = Site::current());
-  Work barrier(GatherAllOptions options = {}, Site site = Site::current());
+  Work barrier(CollectiveOptions options = {}, Site site = Site::current());
 
   // What `calls` starts on this group goes to the engine as one. On NCCL that is one launch, in which sends
   // and receives do not wait for one another; elsewhere each goes by itself. All ranks coalesce the same
@@ -141,10 +141,10 @@ class Group {
   std::string broadcast_value(std::string_view value, RootOptions options = {}, Site site = Site::current());
   template <detail::plain_value T>
   T broadcast_value(T value, RootOptions options = {}, Site site = Site::current());
-  std::vector<std::string> all_gather_values(std::string_view value, GatherAllOptions options = {},
+  std::vector<std::string> all_gather_values(std::string_view value, CollectiveOptions options = {},
                                              Site site = Site::current());
   template <detail::plain_value T>
-  std::vector<T> all_gather_values(const T& value, GatherAllOptions options = {},
+  std::vector<T> all_gather_values(const T& value, CollectiveOptions options = {},
                                    Site site = Site::current());
 
   // A tensor in memory that the transport reaches without a copy, where it has such memory. Local: any
@@ -176,7 +176,7 @@ T Group::broadcast_value(T value, RootOptions options, Site site) {
 }
 
 template <detail::plain_value T>
-std::vector<T> Group::all_gather_values(const T& value, GatherAllOptions options, Site site) {
+std::vector<T> Group::all_gather_values(const T& value, CollectiveOptions options, Site site) {
   const std::string bytes(reinterpret_cast<const char*>(&value), sizeof value);
   std::vector<T> values;
   for (const std::string& each : all_gather_values(std::string_view(bytes), std::move(options), site)) {

@@ -139,7 +139,7 @@ BatchNormState state_of(Impl& module, int dims) {
 }
 
 template <typename Impl>
-class SyncedCall final : public Attachment, public MeetsInForward {
+class SyncedCall final : public Attachment, public CommunicatesInForward {
  public:
   SyncedCall(Impl& module, int dims, Group group)
       : Attachment("SyncBatchNorm"), module_(module), dims_(dims), group_(std::move(group)) {}

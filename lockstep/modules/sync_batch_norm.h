@@ -28,7 +28,7 @@ struct BatchNormState {
 at::Tensor sync_batch_norm(const at::Tensor& input, const BatchNormState& state, Group& group);
 
 template <int D, typename Base>
-class SyncBatchNormImpl : public Base, public MeetsInForward {
+class SyncBatchNormImpl : public Base, public CommunicatesInForward {
  public:
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& given, Group group)
       : Base(given), group_(std::move(group)) {}

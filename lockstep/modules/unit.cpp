@@ -90,8 +90,8 @@ at::Tensor Attachment::operator()(const at::Tensor& input) {
 bool meets_in_forward(torch::nn::Module& module) {
   const auto meets = [](torch::nn::Module& each) {
     const auto* slot = slot_of(&each);
-    return dynamic_cast<MeetsInForward*>(&each) != nullptr ||
-           (slot && dynamic_cast<MeetsInForward*>(slot->attachment.get()) != nullptr);
+    return dynamic_cast<CommunicatesInForward*>(&each) != nullptr ||
+           (slot && dynamic_cast<CommunicatesInForward*>(slot->attachment.get()) != nullptr);
   };
   const auto below = module.modules(/*include_self=*/false);  // a module object has no pointer to itself
   return meets(module) ||

@@ -35,9 +35,9 @@ namespace lockstep {
 namespace detail {
 
 // A module, or what is attached to one, whose forward waits for the other ranks.
-class MeetsInForward {
+class CommunicatesInForward {
  public:
-  virtual ~MeetsInForward() = default;
+  virtual ~CommunicatesInForward() = default;
 };
 bool meets_in_forward(torch::nn::Module& module);  // it, or one below it
 

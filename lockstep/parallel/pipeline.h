@@ -105,7 +105,7 @@ struct PipelineOptions {
 
 // One action as it was done; in seconds of std::chrono::steady_clock, which a host's processes have in
 // common.
-struct PipelineMoment {
+struct ActionTiming {
   PipelineAction action;
   double begin = 0, end = 0;
 };
@@ -160,7 +160,7 @@ class Pipeline {
   const std::vector<int>& cut() const;       // pieces of each stage
   bool is_first() const;                     // this rank has the first stage
   bool is_last() const;
-  const std::vector<PipelineMoment>& moments() const;  // of the last step, here
+  const std::vector<ActionTiming>& moments() const;  // of the last step, here
 
  private:
   using LossOf = std::function<at::Tensor(const StageValues&, const StageValues&)>;

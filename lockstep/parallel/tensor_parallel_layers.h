@@ -60,7 +60,7 @@ class HoldsShards : public HoldsSlices {
 [[noreturn]] void refuse_norm_clone();
 
 // What tensor parallelism's own layers have in common.
-class ParallelLayer : public torch::nn::Module, public MeetsInForward, public HoldsShards {
+class ParallelLayer : public torch::nn::Module, public CommunicatesInForward, public HoldsShards {
  public:
   std::vector<ParameterShard> shards() const override { return shards_; }
   const Group& slices_over() const override { return group_; }
@@ -107,7 +107,7 @@ class VocabParallelEmbeddingImpl : public detail::ParallelLayer {
 };
 
 // Norms whose input is a slice of the sequence: the gradients of their parameters are summed over the group.
-class SequenceParallelLayerNormImpl : public torch::nn::LayerNormImpl, public detail::MeetsInForward {
+class SequenceParallelLayerNormImpl : public torch::nn::LayerNormImpl, public detail::CommunicatesInForward {
  public:
   SequenceParallelLayerNormImpl(torch::nn::LayerNormOptions given, Group group)
       : torch::nn::LayerNormImpl(std::move(given)), group_(std::move(group)) {}
@@ -120,7 +120,7 @@ class SequenceParallelLayerNormImpl : public torch::nn::LayerNormImpl, public de
  private:
   Group group_;
 };
-class SequenceParallelRMSNormImpl : public nn::RMSNormImpl, public detail::MeetsInForward {
+class SequenceParallelRMSNormImpl : public nn::RMSNormImpl, public detail::CommunicatesInForward {
  public:
   SequenceParallelRMSNormImpl(std::vector<std::int64_t> shape, Group group,
                               std::optional<double> given_eps = std::nullopt)

@@ -213,7 +213,7 @@ Work Group::broadcast(at::Tensor tensor, RootOptions options, Site site) {
   return state_->issue(std::move(call), tensor.device(), options.timeout, start);
 }
 
-Work Group::all_gather(at::Tensor out, at::Tensor in, GatherAllOptions options, Site site) {
+Work Group::all_gather(at::Tensor out, at::Tensor in, CollectiveOptions options, Site site) {
   check_tensor(in, "all_gather's input", false);
   check_tensor(out, "all_gather's output", true);
   check_alike({out}, in, "all_gather's output");
@@ -235,7 +235,7 @@ Work Group::all_gather(at::Tensor out, at::Tensor in, GatherAllOptions options, 
   return state_->issue(std::move(call), in.device(), options.timeout, start);
 }
 
-Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, GatherAllOptions options, Site site) {
+Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, CollectiveOptions options, Site site) {
   check_tensor(in, "all_gather's input", false);
   check_list(*state_, out, "all_gather's output", true, in);
   engine_for(*state_, in, "all_gather's input");
@@ -555,7 +555,7 @@ Work Group::recv(at::Tensor tensor, PeerOptions options, Site site) {
   return state_->issue(std::move(call), tensor.device(), options.timeout, start);
 }
 
-Work Group::barrier(GatherAllOptions options, Site site) {
+Work Group::barrier(CollectiveOptions options, Site site) {
   state_->refuse_within_coalesce("barrier");
   auto call = describe_call(Operation::barrier, {}, site);
   call.tag = std::move(options.tag);

@@ -53,7 +53,7 @@ struct Pipeline::State {
   at::Tensor loss;  // of the last step, where the last stage is
   bool has_loss = false;
   bool out_of_step = false;  // a pass ended with messages under way
-  std::vector<PipelineMoment> moments;
+  std::vector<ActionTiming> moments;
 
   int last_rank() const { return schedule.rank_of_stage.back(); }
   void keep(std::vector<PipelineStage> pieces);
@@ -248,6 +248,6 @@ const PipelineSchedule& Pipeline::schedule() const { return state_->schedule; }
 const std::vector<int>& Pipeline::cut() const { return state_->cut; }
 bool Pipeline::is_first() const { return state_->schedule.rank_of_stage.front() == state_->group.rank(); }
 bool Pipeline::is_last() const { return state_->last_rank() == state_->group.rank(); }
-const std::vector<PipelineMoment>& Pipeline::moments() const { return state_->moments; }
+const std::vector<ActionTiming>& Pipeline::moments() const { return state_->moments; }
 
 }  // namespace lockstep

@@ -40,7 +40,7 @@ class PipelineRun {
 
   const StageValues& losses() const { return losses_; }  // by micro-batch, where the last stage is
   const std::vector<StageValues>& outputs() const { return outputs_; }
-  std::vector<PipelineMoment>& moments() { return moments_; }
+  std::vector<ActionTiming>& moments() { return moments_; }
 
  private:
   // What there is of a micro-batch at a stage.
@@ -84,7 +84,7 @@ class PipelineRun {
   std::vector<StageValues> inputs_, targets_;  // by micro-batch
   StageValues losses_;
   std::vector<StageValues> outputs_;
-  std::vector<PipelineMoment> moments_;
+  std::vector<ActionTiming> moments_;
   bool settled_ = false;
   std::string failure_;           // of any rank, as far as it is known here
   std::exception_ptr exception_;  // where it was thrown

@@ -19,7 +19,7 @@ namespace {
 
 // In place of a layer's forward.
 template <typename Impl>
-class ParallelCall final : public Attachment, public MeetsInForward, public HoldsShards {
+class ParallelCall final : public Attachment, public CommunicatesInForward, public HoldsShards {
  public:
   ParallelCall(Impl& module, const Target& target, Group group)
       : Attachment("tensor parallelism (" + shown(target.style) + ")"),
