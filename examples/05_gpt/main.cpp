@@ -129,7 +129,7 @@ void train(Options options) {
   auto dp = mesh["dp"], tp = mesh["tp"], whole_model = mesh.group({"pp", "tp"});
 
   const auto text =
-      options.data.empty() ? gpt::made_up_text(options.seed, kMadeUp) : gpt::read_text(options.data);
+      options.data.empty() ? gpt::synthetic_text(options.seed, kMadeUp) : gpt::read_text(options.data);
   torch::manual_seed(options.seed);
   gpt::Gpt model(options.model);
   model->to(world.device(), options.dtype == "double" ? torch::kDouble : torch::kFloat);

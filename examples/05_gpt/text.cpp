@@ -118,7 +118,7 @@ class Writer {
 
 }  // namespace
 
-std::string made_up_text(std::uint64_t seed, std::size_t size) { return Writer(seed, size).text(); }
+std::string synthetic_text(std::uint64_t seed, std::size_t size) { return Writer(seed, size).text(); }
 
 std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);

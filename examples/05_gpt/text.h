@@ -1,6 +1,6 @@
 // What the GPT learns from: text as bytes, a file's or made up here, and the batches that are taken from it.
 //
-//   const auto text = gpt::made_up_text(seed, 1 << 17);
+//   const auto text = gpt::synthetic_text(seed, 1 << 17);
 //   const auto tokens = gpt::batch(text, {.seed = seed, .step = 3, .first = 0, .count = 16, .context = 64});
 //
 // All of it follows from the seed by whole numbers alone: every rank, machine and standard library gets the
@@ -18,7 +18,7 @@ namespace gpt {
 // Sentences in which words that lie far apart depend on each other: a verb has the number of a noun that a
 // clause or two came after, brackets close in the order in which they were opened, and who has what at the
 // end of a paragraph was said at its beginning.
-std::string made_up_text(std::uint64_t seed, std::size_t size);
+std::string synthetic_text(std::uint64_t seed, std::size_t size);
 
 // ConfigError for a file that cannot be read.
 std::string read_text(const std::string& path);

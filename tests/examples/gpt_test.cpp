@@ -24,7 +24,7 @@ Gpt made(gpt::Config config = kSmall) {
 }
 
 at::Tensor some_tokens(std::int64_t count = 3) {
-  return gpt::batch(gpt::made_up_text(1, 4096), {.seed = 1, .count = count, .context = 15});
+  return gpt::batch(gpt::synthetic_text(1, 4096), {.seed = 1, .count = count, .context = 15});
 }
 
 TEST(Gpt, is_the_sequence_of_its_pieces) {
@@ -99,18 +99,18 @@ TEST(Gpt, refuses_what_cannot_be) {
 }
 
 TEST(GptText, is_the_same_everywhere) {
-  const auto text = gpt::made_up_text(0, 4096);
+  const auto text = gpt::synthetic_text(0, 4096);
   EXPECT_EQ(text.substr(0, 52), "Ada has the coin. Felix has the ring. Klara has the ");
-  EXPECT_EQ(gpt::made_up_text(0, 100), text.substr(0, 100));
-  EXPECT_NE(gpt::made_up_text(1, 100), text.substr(0, 100));
+  EXPECT_EQ(gpt::synthetic_text(0, 100), text.substr(0, 100));
+  EXPECT_NE(gpt::synthetic_text(1, 100), text.substr(0, 100));
 }
 
 TEST(GptText, any_part_of_a_batch_is_that_part) {
-  const auto whole = some_tokens(8), text = gpt::batch(gpt::made_up_text(1, 4096), {.seed = 1, .count = 8});
+  const auto whole = some_tokens(8), text = gpt::batch(gpt::synthetic_text(1, 4096), {.seed = 1, .count = 8});
   EXPECT_EQ(text.sizes(), (at::IntArrayRef{8, 65}));
   for (std::int64_t first = 0; first < 8; first += 2)
     EXPECT_TRUE(at::equal(
-        gpt::batch(gpt::made_up_text(1, 4096), {.seed = 1, .first = first, .count = 2, .context = 15}),
+        gpt::batch(gpt::synthetic_text(1, 4096), {.seed = 1, .first = first, .count = 2, .context = 15}),
         whole.narrow(0, first, 2)));
   // The shortest text has one place.
   EXPECT_TRUE(

@@ -10,7 +10,7 @@
 #include <lockstep/comm/c10d/transport.h>
 #include <torch/cuda.h>
 
-#include "support/made_up_nccl.h"
+#include "support/fake_nccl.h"
 
 namespace lockstep::testing {
 namespace {
@@ -77,8 +77,8 @@ at::Device test_device() {
   const int devices = std::max(1, static_cast<int>(torch::cuda::device_count()));
   return {at::kCUDA, static_cast<c10::DeviceIndex>(local("LOCAL_RANK", 0) % devices)};
 }
-bool ranks_are_threads() { return chosen_transport == "threads" || chosen_transport == "made_up_nccl"; }
-bool by_nccls_rules() { return chosen_transport == "nccl" || chosen_transport == "made_up_nccl"; }
+bool ranks_are_threads() { return chosen_transport == "threads" || chosen_transport == "fake_nccl"; }
+bool by_nccls_rules() { return chosen_transport == "nccl" || chosen_transport == "fake_nccl"; }
 
 World fresh_world(WorldOptions options) {
   options.backend = chosen_transport;
@@ -102,7 +102,7 @@ int main(int argc, char** argv) {
     if (argument.starts_with("--transport=")) chosen_transport = argument.substr(12);
     if (argument.starts_with("--ranks=")) chosen_ranks = std::atoi(argv[i] + 8);
   }
-  if (chosen_transport == "made_up_nccl") use_made_up_nccl();
+  if (chosen_transport == "fake_nccl") use_fake_nccl();
   if (const auto reason = missing(); !reason.empty()) {
     fmt::print("skipped: {}\n", reason);
     return 77;  // ctest's SKIP_RETURN_CODE

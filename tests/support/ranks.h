@@ -13,8 +13,8 @@
 
 namespace lockstep::testing {
 
-const std::string& transport();  // "threads", "gloo", "mpi", "nccl", "cuda_ipc", "made_up_nccl"
-bool by_nccls_rules();           // NCCL, or what behaves like it (made_up_nccl.h)
+const std::string& transport();  // "threads", "gloo", "mpi", "nccl", "cuda_ipc", "fake_nccl"
+bool by_nccls_rules();           // NCCL, or what behaves like it (fake_nccl.h)
 at::Device test_device();        // where its tensors are: this rank's GPU, or the CPU
 int num_ranks();
 bool ranks_are_threads();

@@ -27,7 +27,7 @@ class NcclRules : public ::testing::Test {
   void SetUp() override {
     if (!by_nccls_rules())
       GTEST_SKIP() << "transport " << transport()
-                   << " does not follow NCCL's rules; run with --transport=made_up_nccl --ranks=3";
+                   << " does not follow NCCL's rules; run with --transport=fake_nccl --ranks=3";
     LOCKSTEP_NEEDS_RANKS(2);
   }
 };

@@ -12,6 +12,6 @@
 namespace lockstep::testing {
 
 // From now on it is the transport of all groups whose ranks are threads.
-void use_made_up_nccl();
+void use_fake_nccl();
 
 }  // namespace lockstep::testing

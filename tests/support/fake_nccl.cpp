@@ -1,4 +1,4 @@
-#include "support/made_up_nccl.h"
+#include "support/fake_nccl.h"
 
 #include <algorithm>
 #include <array>
@@ -347,7 +347,7 @@ class Made final : public Transport {
 
 }  // namespace
 
-void use_made_up_nccl() {
+void use_fake_nccl() {
   struct Jobs {
     std::mutex mutex;
     // By the job's store, which is kept: no other job gets its address.
