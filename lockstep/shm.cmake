@@ -9,6 +9,6 @@ foreach(source memory/heap.cpp os/host.cpp os/socket.cpp)
 endforeach()
 # The part of it that is a c10d::Backend.
 set(LOCKSTEP_SHM_BACKEND_SOURCES "")
-foreach(source c10d/engine_work.cpp c10d/part_backend.cpp c10d/part_checks.cpp c10d/tensors.cpp transports/shm/backend.cpp)
+foreach(source c10d/engine_work.cpp c10d/op_backend.cpp c10d/op_checks.cpp c10d/tensors.cpp transports/shm/backend.cpp)
   list(APPEND LOCKSTEP_SHM_BACKEND_SOURCES ${CMAKE_CURRENT_LIST_DIR}/comm/${source})
 endforeach()

@@ -57,18 +57,18 @@ std::string plural(int count, const char* what) {
 
 class AgentProcess {
  public:
-  AgentProcess(const LaunchOptions& plan, const Inherited& inherited)
-      : plan_(plan),
+  AgentProcess(const LaunchOptions& options, const Inherited& inherited)
+      : options_(options),
         launcher_(inherited.launcher.get()),
-        ranks_(plan, inherited.stdin_fd, inherited.signals),
+        ranks_(options, inherited.stdin_fd, inherited.signals),
         signals_(take_signals({SIGCHLD}, kForwarded)),
-        output_(plan),
-        flights_(plan),
+        output_(options),
+        flights_(options),
         agent_(agent_options()) {}
 
   int run() {
-    if (!plan_.quiet && !agent_.address().empty())
-      say(fmt::format("node {} of {}, meeting the others at {}", plan_.node, plan_.num_nodes,
+    if (!options_.quiet && !agent_.address().empty())
+      say(fmt::format("node {} of {}, meeting the others at {}", options_.node, options_.num_nodes,
                       agent_.address()));
     while (!status_) {
       wait(paused_since_ ? -1 : agent_.orders_fd());
@@ -87,7 +87,7 @@ class AgentProcess {
     if (started_) end_leftovers();
     output_.finish();
     // However slow the reader is, unless the person has had enough.
-    if (num_signals_ > 0) give_up_at_ = Clock::now() + plan_.grace;
+    if (num_signals_ > 0) give_up_at_ = Clock::now() + options_.grace;
     const int before = num_signals_;
     while (!output_is_done_ && num_signals_ == before && !launcher_gone_ &&
            !(give_up_at_ && Clock::now() >= *give_up_at_))
@@ -102,21 +102,21 @@ class AgentProcess {
   control::AgentOptions agent_options() {
     control::AgentOptions options;
     options.name = agent_name_ = random_name();
-    options.node = plan_.node;
-    options.num_nodes = plan_.num_nodes;
-    options.local_ranks = plan_.num_ranks;
-    options.max_restarts = plan_.max_restarts;
-    options.head = plan_.node == 0;
-    options.stop_grace = plan_.stop_grace;
-    if (plan_.join_timeout) options.join_timeout = *plan_.join_timeout;
-    if (plan_.num_nodes > 1)
+    options.node = options_.node;
+    options.num_nodes = options_.num_nodes;
+    options.local_ranks = options_.num_ranks;
+    options.max_restarts = options_.max_restarts;
+    options.coordinator = options_.node == 0;
+    options.stop_grace = options_.stop_grace;
+    if (options_.join_timeout) options.join_timeout = *options_.join_timeout;
+    if (options_.num_nodes > 1)
       options.link =
-          control::Link{plan_.master_address, plan_.master_port, plan_.master_port, plan_.key, plan_.job};
+          control::Link{options_.master_address, options_.master_port, options_.master_port, options_.key, options_.job};
     options.say = [this](const std::string& line) { say(line); };
     // It may see that a large rank is ending before the kernel has put its memory away and tells us.
     options.explain = [this](const control::Ended& how) { return explain(how); };
     options.flight = [this](control::FlightRecord record) { flights_.take(std::move(record)); };
-    if (plan_.status != StatusLine::never)
+    if (options_.status != StatusLine::never)
       options.status = [this](const control::Status& status) { output_.show_status(status_text(status)); };
     return options;
   }
@@ -206,7 +206,7 @@ class AgentProcess {
   void handle(const control::Start& start) {
     save_flight();  // of the attempt before
     output_.begin_attempt(start.attempt, start.world_size);
-    if (start.attempt == 0 && !plan_.quiet) say(start_line(start));
+    if (start.attempt == 0 && !options_.quiet) say(start_line(start));
     terminate_at_ = kill_at_ = give_up_at_ = std::nullopt;
     memory_.begin();
     started_ = true;
@@ -216,17 +216,17 @@ class AgentProcess {
   }
 
   std::string start_line(const control::Start& start) const {
-    std::string ranks = plural(plan_.num_ranks, "rank") + " on this host";
-    if (plan_.num_nodes > 1)
-      ranks = fmt::format("node {} of {}, ranks {} to {} of {}", plan_.node, plan_.num_nodes,
-                          start.first_rank, start.first_rank + plan_.num_ranks - 1, start.world_size);
+    std::string ranks = plural(options_.num_ranks, "rank") + " on this host";
+    if (options_.num_nodes > 1)
+      ranks = fmt::format("node {} of {}, ranks {} to {} of {}", options_.node, options_.num_nodes,
+                          start.first_rank, start.first_rank + options_.num_ranks - 1, start.world_size);
     const Placement& placement = ranks_.placement();
     return fmt::format("{}, {} each, {}", ranks, plural(placement.threads, "thread"), placement.text);
   }
 
   void handle(const control::Stop& stop) {
     ranks_.wake_for(stop.signal);
-    if (!kill_at_) kill_at_ = Clock::now() + plan_.grace;
+    if (!kill_at_) kill_at_ = Clock::now() + options_.grace;
   }
 
   void handle(const control::Failed& failed) {
@@ -270,12 +270,12 @@ class AgentProcess {
     if (terminate_at_ && now >= *terminate_at_) {
       terminate_at_.reset();
       ranks_.send(SIGTERM);
-      if (!kill_at_) kill_at_ = now + plan_.grace;
+      if (!kill_at_) kill_at_ = now + options_.grace;
     }
     if (kill_at_ && now >= *kill_at_) {
       for (const auto& rank : ranks_.running())
         say(fmt::format("rank {} (pid {}) has not ended within {} s: it is killed", rank.number, rank.pid,
-                        static_cast<double>(plan_.grace.count()) / 1000));
+                        static_cast<double>(options_.grace.count()) / 1000));
       kill_all();
     }
     if (give_up_at_ && now >= *give_up_at_) give_up();
@@ -316,7 +316,7 @@ class AgentProcess {
     terminate_at_ = kill_at_ = give_up_at_ = std::nullopt;
   }
 
-  const LaunchOptions& plan_;
+  const LaunchOptions& options_;
   const int launcher_;
   LocalRanks ranks_;
   const Fd signals_;  // before there are threads
@@ -345,7 +345,7 @@ void end_all() {
 
 }  // namespace
 
-int guard(const LaunchOptions& plan, Inherited inherited) {
+int guard(const LaunchOptions& options, Inherited inherited) {
   ::prctl(PR_SET_NAME, "lockstep-agent");
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
   // The end of the channel tells that the launcher has ended, unless this process is stopped by then.
@@ -353,7 +353,7 @@ int guard(const LaunchOptions& plan, Inherited inherited) {
   ::setpgid(0, 0);
   try {
     // Never destroyed when it is left early: its threads may be held by a terminal that does not read.
-    auto* agent_process = new AgentProcess(plan, inherited);
+    auto* agent_process = new AgentProcess(options, inherited);
     const int status = agent_process->run();
     if (agent_process->has_shown_everything())
       delete agent_process;

@@ -25,13 +25,13 @@ struct RankPlace {
   std::string agent;  // the name of its socket
 };
 
-// "NAME=VALUE", sorted: this process's environment, what the plan says of it, and the rank's own variables.
+// "NAME=VALUE", sorted: this process's environment, the options' changes, and the rank's own variables.
 std::vector<std::string> rank_environment(const LaunchOptions& options, const RankPlace& place);
 
 // Whether the launcher gives this variable a value of its own, so that nobody else can.
 bool is_launchers_variable(const std::string& name);
 
-// The file that execvp would run for the plan's command; ConfigError where there is none.
+// The file that execvp would run for the options' command; ConfigError where there is none.
 std::string find_program(const LaunchOptions& options);
 // That file is no script.
 bool is_binary(const LaunchOptions& options, const std::string& file);

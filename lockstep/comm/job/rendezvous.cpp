@@ -126,11 +126,11 @@ control::AgentOptions agent_options(const Identity& identity, const std::string&
   const bool one_host = identity.local_size == identity.size || identity.master_address.empty();
   if (one_host) return options;
 
-  options.head = control::is_local_address(identity.master_address);
+  options.coordinator = control::is_local_address(identity.master_address);
   auto key = control::job_key("");
   if (!key) {
     // Nothing says that there are several hosts: those who do not come will be named.
-    if (options.head && !identity.local_size) return options;
+    if (options.coordinator && !identity.local_size) return options;
     throw no_key(identity);
   }
   control::Link link{.address = identity.master_address,
@@ -138,7 +138,7 @@ control::AgentOptions agent_options(const Identity& identity, const std::string&
                      .last_port = std::max(identity.master_port, identity.last_master_port),
                      .key = *key,
                      .job = job_of_all_hosts(identity)};
-  if (identity.store_is_served && !options.head) {
+  if (identity.store_is_served && !options.coordinator) {
     const auto address = TorchrunStore(identity, timeout).read();
     const auto colon = address.rfind(':');
     link.address = address.substr(0, colon);
@@ -172,7 +172,7 @@ control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& 
           identity.agent));
     try {
       auto options = agent_options(identity, agent_connection.name, timeout);
-      const bool publishes = identity.store_is_served && options.head && options.link;
+      const bool publishes = identity.store_is_served && options.coordinator && options.link;
       agent_connection.agent = new control::Agent(std::move(options));  // until the process ends
       if (publishes) TorchrunStore(identity, timeout).publish(agent_connection.agent->address());
     } catch (const control::NameInUse&) {

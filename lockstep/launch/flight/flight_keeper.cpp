@@ -63,8 +63,8 @@ void FlightKeeper::take(control::FlightRecord record) {
 
 std::pair<std::string, int> FlightKeeper::open(int attempt) const {
   constexpr int kFlags = O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;  // never held up by a pipe
-  auto file = plan_.flight_record;
-  if (file.empty() && !plan_.log_directory.empty()) file = plan_.log_directory + "/flight.json";
+  auto file = options_.flight_record;
+  if (file.empty() && !options_.log_directory.empty()) file = options_.log_directory + "/flight.json";
   if (!file.empty()) {
     file = of_attempt(file, attempt);
     return {file, ::open(file.c_str(), kFlags | O_TRUNC, 0666)};
@@ -87,11 +87,11 @@ std::optional<std::string> FlightKeeper::save() {
     std::lock_guard lock(mutex_);
     record = std::exchange(taken_, std::nullopt);
   }
-  if (!record || plan_.flight_record == "none") return std::nullopt;
+  if (!record || options_.flight_record == "none") return std::nullopt;
   // A job that was asked to stop has not failed: whoever wants its record says so.
-  if (!record->failure && plan_.flight_record.empty()) return std::nullopt;
+  if (!record->failure && options_.flight_record.empty()) return std::nullopt;
   // A file that was asked for, and of an earlier failure, is not to be taken for that of this one.
-  const bool any = !plan_.flight_record.empty() ||
+  const bool any = !options_.flight_record.empty() ||
                    std::any_of(record->ranks.begin(), record->ranks.end(),
                                [](const auto& each) { return !each.second.log.entries.empty(); });
   if (!any) return std::nullopt;
