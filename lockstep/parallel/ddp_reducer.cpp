@@ -149,6 +149,7 @@ void DdpReducer::forget_micro_batches(bool restore) {
   for (auto& param : params_) {
     param.levels.clear();
     param.sum.reset();
+    if (options_.micro_batches > 1) param.used = false;
     auto before = std::exchange(param.before, {});
     if (std::exchange(param.aside, false)) param.tensor.mutable_grad() = restore ? before : at::Tensor();
   }

@@ -96,6 +96,26 @@ TEST(DdpMisuse, zero_grad_in_the_middle_of_a_sum_starts_it_again) {
   });
 }
 
+TEST(DdpMisuse, a_sum_that_was_dropped_used_no_parameter) {
+  on_every_rank([](World& world) {
+    for (const bool cleared : {false, true}) {
+      Mlp model;
+      DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true, .micro_batches = 2});
+      pass(ddp, 0);
+      if (cleared)
+        model->zero_grad();
+      else
+        ddp.discard_micro_batches();
+      for (int part = 0; part < 2; ++part) {
+        (void)ddp(rows_of(part));
+        model->third(numbers(part, {5, 9})).sum().backward();
+      }
+      EXPECT_FALSE(model->first->weight.grad().defined());
+      EXPECT_TRUE(model->third->weight.grad().defined());
+    }
+  });
+}
+
 TEST(DdpMisuse, a_sum_can_be_discarded) {
   on_every_rank([](World& world) {
     Mlp model;
