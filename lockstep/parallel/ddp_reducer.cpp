@@ -139,7 +139,14 @@ void DdpReducer::begin_round() {
     if (auto reducer = self.lock()) reducer->end_round();
   });
   const auto samples = std::exchange(samples_, 0);
-  if (joining_ && !alone_) announce(told_samples_.value_or(samples), true);
+  if (joining_ && !alone_) {
+    try {
+      announce(told_samples_.value_or(samples), true);
+    } catch (const ConfigError&) {  // on every rank: nobody waits for the rest of this pass
+      reset_round();
+      throw;
+    }
+  }
   told_samples_.reset();
 }
 
