@@ -81,6 +81,23 @@ ReducedParameters& reduced_parameters() {
   return all;
 }
 
+// LibTorch's own accessors of a module's parameters make copies.
+struct RegisteredParameters : torch::nn::Module {
+  static const torch::OrderedDict<std::string, at::Tensor>& of(const torch::nn::Module& module) {
+    return module.*(&RegisteredParameters::parameters_);
+  }
+};
+
+// Calls tell(address) for each module, and for each parameter registered in it.
+template <typename Tell>
+void for_each_part(const torch::nn::Module& module, Tell tell) {
+  module.apply([&](const torch::nn::Module& each) {
+    tell(static_cast<const void*>(&each));
+    for (const auto& item : RegisteredParameters::of(each))
+      tell(static_cast<const void*>(item.value().unsafeGetTensorImpl()));
+  });
+}
+
 const void* accumulator_of(const at::Tensor& parameter) {
   return torch::autograd::impl::try_get_grad_accumulator(parameter).get();
 }
@@ -187,8 +204,8 @@ void DdpReducer::install_hooks() {
   }
   if (options_.micro_batches > 1) install_pre_hooks();
   for (auto& each : watched_) each.accumulator = each.requires_grad ? accumulator_of(each.tensor) : nullptr;
-  modules_.clear();
-  std::as_const(*module_).apply([&](const torch::nn::Module& each) { modules_.push_back(&each); });
+  structure_.clear();
+  for_each_part(*module_, [&](const void* part) { structure_.push_back(part); });
   graph_checked_ = false;
 }
 
@@ -251,15 +268,16 @@ void DdpReducer::verify() const {
 
 // The first thing that differs from what the hooks were installed on; empty: nothing. It costs some nanoseconds per
 // module and parameter: torch::load and Module::to give a parameter another accumulator, replace_module another
-// module.
+// module, and register_parameter another parameter. A new module may lie where an old one was; parameters may not,
+// because watched_ keeps the old ones.
 std::string DdpReducer::model_change() const {
   std::size_t count = 0;
   bool same = true;
-  std::as_const(*module_).apply([&](const torch::nn::Module& each) {
-    same = same && count < modules_.size() && modules_[count] == &each;
+  for_each_part(*module_, [&](const void* part) {
+    same = same && count < structure_.size() && structure_[count] == part;
     ++count;
   });
-  if (!same || count != modules_.size()) return "a submodule was added, removed or replaced";
+  if (!same || count != structure_.size()) return "a submodule or a parameter was added, removed or replaced";
   bool frozen = true;
   for (const auto& each : watched_) frozen = frozen && !each.tensor.requires_grad();
   if (frozen) return "";  // for the moment, as in a GAN: no gradient comes
@@ -291,13 +309,15 @@ void DdpReducer::follow_model() {
   for (const auto& param : params_)
     if (param.used) used.insert(param.tensor.unsafeGetTensorImpl());
   remove_hooks();
-  modules_.clear();  // where the comparison fails, the next call begins again
+  structure_.clear();  // where the comparison fails, the next call begins again
   buckets_.clear();
   buckets_made_ = false;
   launched_ = 0;
   used_.clear();
   find_parameters();
-  for (auto& param : params_) param.used = used.contains(param.tensor.unsafeGetTensorImpl());
+  // The hooks did not see what passes inside no_sync() have left since the change.
+  for (auto& param : params_)
+    param.used = used.contains(param.tensor.unsafeGetTensorImpl()) || param.tensor.grad().defined();
   compare_and_synchronize();
   install_hooks();
 }

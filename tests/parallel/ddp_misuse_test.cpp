@@ -192,6 +192,71 @@ TEST(DdpMisuse, a_model_may_be_loaded_cast_and_rebuilt_after_it_was_wrapped) {
   });
 }
 
+// The second new module often lies where the first one was.
+TEST(DdpMisuse, a_module_may_be_replaced_several_times_between_two_steps) {
+  on_every_rank([](World& world) {
+    Mlp model;
+    DistributedDataParallel ddp(model, world.group());
+    for (int round = 0; round < 5; ++round) {
+      model->zero_grad();
+      expect_averages(ddp, world);
+      for (int i = 0; i < 2; ++i) {
+        torch::nn::Linear second(9, 9);
+        fill_parameters(*second, 60);
+        model->second = model->replace_module("second", second);
+      }
+    }
+  });
+}
+
+struct GrowingImpl : torch::nn::Module {
+  GrowingImpl() : linear(6, 3) {
+    register_module("linear", linear);
+    fill_parameters(*this, 70);
+  }
+  void grow() { scale = register_parameter("scale", at::ones({3})); }
+  at::Tensor forward(const at::Tensor& x) { return scale.defined() ? linear(x) * scale : linear(x); }
+  torch::nn::Linear linear;
+  at::Tensor scale;
+};
+TORCH_MODULE(Growing);
+
+TEST(DdpMisuse, a_module_may_get_a_new_parameter) {
+  on_every_rank([](World& world) {
+    Growing model, one;
+    DistributedDataParallel ddp(model, world.group());
+    ddp(rows_of(world.rank())).square().mean().backward();
+    model->grow(), one->grow();
+    model->zero_grad();
+    ddp(rows_of(world.rank())).square().mean().backward();
+    for (int rank = 0; rank < world.size(); ++rank)
+      one(rows_of(rank)).square().mean().div(world.size()).backward();
+    EXPECT_TRUE(all_close(gradients_of(*model), gradients_of(*one)));
+  });
+}
+
+TEST(DdpMisuse, passes_in_no_sync_after_a_change_count) {
+  on_every_rank([](World& world) {
+    Mlp model, other;
+    fill_parameters(*other, 900);
+    std::stringstream file;
+    torch::save(other, file);
+    DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
+    pass(ddp, world.rank());
+    torch::load(model, file);
+    model->zero_grad();
+    {
+      const auto guard = ddp.no_sync();
+      pass(ddp, world.rank());
+    }
+    (void)ddp(rows_of(0));
+    model->third(numbers(world.rank(), {5, 9})).sum().backward();  // the first two layers have no part in it
+    check_replicas(*model, world.group());
+    const auto mine = model->first->weight.grad().sum().item<double>();
+    for (const double each : world.group().all_gather_values(mine)) EXPECT_EQ(each, mine);
+  });
+}
+
 TEST(DdpMisuse, parameters_may_be_unfrozen_and_frozen_again) {
   on_every_rank([](World& world) {
     Mlp model;
