@@ -102,6 +102,11 @@ const void* accumulator_of(const at::Tensor& parameter) {
   return torch::autograd::impl::try_get_grad_accumulator(parameter).get();
 }
 
+// The storage, by its address; null: it has none.
+const void* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
 torch::autograd::Edge edge_into(const at::Tensor& tensor) {
   return tensor.defined() && tensor.requires_grad() ? torch::autograd::impl::gradient_edge(tensor)
                                                     : torch::autograd::Edge();
@@ -323,13 +328,14 @@ void DdpReducer::follow_model() {
 }
 
 // The gradient of a tensor that is neither a registered parameter nor an argument is not averaged. The walk costs
-// as much as a small backward pass, so only the first forward is checked, or every one with LOCKSTEP_CHECK=1.
+// as much as a small backward pass, so only the first forward is checked, or every one with LOCKSTEP_CHECK=1. A
+// leaf in an argument's memory is the argument: forward made it require a gradient, as for forces of an energy.
 void DdpReducer::check_graph(const std::vector<at::Tensor>& outputs) {
   namespace autograd = torch::autograd;
-  graph_checked_ = true;
   std::unordered_set<autograd::Node*> seen;
   for (const auto& edge : input_edges_) seen.insert(edge.function.get());
   input_edges_.clear();
+  const auto input_memory = std::exchange(input_memory_, {});
   std::unordered_set<const void*> known;
   for (const auto& parameter : module_->parameters())
     if (parameter.defined()) known.insert(parameter.unsafeGetTensorImpl());
@@ -343,7 +349,7 @@ void DdpReducer::check_graph(const std::vector<at::Tensor>& outputs) {
     open.pop_back();
     if (const auto* leaf = dynamic_cast<autograd::AccumulateGrad*>(node);
         leaf && !known.contains(leaf->variable.unsafeGetTensorImpl()) &&
-        !reduced_parameters().contain(leaf->variable))
+        !reduced_parameters().contain(leaf->variable) && !input_memory.contains(storage_of(leaf->variable)))
       throw ConfigError(fmt::format(
           "DistributedDataParallel: forward uses a tensor of shape [{}] that requires a gradient and is neither a "
           "registered parameter nor an argument, so its gradient would not be averaged. Register it with "
@@ -351,14 +357,18 @@ void DdpReducer::check_graph(const std::vector<at::Tensor>& outputs) {
           fmt::join(leaf->variable.sizes(), ", ")));
     for (const auto& next : node->next_edges()) visit(next.function.get());
   }
+  graph_checked_ = true;
 }
 
 void DdpReducer::note_inputs(const std::vector<at::Tensor>& inputs) {
   input_edges_.clear();
+  input_memory_.clear();
   if (graph_checked_ && !check_every_graph_) return;
   graph_checked_ = false;
-  for (const auto& input : inputs)
+  for (const auto& input : inputs) {
     if (auto edge = edge_into(input); edge.function) input_edges_.push_back(std::move(edge));
+    if (const auto* memory = storage_of(input)) input_memory_.insert(memory);
+  }
 }
 
 }  // namespace lockstep::detail

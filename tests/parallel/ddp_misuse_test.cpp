@@ -322,8 +322,10 @@ TEST(DdpMisuse, a_module_that_was_not_registered_is_an_error) {
   on_every_rank([](World& world) {
     Forgetful model;
     DistributedDataParallel ddp(model, world.group());
-    const auto text = error_of<ConfigError>([&] { ddp(rows_of(0)); });
-    EXPECT_THAT(text, AllOf(HasSubstr("register_module"), ContainsRegex("shape \\[3(, 3)?\\]")));
+    for (int i = 0; i < 2; ++i) {  // also where the program goes on
+      const auto text = error_of<ConfigError>([&] { ddp(rows_of(0)); });
+      EXPECT_THAT(text, AllOf(HasSubstr("register_module"), ContainsRegex("shape \\[3(, 3)?\\]")));
+    }
     {
       torch::NoGradGuard no_grad;
       ddp(rows_of(0));
@@ -338,6 +340,28 @@ TEST(DdpMisuse, a_module_that_was_not_registered_is_an_error) {
     DistributedDataParallel inner_ddp(inner->forgotten, world.group());
     DistributedDataParallel outer(inner, world.group());
     outer(rows_of(0));
+  });
+}
+
+// Forces are gradients of an energy, which forward takes itself.
+struct ForcesImpl : torch::nn::Module {
+  ForcesImpl() : energy(6, 9, 1) { register_module("energy", energy); }
+  at::Tensor forward(const at::Tensor& positions) {
+    auto x = positions.detach().requires_grad_();
+    return torch::autograd::grad({energy(x).sum()}, {x}, {}, true, true)[0];
+  }
+  Mlp energy;
+};
+TORCH_MODULE(Forces);
+
+TEST(DdpMisuse, forward_may_take_gradients_of_its_argument) {
+  on_every_rank([](World& world) {
+    Forces model, one;
+    DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
+    ddp(rows_of(world.rank())).square().mean().backward();
+    for (int rank = 0; rank < world.size(); ++rank)
+      one(rows_of(rank)).square().mean().div(world.size()).backward();
+    EXPECT_TRUE(all_close({model->energy->first->weight.grad()}, {one->energy->first->weight.grad()}));
   });
 }
 
