@@ -37,7 +37,9 @@ Verdict verdict_of(const control::Failure& failure) {
   // Without a rank it is a host that was lost, or a launcher, which has a process.
   const bool launcher = failure.rank < 0 && failure.pid != 0;
   return {failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt,
-          launcher ? CommError::Kind::stopped : CommError::Kind::peer_died};
+          failure.mismatch ? CommError::Kind::mismatch
+          : launcher       ? CommError::Kind::stopped
+                           : CommError::Kind::peer_died};
 }
 
 std::string given_or(const std::string& given, const char* variable, const char* fallback) {
