@@ -310,6 +310,8 @@ void DdpReducer::follow_model() {
                     "call discard_micro_batches() first",
                     change, micro_batch_, options_.micro_batches));
   if (joining_) throw ConfigError(fmt::format("{} inside join(): change the model before it", change));
+  // Ranks whose model has not changed make no barrier in a step, so that they cannot take it for theirs.
+  if (!alone_) group_.barrier({.tag = fmt::format("ddp model change: {}", change)}).wait();
   std::set<const void*> used;
   for (const auto& param : params_)
     if (param.used) used.insert(param.tensor.unsafeGetTensorImpl());
