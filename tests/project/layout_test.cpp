@@ -79,10 +79,10 @@ TEST(Layout, techniques_do_not_include_one_another) {
     ++seen;
     const auto other = fs::path(target).stem().string();
     // What they share: where a call can be intercepted, what is a model and how it is called, tensors inside
-    // values, replicas made equal, many tensors in one piece of memory.
+    // values, replicas made equal, many tensors in one piece of memory, gradients that must not be read.
     const bool shared = other == "unit" || other == "module_call" || other == "script_module" ||
                         other == "tensors_in" || other == "replicas" || other == "flat_views" ||
-                        other == "held_group";
+                        other == "held_group" || other == "unready_gradient";
     EXPECT_TRUE(shared || technique_of(parallel, other) == technique_of(parallel, file.stem()))
         << file << " includes " << target;
   }
