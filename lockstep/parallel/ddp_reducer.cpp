@@ -51,6 +51,7 @@ void DdpReducer::before_forward(const std::vector<at::Tensor>& inputs) {
     before_step();
   } catch (const CommError& error) {
     learn_of_broken_pass(error);
+    refuse_updates();
     throw;
   }
 }
@@ -314,6 +315,7 @@ void DdpReducer::reduce_now() {
   } catch (const CommError& error) {
     learn_of_broken_pass(error);
     reset_round();
+    refuse_updates();
     throw;
   } catch (...) {
     note_broken_pass();
@@ -337,6 +339,7 @@ void DdpReducer::end_round() {
     learn_of_broken_pass(error);
     reset_round();
     forget_micro_batches(/*restore=*/true);
+    refuse_updates();
     throw;
   } catch (...) {
     note_broken_pass();

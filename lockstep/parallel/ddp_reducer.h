@@ -131,6 +131,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void check_passes(bool ended);
   void report_broken_pass();
   void learn_of_broken_pass(const CommError& error);
+  void refuse_updates();  // where ranks know of a broken pass: p.grad() cannot be read until discard()
 
   // ddp_parameters.cpp
   void find_parameters();

@@ -474,6 +474,7 @@ TEST(DdpMisuse, a_pass_that_fails_on_one_rank_is_an_error_on_all_until_it_is_dis
                       .backward();
               };
               for (int i = 0; i < warm; ++i) step(2), model->zero_grad();
+              torch::optim::SGD optimizer(model->parameters(), 0.1);
               const auto what = fmt::format("{} {} {} {} {}", unused, buffers, parts, reach, warm);
               if (world.rank() == last) {
                 EXPECT_THAT(error_of<std::runtime_error>([&] { step(reach); }), HasSubstr("as planned"))
@@ -481,6 +482,8 @@ TEST(DdpMisuse, a_pass_that_fails_on_one_rank_is_an_error_on_all_until_it_is_dis
               } else {
                 EXPECT_THAT(error_of<CommError>([&] { step(2); }),
                             HasSubstr(fmt::format("a backward pass of rank {} ended", last)))
+                    << what;
+                EXPECT_THAT(error_of<c10::Error>([&] { optimizer.step(); }), HasSubstr("ddp.discard()"))
                     << what;
               }
               for (int i = 0; i < 2; ++i)
@@ -497,6 +500,27 @@ TEST(DdpMisuse, a_pass_that_fails_on_one_rank_is_an_error_on_all_until_it_is_dis
                 reference(rows_of(world.rank() + part), 2).square().mean().backward();
               EXPECT_TRUE(all_close(gradients_of(*model), gradients_of(*fresh), 1e-5)) << what;
             }
+  });
+}
+
+TEST(DdpMisuse, a_rank_that_has_updated_after_its_pass_failed_is_found_when_the_pass_is_discarded) {
+  on_every_rank([](World& world) {
+    if (world.size() == 1 || world.group().backend() != "shm") return;
+    const bool fails = world.rank() == world.size() - 1;
+    Ragged model;
+    DistributedDataParallel ddp(model, world.group());
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    const auto step = [&](int reach) { ddp(rows_of(world.rank()), reach).square().mean().backward(); };
+    EXPECT_ANY_THROW(step(fails ? 1 : 2));
+    if (fails) optimizer.step();
+    EXPECT_THAT(error_of<Error>([&] { step(2); }), HasSubstr("ddp.discard()"));
+    EXPECT_THROW(ddp.discard(), DriftError);
+    EXPECT_THAT(error_of<Error>([&] { step(2); }), HasSubstr("ddp.discard()"));
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters()) world.group().broadcast(parameter, {.root = 0}).wait();
+    ddp.discard();
+    torch::AutoGradMode grad(true);
+    step(2);
   });
 }
 
