@@ -16,6 +16,7 @@
 #include <lockstep/parallel/ddp_reducer.h>
 #include <lockstep/parallel/replicas.h>
 #include <lockstep/parallel/unit.h>
+#include <lockstep/parallel/unready_gradient.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -304,6 +305,10 @@ void DdpReducer::follow_model() {
         "{} after the DistributedOptimizer was made: make a new DistributedDataParallel and a new "
         "DistributedOptimizer on every rank (lockstep::load may come later)",
         change));
+  const bool cleared = std::none_of(params_.begin(), params_.end(), [](const auto& param) {
+    return unready_text(param.tensor.grad()) != nullptr;
+  });
+  if (cleared) prepare_gradients();  // zero_grad() has dropped the sum
   if (micro_batch_ > 0)
     throw ConfigError(
         fmt::format("{} when {} of {} micro-batches were summed: change the model after a step, or "

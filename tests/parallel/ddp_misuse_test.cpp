@@ -301,6 +301,10 @@ TEST(DdpMisuse, a_model_may_not_change_in_a_sum_in_join_or_under_a_distributed_o
                 AllOf(HasSubstr("'first.weight' was given other data"), HasSubstr("1 of 2 micro-batches")));
     ddp.discard_micro_batches();
     again();
+    model->to(at::kFloat);
+    model->zero_grad();  // drops the sum as well
+    pass(ddp, world.rank()), pass(ddp, world.rank());
+    EXPECT_TRUE(all_close(gradients_of(*model), average_of(model, 0, world.size())));
 
     Mlp sharded;
     DistributedDataParallel sharded_ddp(sharded, world.group());
