@@ -132,7 +132,7 @@ class DdpBase {
 
   // After a backward pass that ended with an exception on some ranks and not on others: drops what it has left, on
   // every rank, so that the next step begins clean. p.grad() is undefined then. Every rank calls it. Until then each
-  // step is an error. It needs a group that lives: on transports other than shared memory such a pass fails the group.
+  // step is an error. Throws DriftError if a rank has updated its parameters with what was left. It needs a group that lives: on transports other than shared memory such a pass fails the group.
   void discard();
 
   // Runs the body, in which this rank may make fewer steps than others, then takes part in what they still

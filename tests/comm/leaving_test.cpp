@@ -120,6 +120,26 @@ TEST_F(Leaving, does_not_wait_for_who_waits_for_this_rank) {
   }
 }
 
+// Each rank waits for a message that the other one never sends.
+TEST_F(Leaving, says_what_it_waits_for) {
+  if (transport() == "mpi") GTEST_SKIP() << "MPI ends the processes of which an operation has failed";
+  if (by_nccls_rules()) GTEST_SKIP() << "a message begins when both have come to it";
+  std::array<std::optional<Work>, 2> held;
+  ::testing::internal::CaptureStderr();
+  in_a_world([&](World& world) {
+    auto group = world.group({0, 1}, {.timeout = milliseconds(1500)});
+    group.barrier().wait();
+    held[static_cast<std::size_t>(world.rank())].emplace(
+        group.recv(at::ones({3}, on()), {.peer = 1 - world.rank()}));
+  });
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              HasSubstr("the World is left, and waits for an operation that is under way: recv(float32 [3]"));
+  for (auto& work : held)
+    if (work) {
+      EXPECT_THROW(work->wait(), CommError);
+    }
+}
+
 CommError::Kind kind_of(const std::function<void()>& call) {
   try {
     call();

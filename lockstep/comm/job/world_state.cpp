@@ -37,7 +37,9 @@ Verdict verdict_of(const control::Failure& failure) {
   // Without a rank it is a host that was lost, or a launcher, which has a process.
   const bool launcher = failure.rank < 0 && failure.pid != 0;
   return {failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt,
-          launcher ? CommError::Kind::stopped : CommError::Kind::peer_died};
+          failure.mismatch ? CommError::Kind::mismatch
+          : launcher       ? CommError::Kind::stopped
+                           : CommError::Kind::peer_died};
 }
 
 std::string given_or(const std::string& given, const char* variable, const char* fallback) {
@@ -46,6 +48,8 @@ std::string given_or(const std::string& given, const char* variable, const char*
 
 // Between two looks whether what is under way when the World is left is over.
 constexpr std::chrono::microseconds kFirstNap(50), kLongestNap(5000);
+// How long it waits for that without a word.
+constexpr std::chrono::seconds kPatience(1);
 
 }  // namespace
 
@@ -317,11 +321,21 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
     std::move(under_way.all.begin(), under_way.all.end(), std::back_inserter(all));
     std::move(under_way.dropped.begin(), under_way.dropped.end(), std::back_inserter(dropped));
   }
+  bool told = false;
+  const auto tells_at = Clock::now() + kPatience;
   for (auto nap = kFirstNap;; nap = std::min(2 * nap, kLongestNap)) {
     // All of them: engines move what is asked for.
     bool over = true;
     for (const auto& pending : all) over = pending->done() && over;
     if (over || !in_order) break;
+    if (!told && Clock::now() >= tells_at) {
+      told = true;
+      const auto first =
+          std::find_if(all.begin(), all.end(), [](const auto& pending) { return !pending->settled(); });
+      if (first != all.end())
+        log(LogLevel::warn, "the World is left, and waits for an operation that is under way: {}",
+            describe((*first)->call()));
+    }
     for (const auto& group : groups) group->give_way();
     std::this_thread::sleep_for(nap);
   }

@@ -106,8 +106,11 @@ class Coordinator {
   using Stuck = std::map<int, std::vector<const Wait*>>;  // what each rank waits for
   Stuck deadlocked(const std::vector<Wait>& all) const;
   bool tells_of(int rank, std::int64_t key) const;
+  using Differing = std::vector<std::pair<int, const Row*>>;  // what each rank of a group has called
+  Differing differing() const;
   void look_at_deadlock(const std::vector<Wait>& all, Clock::time_point now);
   Failure failure_of(const Stuck& stuck) const;
+  Failure failure_of(const Differing& calls) const;
   void note_steps(int number, Rank& rank);
   void look_at_pace();
   void forget_groups(Clock::time_point now);
@@ -138,7 +141,7 @@ class Coordinator {
   bool finished_ = false;
   std::map<int, RankFlight> flights_;
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> told_;  // of a wait: until when, in ms
-  // A set of ranks that wait for one another, as it was first seen: rank, group, sequence number, and how many
+  // A set of ranks that wait for one another, or in different calls, as it was first seen: rank, group, sequence number, and how many
   // looks at the rank there had been.
   struct StuckWait {
     int rank;

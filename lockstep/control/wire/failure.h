@@ -28,6 +28,7 @@ struct Failure {
   std::int64_t step = -1;  // of World::step; -1: not used
   std::int64_t sequence = -1;  // of its last collective
   int status = 1;              // the job's exit status
+  bool mismatch = false;       // the ranks' calls differ
 
   // "rank 2 (pid 4711) was killed by signal 9 (SIGKILL) in all_reduce #1841 of ..., step 12"
   std::string text() const;

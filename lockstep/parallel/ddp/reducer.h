@@ -131,6 +131,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void check_passes(bool ended);
   void report_broken_pass();
   void learn_of_broken_pass(const CommError& error);
+  void refuse_updates();  // where ranks know of a broken pass: p.grad() cannot be read until discard()
 
   // ddp_parameters.cpp
   void find_parameters();
@@ -198,9 +199,11 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<Param> params_;
   std::vector<std::pair<std::string, at::Tensor>> buffers_;
   std::vector<Watched> watched_;
-  std::vector<const torch::nn::Module*> modules_;  // compared by address only
+  std::vector<const void*> structure_;  // the modules and their parameters, compared by address only
   bool graph_checked_ = false;
-  std::vector<torch::autograd::Edge> input_edges_;  // of the last forward, until its graph is checked
+  // Of the last forward, until its graph is checked.
+  std::vector<torch::autograd::Edge> input_edges_;
+  std::set<const void*> input_memory_;
   bool unready_ = false;  // p.grad() of params_ is unready, if nothing has replaced it
   std::vector<Bucket> buckets_;
   bool buckets_made_ = false;
