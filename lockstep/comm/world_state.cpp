@@ -34,10 +34,7 @@ milliseconds limit(const Timeout& given, const char* variable, milliseconds fall
 }
 
 Verdict verdict_of(const control::Failure& failure) {
-  // Without a rank it is a host that was lost, or a launcher, which has a process.
-  const bool launcher = failure.rank < 0 && failure.pid != 0;
-  return {failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt,
-          launcher ? CommError::Kind::stopped : CommError::Kind::peer_died};
+  return {failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt, failure.kind};
 }
 
 std::string given_or(const std::string& given, const char* variable, const char* fallback) {

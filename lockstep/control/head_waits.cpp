@@ -225,6 +225,7 @@ Failure Head::failure_of(const Stuck& stuck) const {
                                 call_text(*wait->row, wait->row->waits_for)));
   }
   Failure failure;
+  failure.kind = CommError::Kind::mismatch;
   failure.cause = fmt::format("deadlock: {}", fmt::join(sides, "; "));
   if (stuck.size() > path.size())
     failure.cause += fmt::format("; {} more cannot go on because of these", stuck.size() - path.size());
