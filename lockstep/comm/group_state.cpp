@@ -214,16 +214,20 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   return Work(std::move(pending));
 }
 
+std::string forked_text(int rank) {
+  return fmt::format(
+      "this process was forked from rank {}, and a process that was forked from a rank cannot use the rank's "
+      "groups; fork before the World is made, or start a program of its own (exec)",
+      rank);
+}
+
 bool GroupState::in_child() const { return shm::fork_generation() != generation_; }
 
 // Nothing is locked: a thread of the parent's may hold any lock here, and is not there to let go of it.
 void GroupState::refuse_in_child(const Call& call) const {
   if (!in_child()) return;
   auto details = details_of(call);
-  details.cause = fmt::format(
-      "this process was forked from rank {}, and a process that was forked from a rank cannot use the rank's "
-      "groups; fork before the World is made, or start a program of its own (exec)",
-      ranks_[static_cast<std::size_t>(rank_)]);
+  details.cause = forked_text(ranks_[static_cast<std::size_t>(rank_)]);
   throw CommError(std::move(details));
 }
 

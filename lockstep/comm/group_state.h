@@ -34,6 +34,9 @@ struct Verdict {
   CommError::Kind kind = CommError::Kind::stopped;
 };
 
+// Why a process that was forked from that rank of the world is refused.
+std::string forked_text(int rank);
+
 // The same on every rank, whatever its library: FNV-1a.
 std::int64_t hash_of(const std::string& text);
 

@@ -123,6 +123,20 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
                                   identity_.rank, text));
   if (closed_) throw ConfigError("this World has been left: it makes no more groups");
 
+  const auto name = options.name.empty() ? "world" + text : options.name;
+  auto fail = [&](Verdict verdict) {
+    CommError::Details details;
+    details.operation = "making a group";
+    details.group = name;
+    details.rank = static_cast<int>(place - ranks.begin());
+    details.size = static_cast<int>(ranks.size());
+    details.cause = std::move(verdict.cause);
+    details.kind = verdict.kind;
+    note_told();
+    throw CommError(std::move(details));
+  };
+  if (in_child()) fail({forked_text(identity_.rank), std::nullopt, CommError::Kind::engine});
+
   TransportContext context;
   context.ranks = ranks;
   for (int rank : ranks) context.nodes.push_back(nodes_.at(static_cast<std::size_t>(rank)));
@@ -155,18 +169,6 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
       throw;
     }
   }
-  auto name = options.name.empty() ? "world" + text : options.name;
-  auto fail = [&](Verdict verdict) {
-    CommError::Details details;
-    details.operation = "making a group";
-    details.group = name;
-    details.rank = context.rank;
-    details.size = context.size();
-    details.cause = std::move(verdict.cause);
-    details.kind = verdict.kind;
-    note_told();
-    throw CommError(std::move(details));
-  };
   if (failed_) fail(verdict());
   Transports transports;
   try {
@@ -181,8 +183,8 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
                  : Verdict{plain_text(error), {}, kinded ? kinded->kind() : CommError::Kind::engine});
   }
   auto group =
-      std::make_shared<GroupState>(shared_from_this(), std::move(name), prefix_ + context.group,
-                                   std::move(ranks), context.rank, context.timeout, std::move(transports));
+      std::make_shared<GroupState>(shared_from_this(), name, prefix_ + context.group, std::move(ranks),
+                                   context.rank, context.timeout, std::move(transports));
   std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& known) { return known.expired(); });
   groups_.push_back(group);
