@@ -296,8 +296,13 @@ std::shared_ptr<Transport> GroupState::usable_engine(const Call& call, at::Devic
   details.cause = verdict_->cause;
   details.peer = place_of(verdict_->rank);
   details.kind = verdict_->kind;
-  world_->note_told();
+  note_told(Told::failure);
   throw CommError(std::move(details));
+}
+
+void GroupState::note_told(Told what) noexcept {
+  if (what > told_) told_ = what;
+  world_->note_told();
 }
 
 void GroupState::fail(Verdict verdict) noexcept {
@@ -350,6 +355,7 @@ void GroupState::adopt(std::shared_ptr<Pending> pending) noexcept {
       std::lock_guard lock(state_mutex_);
       if (!closed_) return dropped_.push_back(std::move(pending));
     }
+    if (pending->settled()) return;  // it was logged when the World was left
     // The engine goes with it, and may wait for peers: the thread that drops does not wait long.
     Crew crew;
     crew.start([pending = std::move(pending)]() mutable { pending.reset(); });
@@ -392,7 +398,8 @@ void GroupState::reap() {
   // done() settles what has ended; a failure becomes the group's verdict, which the caller checks next.
   for (auto& pending : candidates) pending->done();
   std::lock_guard lock(state_mutex_);
-  dropped_.remove_if([](const auto& pending) { return pending->settled(); });
+  dropped_.remove_if(
+      [](const auto& pending) { return pending->settled() && !(pending->failed() && !pending->heard()); });
 }
 
 // What the device has still to do can be broken off as long as the engines are here; when they go they wait

@@ -356,6 +356,7 @@ void Pending::settle_failed(Failure failure) {
   }
   error_.cause = cause;
   error_.kind = kind;
+  refused_ = refused;
   group_->note_end(call(), record, true);  // the program may catch the error and go on
   if (refused) {                           // nothing was read or written, and the next operation can succeed
     keep.clear();
@@ -373,8 +374,13 @@ void Pending::settle_failed(Failure failure) {
   state_.store(State::failed, std::memory_order_release);
 }
 
+bool Pending::heard() const {
+  return thrown_ || group_->told() >= (refused_ ? GroupState::Told::refusal : GroupState::Told::failure);
+}
+
 void Pending::throw_error() const {
-  group_->world().note_told();
+  thrown_ = true;
+  group_->note_told(refused_ ? GroupState::Told::refusal : GroupState::Told::failure);
   throw CommError(error_);
 }
 
@@ -411,11 +417,13 @@ Work& Work::operator=(Work&& other) noexcept {
 Work::~Work() { drop(); }
 
 void Work::drop() noexcept {
-  // In a forked child the engine that has it is the parent's, and is left alone.
-  if (pending_ && !pending_->settled() && pending_->group().in_child())
-    new std::shared_ptr(pending_);
-  else if (pending_ && !pending_->settled())
-    pending_->group().adopt(pending_);
+  if (pending_ && (!pending_->settled() || (pending_->failed() && !pending_->heard()))) {
+    // In a forked child the engine that has it is the parent's, and is left alone.
+    if (pending_->group().in_child())
+      new std::shared_ptr(pending_);
+    else
+      pending_->group().adopt(pending_);
+  }
   pending_.reset();
 }
 

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <set>
 #include <thread>
 
 #include <ATen/Context.h>
@@ -303,12 +304,12 @@ Verdict WorldState::verdict() const {
 bool WorldState::in_child() const { return shm::fork_generation() != generation_; }
 
 void WorldState::note_told() noexcept {
-  told_ = true;
+  if (failed_) told_ = true;
   if (fails_at_exit_.exchange(false)) fail_at_exit(false);
 }
 
-// In order: all that is under way, whether its Work is held or not. Nothing more is issued. After that, where no
-// call has thrown an error, the program must hear of operations that have failed.
+// In order: all that is under way, whether its Work is held or not. Nothing more is issued. After that the program
+// must hear of operations that have failed, unless a call has thrown what ended them.
 void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>>& groups, bool in_order) {
   std::vector<std::shared_ptr<Pending>> all, dropped;
   for (const auto& group : groups) {
@@ -324,8 +325,13 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
     for (const auto& group : groups) group->give_way();
     std::this_thread::sleep_for(nap);
   }
-  if (told_ || (in_threads() && failed_)) return;
+  if (failed_ && (told_ || in_threads())) return;
+  // Those that had failed before their Work was dropped may be in the second list alone.
+  const std::set<std::shared_ptr<Pending>> known(all.begin(), all.end());
+  std::copy_if(dropped.begin(), dropped.end(), std::back_inserter(all),
+               [&](const auto& pending) { return !known.contains(pending); });
   for (const auto& pending : all) {
+    if (pending->failed() && pending->heard()) continue;
     if (pending->failed())
       log(LogLevel::error, "an operation that nobody waited for has failed: {}", pending->error().what());
     else if (!pending->settled())
@@ -336,8 +342,8 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
       continue;
     if (!in_threads() && !fails_at_exit_.exchange(true)) fail_at_exit(true);
   }
-  const auto lost =
-      std::find_if(dropped.begin(), dropped.end(), [](const auto& pending) { return pending->failed(); });
+  const auto lost = std::find_if(dropped.begin(), dropped.end(),
+                                 [](const auto& pending) { return pending->failed() && !pending->heard(); });
   if (lost != dropped.end()) unheard_ = std::make_exception_ptr((*lost)->error());
 }
 
