@@ -11,6 +11,7 @@
 #include <lockstep/base/crew.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/span.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/first_meeting.h>
 #include <lockstep/comm/host_call.h>
 #include <lockstep/comm/model_scope.h>
@@ -367,7 +368,7 @@ void GroupState::adopt(std::shared_ptr<Pending> pending) noexcept {
 }
 
 void GroupState::watch(std::shared_ptr<Pending> pending) {
-  std::thread([pending = std::move(pending)] {
+  start_thread("waiting for a message", [pending = std::move(pending)] {
     try {
       pending->await(std::nullopt);
     } catch (const std::exception&) {  // whoever waits for it next has it again

@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <lockstep/base/span.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/error_text.h>
 #include <lockstep/comm/first_meeting.h>
 #include <lockstep/comm/tensors.h>
@@ -207,7 +208,7 @@ void Pending::wait_for(c10d::Work& work, Clock::time_point deadline) {
     auto bell = std::make_shared<Bell>();
     std::exception_ptr error;
     bool complete = false;
-    std::thread waiter([&, bell] {
+    auto waiter = start_thread("waiting for a message", [&, bell] {
       try {
         complete = work.wait(kEnginePatience);
       } catch (...) {
