@@ -32,7 +32,7 @@ class CommError : public Error {
   enum class Kind : std::uint8_t {
     deadline,   // It was not complete within its deadline.
     peer_died,  // A rank that it needs ended, threw, left, gave it up, or is on a host that is lost.
-    mismatch,   // The ranks' calls differ.
+    mismatch,   // The ranks' calls differ, or wait for one another in several groups.
     engine,     // Any other error of the transport or of this process.
     device,     // A GPU or its driver reported an error.
     stopped,    // The program ended it (World::fail, leaving the World), or the launcher has gone.

@@ -67,7 +67,7 @@ struct Loaded {
   std::string text(const std::string& name) const;
 };
 
-void save(const std::string& path, const SaveOptions& options);
+void save(const std::string& path, const SaveOptions& options, Site site = Site::current());
 
 // All or nothing: the file is read and checked to its last byte, names, shapes and dtypes are compared, and
 // only then is anything changed; with a group on all ranks or on none, each reading the file itself. Parts
@@ -76,6 +76,6 @@ void save(const std::string& path, const SaveOptions& options);
 //
 // On another number of ranks each takes what the rank of its number had, where a part is not the same for
 // all; who has none keeps its own generators.
-Loaded load(const std::string& path, const LoadOptions& options);
+Loaded load(const std::string& path, const LoadOptions& options, Site site = Site::current());
 
 }  // namespace lockstep

@@ -275,15 +275,16 @@ std::string Loaded::text(const std::string& name) const {
   throw ConfigError(fmt::format("the checkpoint's '{}' is not a text", name));
 }
 
-Loaded load(const std::string& path, const LoadOptions& options) {
+Loaded load(const std::string& path, const LoadOptions& options, Site site) {
+  const auto group = called_at(options.group, site);
   std::unique_ptr<Loader> loader;
   auto problem = problem_of("load", path, [&] {
     loader = std::make_unique<Loader>(path, options);
     loader->prepare();
   });
-  agree(options.group, problem);
-  if (options.group) {
-    const auto ids = Group(*options.group).all_gather_values(loader->id(), {.tag = "checkpoint"});
+  agree(group, problem);
+  if (group) {
+    const auto ids = Group(*group).all_gather_values(loader->id(), {.tag = "checkpoint"});
     for (std::size_t r = 1; r < ids.size(); ++r)
       if (ids[r] != ids[0])
         throw ConfigError(fmt::format("cannot load '{}': ranks 0 and {} have read different files", path, r));
@@ -291,7 +292,7 @@ Loaded load(const std::string& path, const LoadOptions& options) {
 
   problem = problem_of("load", path, [&] { loader->load_states(); });
   try {
-    agree(options.group, problem);
+    agree(group, problem);
   } catch (...) {
     loader->undo();
     throw;

@@ -103,7 +103,8 @@ void write_checkpoint(const std::string& path, const SaveOptions& options,
 
 }  // namespace
 
-void save(const std::string& path, const SaveOptions& options) {
+void save(const std::string& path, const SaveOptions& options, Site site) {
+  const auto group = called_at(options.group, site);
   std::string own;
   auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(options.optimizer.get());
   const auto problem = problem_of("save", path, [&] {
@@ -117,9 +118,9 @@ void save(const std::string& path, const SaveOptions& options) {
       share.generators = generator_states(default_generators(options.model, options.optimizer));
     own = share.encode();
   });
-  agree(options.group, problem);
+  agree(group, problem);
   std::vector<std::string> encoded = {own};
-  if (options.group) encoded = Group(*options.group).all_gather_values(own, {.tag = "checkpoint"});
+  if (group) encoded = Group(*group).all_gather_values(own, {.tag = "checkpoint"});
   SaveOptions whole = options;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   if (sharded != nullptr) {
@@ -127,13 +128,13 @@ void save(const std::string& path, const SaveOptions& options) {
     whole.optimizer = *optimizer;
   }
   std::string written;
-  if (!options.group || options.group->rank() == 0)
+  if (!group || group->rank() == 0)
     written = problem_of("save", path, [&] {
       std::vector<RankShare> shares;
       for (const auto& bytes : encoded) shares.push_back(RankShare::decode(bytes));
       write_checkpoint(path, whole, shares);
     });
-  agree(options.group, written);
+  agree(group, written);
   detail::tell_of_checkpoint();
 }
 

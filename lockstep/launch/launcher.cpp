@@ -161,18 +161,25 @@ class Launcher {
 
   // Somebody wants the job to end. The agent process must run for that; it is killed if it is stopped after all.
   void make_sure_it_ends() {
-    if (!agent_process_is_stopped()) {
-      ++num_stop_signals_;
-    } else if (num_stop_signals_++ == 0) {
-      ::kill(agent_process_, SIGCONT);
-    } else {
-      ::kill(agent_process_, SIGKILL);
+    const auto process = control::look_at(agent_process_);
+    const bool held =
+        process && (process->state == 'T' || process->state == 't');  // stopped, or by a debugger
+    if (num_stop_signals_++ == 0) {
+      if (held) ::kill(agent_process_, SIGCONT);
+    } else if (held) {
+      kill_agent_process();
     }
   }
 
-  // Nobody else can end the job while the agent process is stopped (SIGSTOP). It has the time that a rank has.
+  void kill_agent_process() {
+    killed_ = true;
+    ::kill(agent_process_, SIGKILL);
+  }
+
+  // Nobody else can end the job while the guardian is stopped (SIGSTOP). It has the time that a rank has.
   // SIGCHLD tells when that begins.
   void check_agent_process() {
+    if (killed_) return;  // it is no longer stopped, but does not run either
     const auto now = Clock::now(), before = std::exchange(looked_at_, now);
     if (!agent_process_is_stopped()) {
       if (stopped_since_)
@@ -193,7 +200,7 @@ class Launcher {
     if (now - *stopped_since_ < stop_grace_) return;
     why_killed_ = fmt::format("was stopped (SIGSTOP) for {:.1f} s, longer than --stop-grace allows",
                               Seconds(now - *stopped_since_).count());
-    ::kill(agent_process_, SIGKILL);
+    kill_agent_process();
   }
 
   // Unless the reader takes nothing: waiting for it would hold up the end of the job.
@@ -265,7 +272,8 @@ class Launcher {
   int num_stop_signals_ = 0;
   std::optional<Clock::time_point> stopped_since_;  // the agent process
   Clock::time_point looked_at_ = Clock::now();
-  std::string why_killed_;  // by this process; empty: it was not
+  bool killed_ = false;     // the guardian, by this process
+  std::string why_killed_;  // empty: that is plain
 };
 
 }  // namespace

@@ -3,9 +3,7 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdio>
 #include <cstdlib>
-#include <iostream>
 
 namespace lockstep::detail {
 namespace {
@@ -13,15 +11,12 @@ namespace {
 std::atomic<int> exit_failures = 0;
 std::atomic<pid_t> failing_process = 0;  // a child of fork() has not failed
 
-// exit() cannot be given another status, so that this is the end: what the program has printed is written
-// before. Handlers run in reverse order: this one, registered when the library is loaded, after all of the
-// program's.
+// exit() takes another status where a handler calls it again: it goes on with the handlers that are left, and then
+// writes what the program has printed. (fflush(nullptr) would wait for a thread that reads.) Handlers run in reverse
+// order: this one, registered when the library is loaded, after all of the program's.
 void change_exit_status(int status, void*) {
   if (status != 0 || exit_failures <= 0 || failing_process != ::getpid()) return;
-  std::cout.flush();
-  std::clog.flush();
-  std::fflush(nullptr);
-  ::_exit(1);
+  std::exit(1);
 }
 
 [[maybe_unused]] const int exit_handler = ::on_exit(change_exit_status, nullptr);

@@ -164,6 +164,10 @@ std::string problem_of(std::string_view doing, const std::string& path, const st
   return fmt::format("cannot {} '{}': {}", doing, path, problem);
 }
 
+std::optional<Group> called_at(const std::optional<Group>& group, Site site) {
+  return group ? std::optional(group->called_at(site)) : std::nullopt;
+}
+
 void agree(const std::optional<Group>& group, const std::string& problem) {
   if (!group) {
     if (!problem.empty()) throw ConfigError(problem);

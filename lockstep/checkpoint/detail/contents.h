@@ -48,5 +48,6 @@ void set_generators(std::vector<at::Generator>& generators, const std::vector<at
 std::string problem_of(std::string_view doing, const std::string& path, const std::function<void()>& what);
 // Every rank brings what went wrong with it. Where anything did, all throw the same ConfigError.
 void agree(const std::optional<Group>& group, const std::string& problem);
+std::optional<Group> called_at(const std::optional<Group>& group, Site site);
 
 }  // namespace lockstep::detail

@@ -15,6 +15,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/c10d/store.h>
 #include <lockstep/comm/group/error_text.h>
 #include <lockstep/comm/group/group_state.h>
@@ -96,7 +97,7 @@ class TorchrunStore {
           return c10::make_intrusive<c10d::TCPStore>(address, options);
         });
     auto connected = connect->get_future();
-    std::thread([connect] { (*connect)(); }).detach();
+    start_thread("torchrun's store", [connect] { (*connect)(); }).detach();
     if (connected.wait_for(timeout + std::chrono::seconds(1)) != std::future_status::ready)
       throw Error("torchrun's store does not answer");
     store_ = connected.get();

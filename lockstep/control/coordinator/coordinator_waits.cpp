@@ -229,7 +229,7 @@ Failure Coordinator::failure_of(const Differing& calls) const {
     return each.second->operation != calls.front().second->operation;
   });
   Failure failure;
-  failure.mismatch = true;
+  failure.kind = CommError::Kind::mismatch;
   failure.cause = fmt::format(
       "the ranks' calls differ in operation: rank {}{} waits in {}, rank {}{} in {}. Every rank must call the "
       "operations of a group in the same order",
@@ -268,6 +268,7 @@ Failure Coordinator::failure_of(const Stuck& stuck) const {
                                 call_text(*wait->row, wait->row->waits_for)));
   }
   Failure failure;
+  failure.kind = CommError::Kind::mismatch;
   failure.cause = fmt::format("deadlock: {}", fmt::join(sides, "; "));
   if (stuck.size() > path.size())
     failure.cause += fmt::format("; {} more cannot go on because of these", stuck.size() - path.size());

@@ -5,6 +5,8 @@
 #include <optional>
 #include <string>
 
+#include <lockstep/base/error.h>
+
 namespace lockstep::control {
 
 // How a process ended, as far as it is known.
@@ -26,9 +28,9 @@ struct Failure {
   std::string cause = {};  // "was killed by signal 9 (SIGKILL)", "threw: ..."
   std::string where = {};  // "in all_reduce #1841 of group 'world' at train.cpp:42"; empty where not known
   std::int64_t step = -1;  // of World::step; -1: not used
-  std::int64_t sequence = -1;  // of its last collective
-  int status = 1;              // the job's exit status
-  bool mismatch = false;       // the ranks' calls differ
+  std::int64_t sequence = -1;                         // of its last collective
+  int status = 1;                                     // the job's exit status
+  CommError::Kind kind = CommError::Kind::peer_died;  // of the errors that ranks get
 
   // "rank 2 (pid 4711) was killed by signal 9 (SIGKILL) in all_reduce #1841 of ..., step 12"
   std::string text() const;

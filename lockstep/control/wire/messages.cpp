@@ -253,7 +253,7 @@ std::string encode(const Failure& failure) {
       .number(failure.step)
       .number(failure.sequence)
       .number(failure.status)
-      .number(failure.mismatch)
+      .number(static_cast<std::int64_t>(failure.kind))
       .text(cut(failure.cause, kMostText))
       .text(cut(failure.where, kMostText))
       .take();
@@ -267,7 +267,7 @@ Failure decode_failure(std::string_view payload) {
   failure.step = in.number_from(-1);
   failure.sequence = in.number_from(-1);
   failure.status = in.integer(0, 255);
-  failure.mismatch = in.number(0, 1) != 0;
+  failure.kind = static_cast<CommError::Kind>(in.integer(0, static_cast<int>(CommError::Kind::stopped)));
   failure.cause = in.text(kText);
   failure.where = in.text(kText);
   in.end();

@@ -16,8 +16,9 @@ class HeadDeadlock : public ::testing::Test {
   explicit HeadDeadlock(int ranks = 3)
       : coordinator_({.num_nodes = 1, .launches = true}, {.send =
                                                        [this](int, Frame frame) {
-                                                         if (frame.kind == Kind::verdict)
-                                                           verdict_ = decode_failure(frame.payload).text();
+                                                         if (frame.kind != Kind::verdict) return;
+                                                         const auto failure = decode_failure(frame.payload);
+                                                         verdict_ = failure.text(), kind_ = failure.kind;
                                                        },
                                                    .order = [](int, Order) {},
                                                    .say = [](const std::string&) {}}) {
@@ -68,6 +69,7 @@ class HeadDeadlock : public ::testing::Test {
   }
 
   std::string verdict_;
+  CommError::Kind kind_{};
   Coordinator coordinator_;
   Clock::time_point now_ = Clock::now();
 };
@@ -84,6 +86,7 @@ TEST_F(HeadDeadlock, is_ended_after_a_second_and_shows_both_sides) {
             "rank 1 (pid 101) waits for rank 0 in all_reduce #5 of group 'world' at train.cpp:42; 1 more "
             "cannot go on because of these. Every rank must call the operations of its groups in the same "
             "order");
+  EXPECT_EQ(kind_, CommError::Kind::mismatch);
 }
 
 TEST_F(HeadDeadlock, of_three_ranks_shows_all_of_them) {
