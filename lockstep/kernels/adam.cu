@@ -1,4 +1,4 @@
-// Adam and AdamW over many tensors in one pass: the arithmetic of train/update_vector.h, rounding by
+// Adam and AdamW over many tensors in one pass: the arithmetic of optim/update/vector.h, rounding by
 // rounding.
 #include <algorithm>
 

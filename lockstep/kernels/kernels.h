@@ -89,7 +89,7 @@ struct PackHeads {
   void* to;
 };
 void pack_heads(const PackHeads& pack, Stream stream);
-// What one step of Adam multiplies with: train/update_kernels.h says what each is.
+// What one step of Adam multiplies with: optim/update/kernels.h says what each is.
 struct AdamFactors {
   float first_weight, second_keep, second_weight, step_size, root_divisor, eps, shrink, l2;
 };

@@ -222,7 +222,7 @@ class Launcher {
   }
 
   void send(Message message) {
-    // A agent process that is stopped takes nothing.
+    // An agent process that is stopped takes nothing.
     ::send(channel_.get(), &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 

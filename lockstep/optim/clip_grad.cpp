@@ -42,7 +42,7 @@ at::Tensor local_norm(const std::vector<std::vector<at::Tensor>>& kinds, double 
   return at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
-// The aligned binary tree over ranks (comm/reduce.h), of tensors, so that nothing waits for a device.
+// The aligned binary tree over ranks (comm/reduce/reduce.h), of tensors, so that nothing waits for a device.
 at::Tensor tree(std::span<const at::Tensor> values) {
   if (values.size() == 1) return values[0];
   std::size_t left = 1;

@@ -1,5 +1,5 @@
-// The kernels of update.cpp, for CPUs with AVX2 and for any: update_vector.h, compiled twice. As for
-// those of reductions (comm/reduce_kernels.h says why), their files include nothing but this and define
+// The kernels of update.cpp, for CPUs with AVX2 and for any: vector.h, compiled twice. As for
+// those of reductions (comm/reduce/kernels.h says why), their files include nothing but this and define
 // nothing that others could take for their own.
 #pragma once
 

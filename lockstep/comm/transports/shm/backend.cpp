@@ -74,7 +74,7 @@ ShmPlace::ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& opt
   key_value.forget = [&](const std::string& key) {
     try {
       store.deleteKey(key);
-      for (const auto& each : options.key_value) store.deleteKey(each);
+      for (const auto& each : options.store_keys) store.deleteKey(each);
     } catch (const std::exception&) {  // some stores cannot
     }
   };

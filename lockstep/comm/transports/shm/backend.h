@@ -19,7 +19,7 @@ struct ShmOptions {
   int local_ranks = 0;  // processes of the job on this host
   int threads = 1;      // that each of them computes with
   std::function<bool()> failed = [] { return false; };
-  std::vector<std::string> key_value{};  // of this rank's in the store: deleted when all have met
+  std::vector<std::string> store_keys{};  // of this rank's in the store: deleted when all have met
   std::vector<int> names = {};       // of the ranks, in errors; none: their numbers
 };
 
