@@ -10,9 +10,9 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
 #include <lockstep/control/link/key.h>
+#include <lockstep/launch/launcher.h>
 #include <lockstep/launch/network.h>
 #include <lockstep/launch/rank_process.h>
-#include <lockstep/launch/launcher.h>
 #include <lockstep/metrics/metric_log.h>
 #include <lockstep/os/host.h>
 #include <lockstep/profile/record/rank_profile.h>
@@ -81,8 +81,8 @@ void check_variable(const std::string& option, const std::string& text, const st
 // A rank that is named must be there. On several hosts only the head knows how many there are.
 void check_rank(const detail::LaunchOptions& options, const std::string& option, int rank) {
   if (options.num_nodes == 1 && rank >= options.num_ranks)
-    throw ConfigError(
-        fmt::format("{} names rank {}, and there are only ranks 0 to {}", option, rank, options.num_ranks - 1));
+    throw ConfigError(fmt::format("{} names rank {}, and there are only ranks 0 to {}", option, rank,
+                                  options.num_ranks - 1));
 }
 
 void resolve_hosts(Request& request) {
@@ -118,7 +118,8 @@ void resolve_hosts(Request& request) {
     options.master_address = request.master_address;
     options.master_port = whole_or_throw("--master-port", request.master_port, 1, 65535);
   } else {
-    std::tie(options.master_address, options.master_port) = detail::parse_endpoint("--master", request.master);
+    std::tie(options.master_address, options.master_port) =
+        detail::parse_endpoint("--master", request.master);
   }
   const auto key = control::job_key(request.key_file);
   if (!key)
@@ -129,7 +130,7 @@ void resolve_hosts(Request& request) {
   options.key = *key;
   // Jobs that were given the same key by SLURM's users differ in this.
   options.job = fmt::format("run {} {}.{}", options.num_nodes, env::text("SLURM_JOB_ID").value_or("-"),
-                         env::text("SLURM_STEP_ID").value_or("-"));
+                            env::text("SLURM_STEP_ID").value_or("-"));
 }
 
 void check(Request& request) {
@@ -220,7 +221,9 @@ void add_rank_options(Adder& add, Request& request) {
       "--threads", "K",
       "Threads of each rank, which finds them as OMP_NUM_THREADS and\nLOCKSTEP_THREADS; by default what "
       "LOCKSTEP_THREADS says, else\nOMP_NUM_THREADS, else cores / ranks",
-      [&](const auto& text) { options.threads = whole_or_throw("--threads", text, 1, detail::kMostThreads); });
+      [&](const auto& text) {
+        options.threads = whole_or_throw("--threads", text, 1, detail::kMostThreads);
+      });
   add.value("--bind", "auto|cores|none",
             "Each rank to its own cores; auto: where there are enough of them and\nno CPU quota",
             [&](const auto& text) {

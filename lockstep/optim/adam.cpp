@@ -5,8 +5,8 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/optim/detail/adam_step.h>
-#include <lockstep/optim/detail/step_memory.h>
 #include <lockstep/optim/detail/graphed_optimizers.h>
+#include <lockstep/optim/detail/step_memory.h>
 
 namespace lockstep {
 namespace detail {
@@ -130,7 +130,8 @@ std::array<at::Tensor, 5> tensors_of(State& state) {
 
 // What a StepGraph must know of an optimizer that a step ran.
 template <typename Kind>
-GraphedOptimizers::User watched(torch::optim::Optimizer& optimizer, const std::shared_ptr<AdamOnDevice>& on_device) {
+GraphedOptimizers::User watched(torch::optim::Optimizer& optimizer,
+                                const std::shared_ptr<AdamOnDevice>& on_device) {
   GraphedOptimizers::User user{.optimizer = &optimizer, .parameters = {}, .state = {}, .before_replay = {}};
   std::vector<std::pair<void*, std::array<at::Tensor, 5>>> places;  // parameters, and their state
   for (const auto& group : optimizer.param_groups())

@@ -5,10 +5,10 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/modules/detail/unready_gradient.h>
+#include <lockstep/optim/detail/cpu_update.h>
 #include <lockstep/optim/detail/cuda_graph.h>
 #include <lockstep/optim/detail/group_options.h>
 #include <lockstep/optim/detail/step_memory.h>
-#include <lockstep/optim/detail/cpu_update.h>
 #include <torch/optim/sgd.h>
 
 namespace lockstep {

@@ -23,7 +23,8 @@ using Tensors = StepGraphCore::Tensors;
 // While a step runs, its optimizers tell of themselves.
 class Watching {
  public:
-  explicit Watching(GraphedOptimizers& watch) : before_(std::exchange(GraphedOptimizers::current(), &watch)) {}
+  explicit Watching(GraphedOptimizers& watch)
+      : before_(std::exchange(GraphedOptimizers::current(), &watch)) {}
   ~Watching() { GraphedOptimizers::current() = before_; }
   Watching(const Watching&) = delete;
 
@@ -78,7 +79,7 @@ struct StepGraphCore::State {
     Tensors inputs = {}, outputs = {};
     Tensors parameters = {}, gradients = {};  // of the optimizers, and where the graph writes gradients
     std::vector<std::pair<at::Tensor, const void*>> places = {};  // parameters, and where they were
-    std::vector<GraphedOptimizers::User> users = {};                      // as they were when it was captured
+    std::vector<GraphedOptimizers::User> users = {};              // as they were when it was captured
     std::unique_ptr<CudaGraph> graph = {};
   };
 

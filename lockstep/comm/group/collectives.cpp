@@ -18,11 +18,11 @@ using detail::checked_timeout;
 using detail::dense;
 using detail::dense_target;
 using detail::describe_call;
-using detail::WorkState;
 using detail::to_c10d;
 using detail::to_move;
 using detail::to_reduce;
 using detail::Transport;
+using detail::WorkState;
 
 namespace {
 

@@ -169,7 +169,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::map<std::shared_ptr<Transport>, c10::intrusive_ptr<c10d::Work>> batched_works_;
 
   const std::int64_t key_;
-  const std::uint64_t generation_;     // of processes: another one in a child of fork()
+  const std::uint64_t generation_;                 // of processes: another one in a child of fork()
   std::shared_ptr<control::StatusWriter> status_;  // null where there is no control plane
   std::atomic<int> collective_line_ = -1, message_line_ = -1;
   bool has_message_line_ = false;
@@ -191,7 +191,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> failed_ = false;
   bool closed_ = false, left_engines_ = false;
   std::vector<std::weak_ptr<WorkState>> issued_;  // those that are gone or settled are removed now and then
-  std::size_t issued_limit_ = 64;               // when issued_ is looked through as a whole
+  std::size_t issued_limit_ = 64;                 // when issued_ is looked through as a whole
   std::list<std::shared_ptr<WorkState>> dropped_;
   std::list<std::function<void()>> on_fail_;
   std::map<int, std::uint64_t> left_;          // what left_after() has found out

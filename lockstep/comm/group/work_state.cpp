@@ -65,7 +65,7 @@ class Bell {
 };
 
 WorkState::WorkState(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call its_call,
-                 milliseconds timeout)
+                     milliseconds timeout)
     : group_(std::move(group)),
       transport_(std::move(transport)),
       timeout_(timeout),

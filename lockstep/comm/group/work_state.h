@@ -21,7 +21,7 @@ class Bell;
 class WorkState : public std::enable_shared_from_this<WorkState> {
  public:
   WorkState(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
-          std::chrono::milliseconds timeout);
+            std::chrono::milliseconds timeout);
 
   // Filled while the operation is issued, by one thread.
   std::vector<c10::intrusive_ptr<c10d::Work>> works;

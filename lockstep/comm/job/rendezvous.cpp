@@ -157,13 +157,14 @@ std::string agent_name(const Identity& identity) {
   return fmt::format("lockstep/{}/{}", ::getuid(), identity.job).substr(0, 100);
 }
 
-control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& identity, milliseconds timeout) {
+control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& identity,
+                             milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   for (;;) {
     if (auto socket = control::connect_local(agent_connection.name)) {
       if (!control::is_own(socket->get()))
-        throw ConfigError(fmt::format("the socket @{} is held by another user (uid {})", agent_connection.name,
-                                      control::peer_of(socket->get()).uid));
+        throw ConfigError(fmt::format("the socket @{} is held by another user (uid {})",
+                                      agent_connection.name, control::peer_of(socket->get()).uid));
       return std::move(*socket);
     }
     if (!identity.agent.empty())

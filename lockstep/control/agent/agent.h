@@ -35,7 +35,7 @@ struct AgentOptions {
   int local_ranks = 0;
   int max_restarts = 0;
   std::optional<Link> link = {};                   // for several hosts
-  bool coordinator = true;                                // this node's agent is the head
+  bool coordinator = true;                         // this node's agent is the head
   int agent_rank = -1;                             // the rank whose process it runs in; -1: `lockstep run`
   std::chrono::milliseconds stop_grace{5000};      // how long a rank may be stopped
   std::chrono::milliseconds join_timeout{300000};  // for the other hosts to come

@@ -214,14 +214,14 @@ void Agent::Loop::connect_to_head() {
           Node& coordinator = nodes_.back();
           coordinator.heard = Clock::now();
           send(coordinator, {.kind = Kind::node_hello,
-                      .payload = NodeHello{.node = options_.local_ranks > 0 ? options_.node : -1,
-                                           .num_nodes = options_.num_nodes,
-                                           .local_ranks = options_.local_ranks,
-                                           .agent_rank = agent_rank_,
-                                           .agent_pid = ::getpid(),
-                                           .version = kVersion,
-                                           .address = own_address_}
-                                     .encode()});
+                             .payload = NodeHello{.node = options_.local_ranks > 0 ? options_.node : -1,
+                                                  .num_nodes = options_.num_nodes,
+                                                  .local_ranks = options_.local_ranks,
+                                                  .agent_rank = agent_rank_,
+                                                  .agent_pid = ::getpid(),
+                                                  .version = kVersion,
+                                                  .address = own_address_}
+                                            .encode()});
           for (auto& frame : unsent_) send(coordinator, frame);
           unsent_.clear();
           serve(coordinator);

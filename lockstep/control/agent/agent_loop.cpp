@@ -84,10 +84,10 @@ Agent::Loop::Loop(AgentOptions options)
   ports.flight = options_.flight;
   coordinator_ = std::make_unique<Coordinator>(coordinator, std::move(ports));
   coordinator_->add_node({.node = 0,
-                   .num_nodes = options_.num_nodes,
-                   .local_ranks = options_.local_ranks,
-                   .version = kVersion,
-                   .address = coordinator.address});
+                          .num_nodes = options_.num_nodes,
+                          .local_ranks = options_.local_ranks,
+                          .version = kVersion,
+                          .address = coordinator.address});
 }
 
 Agent::Loop::~Loop() = default;

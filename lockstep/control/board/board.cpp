@@ -264,7 +264,8 @@ StatusWriter::ThreadMark& StatusWriter::thread_mark() {
   return mark;
 }
 
-StatusWriter::Blocked::Blocked(StatusWriter* writer) : writer_(writer && thread_mark().is_of(*writer) ? writer : nullptr) {
+StatusWriter::Blocked::Blocked(StatusWriter* writer)
+    : writer_(writer && thread_mark().is_of(*writer) ? writer : nullptr) {
   if (writer_) writer_->page_.blocked.fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -8,7 +8,8 @@
 
 namespace lockstep::control {
 
-Coordinator::Coordinator(Options options, Ports ports) : options_(std::move(options)), ports_(std::move(ports)) {}
+Coordinator::Coordinator(Options options, Ports ports)
+    : options_(std::move(options)), ports_(std::move(ports)) {}
 
 int Coordinator::add_node(const NodeHello& hello) {
   int node = hello.node;

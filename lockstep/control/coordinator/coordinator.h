@@ -12,8 +12,8 @@
 #include <vector>
 
 #include <lockstep/control/board/flight.h>
-#include <lockstep/control/coordinator/straggler_detector.h>
 #include <lockstep/control/coordinator/store.h>
+#include <lockstep/control/coordinator/straggler_detector.h>
 #include <lockstep/control/wire/messages.h>
 
 namespace lockstep::control {

@@ -11,9 +11,9 @@
 #include <lockstep/modules/detail/unready_gradient.h>
 #include <lockstep/optim/adam.h>
 #include <lockstep/optim/detail/adam_launch.h>
+#include <lockstep/optim/detail/cpu_update.h>
 #include <lockstep/optim/detail/cuda_graph.h>
 #include <lockstep/optim/detail/group_options.h>
-#include <lockstep/optim/detail/cpu_update.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 

@@ -106,7 +106,8 @@ void load_optimizer(torch::serialize::InputArchive& archive, torch::optim::Optim
     manners.push_back(own_options<Base>(group, optimizer.defaults()));
   torch::optim::serialize<State, ParamGroupOptions<Base>>(archive, optimizer);
   for (std::size_t g = 0; g < manners.size(); ++g)
-    static_cast<UpdateMode&>(own_options<Base>(optimizer.param_groups()[g], optimizer.defaults())) = manners[g];
+    static_cast<UpdateMode&>(own_options<Base>(optimizer.param_groups()[g], optimizer.defaults())) =
+        manners[g];
 }
 
 inline void check_at_least_zero(const char* what, double value) {

@@ -100,7 +100,8 @@ void Recorder::begin(SpanKind kind, std::string_view name, std::int64_t bytes, d
   if (known >= 0) {
     open.place = thread_record.events.size();
     const auto depth = static_cast<std::int32_t>(thread_record.open.size());
-    thread_record.events.push_back({.kind = kind, .name = known, .thread = thread_record.number, .depth = depth});
+    thread_record.events.push_back(
+        {.kind = kind, .name = known, .thread = thread_record.number, .depth = depth});
     count_.fetch_add(1, std::memory_order_relaxed);
     Event& event = thread_record.events.back();
     event.bytes = bytes;
@@ -114,8 +115,9 @@ void Recorder::begin(SpanKind kind, std::string_view name, std::int64_t bytes, d
 
 std::int32_t Recorder::known_name(ThreadRecord& thread_record, std::string_view name) {
   const auto known = thread_record.names.find(name);
-  return known != thread_record.names.end() ? known->second
-                                   : thread_record.names.emplace(std::string(name), name_of(name)).first->second;
+  return known != thread_record.names.end()
+             ? known->second
+             : thread_record.names.emplace(std::string(name), name_of(name)).first->second;
 }
 
 std::int64_t Recorder::transfer_of(const detail::SpanOf& of) {
@@ -229,13 +231,13 @@ void Recorder::mark() {
   if (thread_record.saying > 0) return;
   const auto now = steady_now(), used = thread_time();
   thread_record.events.push_back({.kind = SpanKind::range,
-                         .name = name_under_lock("step"),
-                         .thread = thread_record.number,
-                         .depth = static_cast<std::int32_t>(thread_record.open.size()),
-                         .begin = now,
-                         .end = now,
-                         .cpu_begin = used,
-                         .cpu_end = used});
+                                  .name = name_under_lock("step"),
+                                  .thread = thread_record.number,
+                                  .depth = static_cast<std::int32_t>(thread_record.open.size()),
+                                  .begin = now,
+                                  .end = now,
+                                  .cpu_begin = used,
+                                  .cpu_end = used});
 }
 
 void Recorder::step(std::int64_t number) {
@@ -267,7 +269,8 @@ RankProfile Recorder::stop() {
     std::lock_guard inner(thread_record->mutex);
     const bool is_main = thread == main_thread_;
     if (is_main) profile.main_thread = thread_record->number;
-    profile.threads[static_cast<std::size_t>(thread_record->number)] = is_main ? "main" : thread_record->title;
+    profile.threads[static_cast<std::size_t>(thread_record->number)] =
+        is_main ? "main" : thread_record->title;
     profile.thread_ids[static_cast<std::size_t>(thread_record->number)] = thread_record->id;
     for (Event& event : thread_record->events) {
       if (event.end == 0) event.end = std::max(now, event.begin);  // it may have begun since

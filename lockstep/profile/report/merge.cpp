@@ -29,8 +29,8 @@ Meetings meetings_of(const std::vector<RankProfile>& profiles, const std::string
     if (profile.boot != boot) continue;
     for (const auto& transfer : profile.transfers)
       if (meets_all(transfer.operation) && !transfer.unfinished)
-        arrivals_of[{profile.groups[static_cast<std::size_t>(transfer.group)].key, transfer.sequence}].push_back(
-            {profile.origin + transfer.begin, profile.origin + transfer.end});
+        arrivals_of[{profile.groups[static_cast<std::size_t>(transfer.group)].key, transfer.sequence}]
+            .push_back({profile.origin + transfer.begin, profile.origin + transfer.end});
   }
   return arrivals_of;
 }

@@ -9,8 +9,8 @@
 #include <lockstep/base/error.h>
 #include <lockstep/os/file.h>
 #include <lockstep/profile/report/merge.h>
-#include <lockstep/profile/report/summary.h>
 #include <lockstep/profile/report/report_page.h>
+#include <lockstep/profile/report/summary.h>
 #include <lockstep/schedule/schedule.h>
 #include <nlohmann/json.hpp>
 

@@ -318,8 +318,8 @@ void add_arrivals(Kinds& kinds, const std::vector<RankProfile>& profiles, const 
   }
 }
 
-void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profiles, const ArrivalsByCollective& met,
-                        Kinds kinds) {
+void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profiles,
+                        const ArrivalsByCollective& met, Kinds kinds) {
   std::map<std::tuple<Operation, std::string, std::string, std::int64_t>, std::vector<double>> times;
   std::set<std::pair<CollectiveKey, Operation>> seen;
   for (const auto& profile : profiles)

@@ -27,17 +27,18 @@ class CoordinatorTest : public ::testing::Test {
   };
 
   Coordinator make(Coordinator::Options options) {
-    return Coordinator(options,
-                {.send = [this](int node, Frame frame) { sent.push_back({node, std::move(frame)}); },
-                 .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
-                 .say = [this](const std::string& line) { said.push_back(line); },
-                 .flight = [this](FlightRecord record) { flights.push_back(std::move(record)); },
-                 .status = [this](const Status& status) { statuses.push_back(status); }});
+    return Coordinator(
+        options, {.send = [this](int node, Frame frame) { sent.push_back({node, std::move(frame)}); },
+                  .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
+                  .say = [this](const std::string& line) { said.push_back(line); },
+                  .flight = [this](FlightRecord record) { flights.push_back(std::move(record)); },
+                  .status = [this](const Status& status) { statuses.push_back(status); }});
   }
   // A job of `lockstep run` on one host, with all ranks in it.
   Coordinator running(int ranks, int max_restarts = 0) {
     Coordinator coordinator = make({.num_nodes = 1, .launches = true, .max_restarts = max_restarts});
-    coordinator.add_node({.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
+    coordinator.add_node(
+        {.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
     all_come(coordinator, ranks);
     return coordinator;
   }
@@ -55,7 +56,8 @@ class CoordinatorTest : public ::testing::Test {
         .rank = rank, .size = size, .pid = 100 + rank, .attempt = attempt, .version = "1", .host = "here"};
   }
   void come(Coordinator& coordinator, int rank, int size, int attempt = 0) {
-    coordinator.receive(0, {.kind = Kind::hello, .rank = rank, .payload = card(rank, size, attempt).encode()});
+    coordinator.receive(0,
+                        {.kind = Kind::hello, .rank = rank, .payload = card(rank, size, attempt).encode()});
   }
   // It has begun collective number `sequence`, and waits for it if `waited_ms` is not negative.
   static void is_at(Coordinator& coordinator, int rank, std::int64_t sequence, std::int64_t waited_ms,
@@ -168,7 +170,8 @@ TEST_F(CoordinatorTest, a_job_that_has_begun_is_not_disturbed_by_one_that_comes_
   EXPECT_EQ(sent[0].frame.id, 7);
   EXPECT_EQ(sent[0].node, 1) << "to the late one alone";
   EXPECT_THAT(sent[0].frame.payload, HasSubstr("two processes have RANK=0"));
-  coordinator.receive(1, {.kind = Kind::rank_ended, .rank = 0, .payload = encode(Ended{.pid = 9, .signal = 9})});
+  coordinator.receive(1,
+                      {.kind = Kind::rank_ended, .rank = 0, .payload = encode(Ended{.pid = 9, .signal = 9})});
   coordinator.receive(1, {.kind = Kind::leave, .rank = 0});
   EXPECT_THAT(sent, SizeIs(1)) << "what it says before it hears so is not taken for the first one's";
 }
@@ -253,7 +256,8 @@ TEST_F(CoordinatorTest, an_uncaught_error_of_an_operation_is_the_cause_where_nob
 
 TEST_F(CoordinatorTest, the_same_exception_is_said_once_and_another_by_itself) {
   Coordinator coordinator = running(4);
-  for (int r : {1, 0, 2}) fault(coordinator, r, Fault::Kind::exception, "batch_size: expected at least 1, got 0");
+  for (int r : {1, 0, 2})
+    fault(coordinator, r, Fault::Kind::exception, "batch_size: expected at least 1, got 0");
   fault(coordinator, 3, Fault::Kind::exception, "no space left");
   EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) threw: batch_size"));
   ASSERT_THAT(said, SizeIs(1));
@@ -347,7 +351,8 @@ TEST_F(CoordinatorTest, all_stop_at_the_call_that_the_furthest_makes_next) {
   EXPECT_THAT(of_kind(Kind::stop_prepare), SizeIs(1));
   ASSERT_THAT(orders_of<Stop>(), SizeIs(1));
   auto counts = [&](int rank, int count) {
-    coordinator.receive(0, {.kind = Kind::stop_count, .rank = rank, .payload = Writer().number(count).take()});
+    coordinator.receive(0,
+                        {.kind = Kind::stop_count, .rank = rank, .payload = Writer().number(count).take()});
   };
   counts(0, 17);
   EXPECT_THAT(of_kind(Kind::stop_at), IsEmpty());
@@ -398,8 +403,8 @@ TEST_F(CoordinatorTest, a_job_that_commits_steps_is_started_again_though_it_ends
     if (attempt > 0) all_come(coordinator, 2, attempt);
     const auto saved = committed[static_cast<std::size_t>(attempt)];
     coordinator.receive(0, {.kind = Kind::rows,
-                     .rank = 0,
-                     .payload = Rows{.step = 20, .committed = saved, .rows = {}}.encode()});
+                            .rank = 0,
+                            .payload = Rows{.step = 20, .committed = saved, .rows = {}}.encode()});
     is_at(coordinator, 1, 20, -1, 20);
     ends(coordinator, 1, {.pid = 101, .status = {}, .signal = SIGKILL});
     coordinator.receive(0, {.kind = Kind::node_done});

@@ -34,10 +34,10 @@ class Job {
       }
       for (int r = 0; r < ranks_; ++r)
         detector.note(r, {.step = step_,
-                      .steps = 1,
-                      .took_us = static_cast<std::int64_t>((longest + 1) * 1000),
-                      .waited_us = static_cast<std::int64_t>(
-                          (longest + 1 - times[static_cast<std::size_t>(r)]) * 1000)});
+                          .steps = 1,
+                          .took_us = static_cast<std::int64_t>((longest + 1) * 1000),
+                          .waited_us = static_cast<std::int64_t>(
+                              (longest + 1 - times[static_cast<std::size_t>(r)]) * 1000)});
       for (auto& line : detector.judge()) {
         lines.push_back(std::move(line));
         told_at.push_back(step_);
@@ -134,7 +134,8 @@ TEST(StragglerDetector, compares_the_same_steps_whenever_they_are_told_and_whate
   StragglerDetector detector;
   std::vector<std::string> lines;
   auto tell = [&](int rank, std::int64_t step, std::int64_t busy_ms) {
-    detector.note(rank, {.step = step, .steps = 1, .took_us = 200'000, .waited_us = 200'000 - busy_ms * 1000});
+    detector.note(rank,
+                  {.step = step, .steps = 1, .took_us = 200'000, .waited_us = 200'000 - busy_ms * 1000});
     for (auto& line : detector.judge()) lines.push_back(line);
   };
   // Every tenth step is long for all; rank 1 is late in telling, and some are lost.
@@ -157,7 +158,7 @@ TEST(StragglerDetector, does_not_wait_for_a_rank_that_makes_no_more_steps) {
   for (std::int64_t step = 10; step < 200; ++step) {
     for (int rank : {0, 1})
       job.detector.note(rank,
-                    {.step = step, .steps = 1, .took_us = 100'000, .waited_us = rank == 0 ? 0 : 80'000});
+                        {.step = step, .steps = 1, .took_us = 100'000, .waited_us = rank == 0 ? 0 : 80'000});
     for (auto& line : job.detector.judge()) job.lines.push_back(line);
   }
   EXPECT_THAT(job.lines, ElementsAre(HasSubstr("rank 0 is slow: its steps take 5.0 times")));

@@ -187,8 +187,8 @@ void Mail::take(Lock& lock, const ItemPtr& item, const Note& note, int from) {
       throw shm::Mismatch(*mismatch);
     }
     if (call.bytes == 0) return settle(lock, *item, nullptr, from);
-    item->data = links_->receive(from, item->op.outputs.at(0), static_cast<std::size_t>(call.bytes),
-                                 tag_of(note.id));
+    item->data =
+        links_->receive(from, item->op.outputs.at(0), static_cast<std::size_t>(call.bytes), tag_of(note.id));
     changed_.notify_all();
   } catch (...) {
     settle(lock, *item, std::current_exception());
