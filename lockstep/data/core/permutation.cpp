@@ -10,7 +10,7 @@
 namespace lockstep::detail {
 namespace {
 
-// A number below `limit` from all bits of x: their product's upper half.
+// Maps x to a number below `limit` using all its bits: the upper half of their product.
 std::uint64_t scaled(std::uint64_t x, std::uint64_t limit) {
   __extension__ using Wide = unsigned __int128;
   return static_cast<std::uint64_t>((static_cast<Wide>(x) * limit) >> 64);
