@@ -29,7 +29,7 @@ SgdPiece part_of(const SgdPiece& piece, std::size_t from, std::size_t count) {
           count};
 }
 
-// A place in the row of all slices' elements.
+// A position in the concatenated elements of all slices.
 template <typename Slice>
 class Place {
  public:
@@ -38,7 +38,7 @@ class Place {
       element_ -= slices_[slice_++].piece.count;
   }
 
-  // visit(piece, factors, how many elements came before) for the next `count` elements.
+  // Calls visit(piece, factors, number of elements before it) for the next `count` elements.
   template <typename Visit>
   void advance(std::size_t count, Visit visit) {
     for (std::size_t done = 0; done < count;) {
@@ -71,7 +71,7 @@ AdamScalars adam_scalars(const AdamSettings& s, std::int64_t step) {
           .second_keep = s.beta2,
           .second_weight = 1 - s.beta2,
           .step_size = -(s.lr / correction1),
-          .root_divisor = std::pow(correction2, 0.5),  // not sqrt: Python says **0.5
+          .root_divisor = std::pow(correction2, 0.5),  // as Python's **0.5, not sqrt
           .eps = s.eps,
           .shrink = s.decoupled && s.weight_decay != 0 ? 1 - s.lr * s.weight_decay : 1,
           .l2 = s.decoupled ? 0 : s.weight_decay,
