@@ -17,7 +17,6 @@
 // With num_workers threads, up to num_workers * prefetch_factor batches are prefetched; their order does not
 // depend on the number of workers. An exception from a dataset or collate function leaves the loop nested in
 // a LoadError, with or without workers. That batch is lost; iteration may continue with the next one.
-// with workers or without; the batch is lost, and the loop may go on behind it.
 #pragma once
 
 #include <concepts>

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
   // Each thread reads only what it wrote itself, so the cache needs no barrier.
   const auto* source = kCached ? cache : logits;
   const ExpFrom<T> exp_from(largest);
-  float total = 0, below = 0;  // sum of (x - largest)
+  float total = 0, below = 0;  // below: sum of (largest - x)
 #pragma unroll 2
   for (int at = threadIdx.x * 8; at < columns; at += kThreads * 8) {
     float v[8];

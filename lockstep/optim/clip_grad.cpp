@@ -42,8 +42,8 @@ at::Tensor local_norm(const std::vector<std::vector<at::Tensor>>& kinds, double 
   return at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
-// Sums over ranks in the order of the aligned binary tree (comm/reduce.h), as tensors, without waiting for a
-// device.
+// Sums over ranks in the order of the aligned binary tree (comm/reduce/reduce.h), as tensors, so that it
+// does not wait for a device.
 at::Tensor tree(std::span<const at::Tensor> values) {
   if (values.size() == 1) return values[0];
   std::size_t left = 1;

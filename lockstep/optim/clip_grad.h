@@ -31,8 +31,8 @@ struct ClipGradNormOptions {
 // skipped.
 //
 // With a group, every rank must call it, even without gradients. The norm is then that of all ranks'
-// gradients. Powers are summed in double in the order of ARCHITECTURE.md's tree, so every rank gets the same
-// bits.
+// gradients. Powers are summed in double in a fixed order, the aligned binary tree over ranks, so every rank
+// gets the same bits.
 at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm,
                           ClipGradNormOptions options = {});
 

@@ -23,8 +23,9 @@ enum class Implementation : std::uint8_t {
 //
 // The parameter takes precedence: elements modified since the last step, which no longer equal their rounded
 // master, are copied to the master. step() detects this by the parameter's version counter, which all of
-// LibTorch's operations update. After writing in another way (tensor.data(), a pointer), or between replays
-// of a captured step, call sync_masters(). State saved without masters gets them from the parameters.
+// LibTorch's operations update. Call sync_masters() after writing in another way (tensor.data(), a pointer),
+// and after any write while a captured step is being replayed. State saved without masters gets them from
+// the parameters.
 //
 // capturable: step() can be captured in a CUDA graph (StepGraph does that). Steps are then counted on the
 // device, and lr, betas, eps and weight_decay are read there. step() uploads them, and so does StepGraph

@@ -1,5 +1,5 @@
 // The kernels of update.cpp, for CPUs with AVX2 and for any CPU: vector.h, compiled twice. As with the
-// reduction kernels (see comm/reduce_kernels.h), their source files include only this header and define
+// reduction kernels (see comm/reduce/kernels.h), their source files include only this header and define
 // nothing with external linkage besides the tables.
 #pragma once
 
