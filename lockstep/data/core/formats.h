@@ -17,7 +17,7 @@ std::size_t bytes_of(Element element);
 
 struct ArrayHeader {
   Element element = Element::u8;
-  bool swapped = false;  // True if the numbers have the opposite of this machine's byte order
+  bool swapped = false;  // true if the byte order is the opposite of this machine's
   bool fortran = false;  // the first dimension varies fastest
   std::vector<std::int64_t> shape;
   std::int64_t count = 1;  // number of elements

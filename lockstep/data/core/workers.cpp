@@ -45,7 +45,7 @@ void Workers::stop() {
 void Workers::put(std::size_t slot) {
   {
     const std::lock_guard lock(mutex_);
-    LOCKSTEP_ASSERT(slot < options_.slots, "a slot of the workers");
+    LOCKSTEP_ASSERT(slot < options_.slots, "slot out of range");
     done_[slot] = false;
     errors_[slot] = nullptr;
     queue_.push_back(slot);

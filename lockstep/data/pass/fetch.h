@@ -103,7 +103,7 @@ class Fetcher {
     }
   }
 
-  // Collates a list of samples; returns anything else unchanged.
+  // Collates a list of samples. Returns a batch unchanged, unless the user passed a collate function.
   template <typename Batch>
   auto finished(Batch batch) {
     if constexpr (is_optional<Batch>) {

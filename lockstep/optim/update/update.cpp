@@ -42,7 +42,7 @@ class Place {
   template <typename Visit>
   void advance(std::size_t count, Visit visit) {
     for (std::size_t done = 0; done < count;) {
-      LOCKSTEP_ASSERT(slice_ < slices_.size(), "more elements than the slices have");
+      LOCKSTEP_ASSERT(slice_ < slices_.size(), "position beyond the last slice");
       const Slice& slice = slices_[slice_];
       const std::size_t part = std::min(slice.piece.count - element_, count - done);
       if (part > 0) visit(part_of(slice.piece, element_, part), slice.factors, done);
@@ -92,7 +92,7 @@ AdamFactors rounded(const AdamScalars& s) {
 
 void adam_update(std::span<const AdamSlice> slices, std::size_t first, std::size_t count,
                  std::span<float> scratch, const std::function<void()>& take_roots) {
-  LOCKSTEP_ASSERT(!scratch.empty(), "no room for square roots");
+  LOCKSTEP_ASSERT(!scratch.empty(), "scratch is empty");
   const UpdateKernels& kernel = kernels();
   Place<AdamSlice> place(slices, first);
   while (count > 0) {
