@@ -13,7 +13,7 @@ namespace lockstep::profile {
 
 namespace {
 
-// Spans that say what a thread does; a pipeline's action or a range of the program only says what for.
+// True for spans that say what a thread does. A pipeline action or user range only says what for.
 bool says_what(SpanKind kind) {
   return kind == SpanKind::operation || kind == SpanKind::wait || kind == SpanKind::data ||
          kind == SpanKind::optimizer;
@@ -39,17 +39,17 @@ std::int64_t steady_now() noexcept {
 
 struct Recorder::ThreadRecord {
   struct Open {
-    std::size_t place;  // in events, or none
+    std::size_t place;  // index into events, or an invalid one
     bool says;
   };
   std::mutex mutex;
   std::int32_t number = 0;
-  std::int64_t id = 0;  // the system's
+  std::int64_t id = 0;  // the system's ID
   std::string title;
   std::vector<Event> events;
   std::vector<Open> open;
-  int saying = 0;  // of the open ones, those that say what the thread does
-  // Names recur: most of them are found here, without the lock that all threads share. The thread's own.
+  int saying = 0;  // number of open spans that say what the thread does
+  // Cache of names, so that most lookups avoid the lock shared by all threads. Used only by this thread.
   struct Hash : std::hash<std::string_view> {
     using is_transparent = void;
   };
@@ -93,7 +93,7 @@ void Recorder::begin(SpanKind kind, std::string_view name, std::int64_t bytes, d
   ThreadRecord& thread_record = this->thread_record();
   const bool says = says_what(kind);
   ThreadRecord::Open open{ThreadRecord::kNowhere, says};
-  // Before the lane's lock, which others take after the one that this needs.
+  // Before taking the thread record's lock: mutex_, which this needs, must be locked first.
   const auto known = recording_.load(std::memory_order_acquire) ? known_name(thread_record, name) : -1;
   const auto transfer = known >= 0 && of.group != 0 ? transfer_of(of) : -1;
   std::lock_guard lock(thread_record.mutex);
@@ -133,7 +133,7 @@ void Recorder::end() noexcept {
   const auto open = thread_record.open.back();
   thread_record.open.pop_back();
   thread_record.saying -= open.says;
-  if (open.place >= thread_record.events.size()) return;  // of another window
+  if (open.place >= thread_record.events.size()) return;  // opened in an earlier window
   Event& event = thread_record.events[open.place];
   event.end = steady_now();
   if (open.says && thread_record.saying == 0) event.cpu_end = thread_time();
@@ -185,7 +185,7 @@ void Recorder::started(const Call& call) noexcept {
                         .peer = message ? call.root : -1,
                         .nth = nth,
                         .begin = now});
-  // This thread has begun to wait for it already.
+  // This thread is already waiting for it.
   std::lock_guard inner(thread_record.mutex);
   if (thread_record.open.empty() || thread_record.open.back().place >= thread_record.events.size()) return;
   Event& event = thread_record.events[thread_record.open.back().place];
@@ -205,7 +205,7 @@ void Recorder::ended(const Call& call, bool failed) noexcept {
 }
 
 void Recorder::start() {
-  thread_record();  // the main thread's, to have one
+  thread_record();  // creates the main thread's record
   std::lock_guard lock(mutex_);
   for (auto& [thread, thread_record] : thread_records_) {
     std::lock_guard inner(thread_record->mutex);
@@ -222,7 +222,7 @@ void Recorder::start() {
   mark();
 }
 
-// A reading of the processor time at the border of a step, which lies between operators.
+// Records the CPU time at a step's border, which lies between operators.
 void Recorder::mark() {
   const auto known = thread_records_.find(std::this_thread::get_id());
   if (known == thread_records_.end()) return;
@@ -273,7 +273,7 @@ RankProfile Recorder::stop() {
         is_main ? "main" : thread_record->title;
     profile.thread_ids[static_cast<std::size_t>(thread_record->number)] = thread_record->id;
     for (Event& event : thread_record->events) {
-      if (event.end == 0) event.end = std::max(now, event.begin);  // it may have begun since
+      if (event.end == 0) event.end = std::max(now, event.begin);  // it may have begun after `now` was read
       event.begin -= origin_;
       event.end -= origin_;
       profile.events.push_back(event);
