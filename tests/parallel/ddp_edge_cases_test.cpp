@@ -689,11 +689,11 @@ TEST(DdpSeldom, reduce_where_it_does_not_belong_is_refused) {
     for (const DdpOptions& options : {DdpOptions{.static_graph = true, .reduce_in_backward = false},
                                       DdpOptions{.micro_batches = 2, .reduce_in_backward = false}})
       EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(model, group, options); }),
-                  HasSubstr("not allowed with reduce_in_backward = false"));
+                  HasSubstr("reduce_in_backward = false cannot be combined"));
     // Nothing came.
     Mlp other;
     DistributedDataParallel told(other, group, {.reduce_in_backward = false});
-    EXPECT_THAT(error_of<ConfigError>([&] { told.reduce(); }), HasSubstr("got no gradient"));
+    EXPECT_THAT(error_of<ConfigError>([&] { told.reduce(); }), HasSubstr("no gradient for"));
     other(at::ones({2, 6})).sum().backward();
     told.reduce();
   });

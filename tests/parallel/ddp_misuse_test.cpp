@@ -211,7 +211,7 @@ TEST(DdpMisuse, a_model_may_not_change_in_a_sum_in_join_or_under_a_distributed_o
     model->to(at::kDouble);
     const auto again = [&] { ddp(rows_of(0).to(at::kDouble)).sum().backward(); };
     EXPECT_THAT(error_of<ConfigError>(again),
-                AllOf(HasSubstr("'first.weight' was given other data"), HasSubstr("1 of 2 micro-batches")));
+                AllOf(HasSubstr("'first.weight' was replaced"), HasSubstr("1 of 2 micro-batches")));
     ddp.discard_micro_batches();
     again();
 
@@ -369,7 +369,7 @@ TEST(DdpMisuse, a_pass_that_fails_on_one_rank_is_an_error_on_all_until_it_is_dis
                     << what;
               } else {
                 EXPECT_THAT(error_of<CommError>([&] { step(2); }),
-                            HasSubstr(fmt::format("a backward pass of rank {} ended", last)))
+                            HasSubstr(fmt::format("rank {} threw an exception in a backward pass", last)))
                     << what;
               }
               for (int i = 0; i < 2; ++i)
@@ -459,7 +459,7 @@ TEST(DdpMisuse, join_refuses_to_guess_what_a_sample_is) {
     EXPECT_THAT(error_of<ConfigError>([&] {
                   first_ddp.join([&] { first_ddp(numbers(1, {2, 3 + world.rank(), 6})).sum().backward(); });
                 }),
-                HasSubstr("differ in another dimension"));
+                HasSubstr("differ in a dimension other than 0"));
 
     struct TwoImpl : torch::nn::Module {
       TwoImpl() : linear(6, 3) { register_module("linear", linear); }

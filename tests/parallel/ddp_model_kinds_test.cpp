@@ -113,7 +113,7 @@ TEST(DdpModelKinds, an_any_module_works_whatever_its_forward_returns) {
     EXPECT_TRUE(same_bits(gradients_of(*two), expected_after_step(world)));
     EXPECT_THAT(
         error_of<ConfigError>([&] { DistributedDataParallel(torch::nn::AnyModule(), world.group()); }),
-        HasSubstr("empty module"));
+        HasSubstr("module holder is empty"));
   });
 }
 
@@ -165,7 +165,7 @@ TEST(DdpModelKinds, a_torchscript_module_trains_as_the_model_it_was_made_of) {
     ddp->eval();
     EXPECT_FALSE(script.is_training());
     EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(torch::jit::Module(), world.group()); }),
-                HasSubstr("empty module"));
+                HasSubstr("module holder is empty"));
   });
 }
 
