@@ -460,8 +460,7 @@ TEST(DistributedOptimizer, parameters_that_move_and_a_ddp_that_is_gone_are_told)
     optimizer.step();
     ddp.reset();
     model->forward(numbers(1, {4, 6})).square().mean().backward();
-    EXPECT_THAT(error_of<ConfigError>([&] { optimizer.step(); }), HasSubstr("was destroyed; construct both "
-                                                                            "again"));
+    EXPECT_THAT(error_of<ConfigError>([&] { optimizer.step(); }), HasSubstr("was destroyed"));
     model->zero_grad();
     DistributedDataParallel late(model, world.group());
     late(numbers(1, {4, 6})).square().mean().backward();
