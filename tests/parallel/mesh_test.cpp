@@ -138,11 +138,11 @@ TEST(Mesh, units_that_cannot_be_pieces_are_named) {
   EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer*", "tail"}); }),
               HasSubstr("'tail' matches no module"));
   EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer*", "mixer3"}); }),
-              HasSubstr("cannot both be pieces"));
+              HasSubstr("cannot both be pipeline pieces"));
   EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer*", "mixer3.up"}); }),
-              HasSubstr("cannot both be pieces"));
+              HasSubstr("cannot both be pipeline pieces"));
   Wide plain;
-  EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*plain, {"first"}); }), HasSubstr("is no Unit"));
+  EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*plain, {"first"}); }), HasSubstr("is not a Unit"));
 }
 
 // Statistics are those of all replicas of a stage.

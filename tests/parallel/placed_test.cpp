@@ -113,15 +113,15 @@ TEST(Placed, refuses_a_device_that_does_not_exist) {
   Mlp model;
   const auto beyond = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(count));
   const auto text = error_of<ConfigError>([&] { Placed(model, beyond); });
-  EXPECT_THAT(text, HasSubstr("cuda:" + std::to_string(count) + " was given for"));
-  EXPECT_THAT(text, HasSubstr("there is: cpu"));
+  EXPECT_THAT(text, HasSubstr("no device cuda:" + std::to_string(count) + " for"));
+  EXPECT_THAT(text, HasSubstr("available devices: cpu"));
   if (count > 0) {
     EXPECT_THAT(text, HasSubstr("cuda:" + std::to_string(count - 1)));
   }
   EXPECT_THAT(error_of<ConfigError>([&] { Placed(model, at::Device("cpu:1")); }),
-              HasSubstr("cpu:1 was given"));
+              HasSubstr("no device cpu:1 for"));
   if (count == 0) {
-    EXPECT_THAT(error_of<ConfigError>([&] { Placed(model, at::kCUDA); }), HasSubstr("cuda was given"));
+    EXPECT_THAT(error_of<ConfigError>([&] { Placed(model, at::kCUDA); }), HasSubstr("no device cuda for"));
   }
   EXPECT_EQ(model->first->weight.device(), at::Device(at::kCPU));
   EXPECT_THAT(error_of<ConfigError>([&] { Placed<Mlp>(Mlp(nullptr), at::kCPU); }), HasSubstr("empty"));
