@@ -84,8 +84,8 @@ TEST(DeviceMesh, what_does_not_fit_is_refused_with_the_names) {
     };
     refuses({{"dp", 2}, {"tp", 3}}, "multiply to 6");
     refuses({{"dp", 3}, {"tp", -1}}, "multiply to 3");
-    refuses({{"dp", -1}, {"tp", -1}}, "one size");
-    refuses({{"dp", 2}, {"dp", 2}}, "names must differ");
+    refuses({{"dp", -1}, {"tp", -1}}, "at most one size");
+    refuses({{"dp", 2}, {"dp", 2}}, "names must be distinct");
     refuses({{"", 4}}, "name");
     refuses({{"dp", 0}}, "dp=0");
     refuses({}, "at least one axis");

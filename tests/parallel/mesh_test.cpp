@@ -211,7 +211,7 @@ TEST(Mesh, what_is_split_is_not_taken_for_whole) {
     auto state = full_state(*model);
     state[0].second = state[0].second.to(at::kFloat);
     EXPECT_THAT(error_of<ConfigError>([&] { load_full_state(*model, state); }),
-                HasSubstr("was given as Float"));
+                HasSubstr("got Float"));
     // Ranks that began with other values.
     Stack other;
     fill_parameters(*other, 300 + static_cast<std::uint64_t>(world.rank()));
@@ -246,7 +246,7 @@ TEST(Mesh, a_layer_with_a_forward_of_its_own_is_not_split) {
     auto group = world.group();
     for (const char* name : {"scaled", "sequence.0"})
       EXPECT_THAT(error_of<ConfigError>([&] { parallelize_module(net, group, {{name, Colwise{}}}); }),
-                  HasSubstr("forward would be passed over"));
+                  HasSubstr("forward would be bypassed"));
     EXPECT_EQ(parallelize_module(net, group, {{"renamed", Colwise{.gather_output = true}}}), 1);
     const auto y = net.renamed(torch::ones({1, 8}));
     EXPECT_EQ(y.size(1), 8);
