@@ -90,7 +90,7 @@ TEST(SyncBatchNorm, a_rank_may_have_no_rows) {
       }
     }
     EXPECT_THAT(error_of<ConfigError>([&] { norm(at::ones({2, 4})); }),
-                AllOf(HasSubstr("3 features"), HasSubstr("[2, 4]")));
+                AllOf(HasSubstr("3 channels"), HasSubstr("[2, 4]")));
     const auto few = at::ones({world.rank() == 0 ? 1 : 0, 3});
     EXPECT_THAT(error_of<ConfigError>([&] { norm(few); }), HasSubstr("more than one value per channel"));
   });
