@@ -122,7 +122,7 @@ TEST_F(DataParallelCuda, errors_name_the_device) {
               AllOf(HasSubstr("backward of the replicas on cuda:0, cuda:"), HasSubstr(": backward hurts")));
   Mlp elsewhere;
   EXPECT_THAT(error_of<ConfigError>([&] { DataParallel(elsewhere, devices()); }),
-              HasSubstr("must be on the first device, cuda:0, and its parameter 'first.weight' is on cpu"));
+              HasSubstr("must be on the first device, cuda:0, but its parameter 'first.weight' is on cpu"));
 }
 
 TEST_F(DataParallelCuda, cpu_workers_may_give_their_results_to_a_gpu) {

@@ -516,7 +516,7 @@ TEST(DataParallel, a_backward_from_inside_a_replica_is_refused) {
   auto x = at::zeros({4, 6});
   x[0][0] = 1;
   *model->earlier = dp(x);
-  EXPECT_THAT(error_of<ReplicaError>([&] { dp(x); }), HasSubstr("inside one of its replicas"));
+  EXPECT_THAT(error_of<ReplicaError>([&] { dp(x); }), HasSubstr("inside one of its own replicas"));
 }
 
 TEST(DataParallel, one_device_or_none_is_the_module_itself) {
@@ -541,10 +541,11 @@ TEST(DataParallel, devices_that_do_not_go_together_are_refused) {
                 HasSubstr("finds no CUDA device"));
   } else {
     EXPECT_THAT(with({at::kCPU, {at::kCUDA, 0}}),
-                HasSubstr("devices must be of one type, and cpu and cuda:0 were given"));
+                HasSubstr("devices must be of one type, got cpu and cuda:0"));
   }
-  EXPECT_THAT(with({at::kMeta, at::kMeta}), HasSubstr("a device is cpu or cuda, not meta"));
-  EXPECT_THAT(with(cpus(2), {.threads_per_replica = -1}), HasSubstr("threads_per_replica is -1"));
+  EXPECT_THAT(with({at::kMeta, at::kMeta}), HasSubstr("expected a cpu or cuda device, got meta"));
+  EXPECT_THAT(with(cpus(2), {.threads_per_replica = -1}), HasSubstr("threads_per_replica: expected at "
+                                                                    "least 0 (0: automatic), got -1"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::shared_ptr<MlpImpl>(), cpus(2)); }),
               HasSubstr("module is empty"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(Mlp(nullptr), cpus(2)); }),

@@ -65,7 +65,7 @@ TEST(DataParallelBuffers, one_that_requires_a_gradient_is_refused) {
   GradBuffer model;
   DataParallel dp(model, cpus(2));
   model->buffer.set_requires_grad(true);
-  const auto text = "the buffer 'shift' requires a gradient: register it as a parameter";
+  const auto text = "buffer 'shift' requires a gradient; register it as a parameter";
   EXPECT_THAT(error_of<ConfigError>([&] { dp(torch::ones(2)); }), HasSubstr(text));
   EXPECT_THAT(error_of<ConfigError>([&] { DataParallel(model, cpus(2)); }), HasSubstr(text));
 }
@@ -266,7 +266,7 @@ TEST(DataParallelValues, scalars_are_joined_to_a_vector_and_that_is_told_once) {
   set_log_sink(nullptr);
   EXPECT_TRUE(at::equal(out, torch::tensor({3.f, 3.f})));
   ASSERT_EQ(lines.size(), 1u);
-  EXPECT_THAT(lines[0], HasSubstr("is a scalar: the replicas' are joined to a vector"));
+  EXPECT_THAT(lines[0], HasSubstr("is a scalar; the replicas' scalars are joined into a vector"));
   (out * torch::tensor({1.f, 10.f})).sum().backward();
   EXPECT_EQ(model->scale.grad().item<float>(), 33);
 }
@@ -280,7 +280,7 @@ TEST(DataParallelValues, arguments_that_cannot_be_split_alike_are_refused) {
   EXPECT_THAT(
       error_of<ConfigError>([&] { dp(torch::ones({8, 3}), torch::ones({2})); }),
       HasSubstr(
-          "tensor 1 of the arguments has shape [2] and gives 2 pieces along dim 0, where tensor 0 of shape "
+          "tensor 1 of the arguments has shape [2] and gives 2 pieces along dim 0, but tensor 0 of shape "
           "[8, 3] gives 4"));
   EXPECT_THAT(error_of<ConfigError>([&] { dp(torch::ones({8}), torch::tensor(1.f)); }),
               HasSubstr("tensor 1 of the arguments has shape [], which cannot be split along dim 0"));
@@ -328,10 +328,11 @@ TEST(DataParallelValues, results_that_do_not_fit_together_are_an_error_that_show
   const auto x = torch::ones(3);
   EXPECT_THAT(
       error_of<Error>([&] { dp(x, 0); }),
-      HasSubstr("tensor 0 of the results cannot be joined along dim 0: the replicas' are [2, 4], [2, 3]"));
+      HasSubstr("tensor 0 of the results cannot be joined along dim 0: the replicas returned [2, 4], [2, "
+                "3]"));
   EXPECT_THAT(error_of<Error>([&] { dp(x, 1); }),
-              HasSubstr("replicas 0 and 1 return vectors, maps or optionals of unlike"));
-  EXPECT_THAT(error_of<Error>([&] { dp(x, 2); }), HasSubstr("the replicas' are [2], undefined"));
+              HasSubstr("replicas 0 and 1 return vectors, maps or optionals of different"));
+  EXPECT_THAT(error_of<Error>([&] { dp(x, 2); }), HasSubstr("the replicas returned [2], undefined"));
   EXPECT_FALSE(dp(torch::ones(1), 2)[0].defined());
 }
 
@@ -404,12 +405,13 @@ TEST(DataParallelReplicas, make_replica_stands_in_for_clone) {
     return error_of<ConfigError>([&] { DataParallel(model, cpus(2), {.make_replica = make}); });
   };
   EXPECT_THAT(refused([] { return std::make_shared<PlainImpl>(9); }),
-              HasSubstr("'first.weight' is [8, 6] and its replica's [9, 6]"));
+              HasSubstr("'first.weight' is [8, 6], but its replica's is [9, 6]"));
   EXPECT_THAT(refused([] { return std::make_shared<MlpImpl>(); }),
               HasSubstr("its replica is a lockstep::testing::MlpImpl"));
   EXPECT_THAT(refused([] { return nullptr; }), HasSubstr("returned no module"));
-  EXPECT_THAT(refused([&] { return model.ptr(); }), HasSubstr("is not apart"));
-  EXPECT_THAT(refused([one = std::make_shared<PlainImpl>()] { return one; }), HasSubstr("is not apart"));
+  EXPECT_THAT(refused([&] { return model.ptr(); }), HasSubstr("its replicas share a"));
+  EXPECT_THAT(refused([one = std::make_shared<PlainImpl>()] { return one; }), HasSubstr("its replicas "
+                                                                                        "share a"));
 }
 
 TEST(DataParallelReplicas, a_reset_that_makes_nothing_anew_is_refused) {
@@ -432,9 +434,9 @@ TEST(DataParallelReplicas, a_reset_that_makes_nothing_anew_is_refused) {
     Tensor weight;
   };
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::make_shared<SameTensorImpl>(), cpus(2)); }),
-              HasSubstr("its replica shares 'weight': reset() must register a new tensor"));
+              HasSubstr("its replica shares 'weight'; reset() must register a new tensor"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::make_shared<SameChildImpl>(), cpus(2)); }),
-              HasSubstr("is not apart"));
+              HasSubstr("its replicas share a"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::make_shared<NoResetImpl>(), cpus(2)); }),
               HasSubstr("register_parameter() inside reset()"));
 }
@@ -553,7 +555,7 @@ TEST(DataParallelReplicas, a_module_on_another_device_is_refused_by_the_tensors_
   };
   EXPECT_THAT(
       error_of<ConfigError>([] { DataParallel(std::make_shared<ElsewhereImpl>(), cpus(2)); }),
-      HasSubstr("must be on the first device, cpu, and its buffer 'there' is on meta: call module->to(cpu)"));
+      HasSubstr("must be on the first device, cpu, but its buffer 'there' is on meta; call module->to(cpu)"));
 }
 
 TEST(DataParallelReplicas, modules_made_and_called_in_inference_mode_work) {
