@@ -544,8 +544,8 @@ TEST(DataParallel, devices_that_do_not_go_together_are_refused) {
                 HasSubstr("devices must be of one type, got cpu and cuda:0"));
   }
   EXPECT_THAT(with({at::kMeta, at::kMeta}), HasSubstr("expected a cpu or cuda device, got meta"));
-  EXPECT_THAT(with(cpus(2), {.threads_per_replica = -1}), HasSubstr("threads_per_replica: expected at "
-                                                                    "least 0 (0: automatic), got -1"));
+  EXPECT_THAT(with(cpus(2), {.threads_per_replica = -1}),
+              HasSubstr("threads_per_replica: expected at least 0 (0: automatic), got -1"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::shared_ptr<MlpImpl>(), cpus(2)); }),
               HasSubstr("module is empty"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(Mlp(nullptr), cpus(2)); }),

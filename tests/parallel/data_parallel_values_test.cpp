@@ -328,8 +328,8 @@ TEST(DataParallelValues, results_that_do_not_fit_together_are_an_error_that_show
   const auto x = torch::ones(3);
   EXPECT_THAT(
       error_of<Error>([&] { dp(x, 0); }),
-      HasSubstr("tensor 0 of the results cannot be joined along dim 0: the replicas returned [2, 4], [2, "
-                "3]"));
+      HasSubstr(
+          "tensor 0 of the results cannot be joined along dim 0: the replicas returned [2, 4], [2, 3]"));
   EXPECT_THAT(error_of<Error>([&] { dp(x, 1); }),
               HasSubstr("replicas 0 and 1 return vectors, maps or optionals of different"));
   EXPECT_THAT(error_of<Error>([&] { dp(x, 2); }), HasSubstr("the replicas returned [2], undefined"));
@@ -410,8 +410,8 @@ TEST(DataParallelReplicas, make_replica_stands_in_for_clone) {
               HasSubstr("its replica is a lockstep::testing::MlpImpl"));
   EXPECT_THAT(refused([] { return nullptr; }), HasSubstr("returned no module"));
   EXPECT_THAT(refused([&] { return model.ptr(); }), HasSubstr("its replicas share a"));
-  EXPECT_THAT(refused([one = std::make_shared<PlainImpl>()] { return one; }), HasSubstr("its replicas "
-                                                                                        "share a"));
+  EXPECT_THAT(refused([one = std::make_shared<PlainImpl>()] { return one; }),
+              HasSubstr("its replicas share a"));
 }
 
 TEST(DataParallelReplicas, a_reset_that_makes_nothing_anew_is_refused) {
