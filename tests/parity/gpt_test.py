@@ -65,8 +65,8 @@ for dtype, tolerance, layouts, options in (("double", 1e-9, LAYOUTS, ["--dropout
         check(apart(several, one) <= tolerance, f"{layout}: {apart(several, one)} from one rank, {tolerance} is allowed")
         print(f"{layout}: {apart(several, one):.2g} from one rank")
 
-for wrong, text in ((["--dp", "2"], "--pp 1 --dp 2 --tp 1 is not allowed with 1 ranks"), (["--schedule", "2f2b"], "2f2b"),
-                    (["--tp", "65536", "--pp", "65536"], "is not allowed with 1 ranks"), (["--batch", "7", "--microbatches", "2"], "cannot be divided"),
+for wrong, text in ((["--dp", "2"], "--pp 1 --dp 2 --tp 1: expected a product of 1, the number of ranks"), (["--schedule", "2f2b"], "2f2b"),
+                    (["--tp", "65536", "--pp", "65536"], "expected a product of 1, the number of ranks"), (["--batch", "7", "--microbatches", "2"], "cannot be divided"),
                     (["--heads", "5"], "cannot be divided among 5 heads"), (["--data", "/nowhere"], "/nowhere: cannot be read")):
     done = subprocess.run([gpt, *wrong], capture_output=True, text=True, timeout=200)
     check(done.returncode == 2 and text in done.stderr and not done.stdout, f"{wrong} is refused: {done}")
