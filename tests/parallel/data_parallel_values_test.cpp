@@ -1,5 +1,5 @@
-// DataParallel with modules and values of many kinds: buffers, random numbers, ties, nested arguments and
-// results.
+// DataParallel with many kinds of modules and values: buffers, random numbers, tied weights, nested arguments
+// and results.
 #include <array>
 #include <map>
 
@@ -14,17 +14,16 @@ namespace {
 namespace nn = torch::nn;
 using at::Tensor;
 
-// ---- buffers
-// ------------------------------------------------------------------------------------------------
+// ---- buffers ----------------------------------------------------------------------------------------------
 
 TEST(DataParallelBuffers, the_first_replicas_are_kept_and_others_are_given_them) {
   torch::manual_seed(1);
   nn::BatchNorm1d model(4), expected(4);
-  DataParallel dp(model, cpus(2), {.threads_per_replica = at::get_num_threads()});  // for the same bits
+  DataParallel dp(model, cpus(2), {.threads_per_replica = at::get_num_threads()});  // For the same bits.
   for (int step = 0; step < 3; ++step) {
     const auto x = torch::randn({6, 4});
     dp(x);
-    expected(x.slice(0, 0, 3));  // what the first replica saw
+    expected(x.slice(0, 0, 3));  // The first replica's piece.
   }
   EXPECT_TRUE(at::equal(model->running_mean, expected->running_mean));
   EXPECT_TRUE(at::equal(model->running_var, expected->running_var));
@@ -70,8 +69,7 @@ TEST(DataParallelBuffers, one_that_requires_a_gradient_is_refused) {
   EXPECT_THAT(error_of<ConfigError>([&] { DataParallel(model, cpus(2)); }), HasSubstr(text));
 }
 
-// ---- random numbers
-// -----------------------------------------------------------------------------------------
+// ---- random numbers ---------------------------------------------------------------------------------------
 
 TEST(DataParallelRandom, dropout_differs_between_replicas_and_not_between_runs_of_one_seed) {
   nn::Dropout model(0.5);
@@ -103,14 +101,14 @@ TEST(DataParallelRandom, nothing_is_drawn_for_replicas_or_for_calls_without_rand
     model = new Mlp();
   }
   torch::manual_seed(7);
-  DataParallel dp(*model, cpus(2));  // whose replicas initialise themselves
+  DataParallel dp(*model, cpus(2));  // Its replicas initialise themselves.
   dp(torch::ones({4, 6})).sum().backward();
   dp.replicate();
   EXPECT_TRUE(at::equal(torch::rand(3), expected));
   delete model;
 }
 
-// Every kind of random operation, with its own generator or without.
+// Every kind of random operation, with and without its own generator.
 struct DiceImpl : nn::Cloneable<DiceImpl> {
   void reset() override {}
   std::vector<Tensor> forward(const Tensor& x) {
@@ -143,14 +141,14 @@ TEST(DataParallelRandom, every_random_operation_takes_the_replicas_own_numbers) 
     const auto again = draw();
     for (std::size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(at::equal(again[i], first[i])) << i;
   }
-  // The caller's thread draws as ever.
+  // The caller's thread draws as usual.
   torch::manual_seed(9);
   const auto mine = torch::rand(4);
   torch::manual_seed(9);
   EXPECT_TRUE(at::equal(torch::rand(4), mine));
 }
 
-// A DataParallel with dropout in every replica.
+// A DataParallel with dropout inside every replica.
 struct NestedDropoutImpl : nn::Cloneable<NestedDropoutImpl> {
   NestedDropoutImpl() { reset(); }
   void reset() override {
@@ -192,8 +190,7 @@ TEST(DataParallelRandom, dropout_in_rnns_repeats_too) {
   for (int run = 0; run < 5; ++run) EXPECT_TRUE(at::equal(draw(), first));
 }
 
-// ---- arguments and results
-// ----------------------------------------------------------------------------------
+// ---- arguments and results --------------------------------------------------------------------------------
 
 TEST(DataParallelValues, an_lstm_with_its_state_is_split_along_another_dim) {
   torch::manual_seed(4);
@@ -206,7 +203,7 @@ TEST(DataParallelValues, an_lstm_with_its_state_is_split_along_another_dim) {
                {expected, std::get<0>(expected_state), std::get<1>(expected_state)}, 1e-6);
   const auto wanted = gradients_of(model, expected.square().sum() + std::get<1>(expected_state).sum());
   expect_close(gradients_of(model, out.square().sum() + std::get<1>(state).sum()), wanted, 1e-5);
-  EXPECT_EQ(std::get<0>(dp(x)).sizes(), out.sizes());  // forward's default argument
+  EXPECT_EQ(std::get<0>(dp(x)).sizes(), out.sizes());  // Uses forward's default argument.
 }
 
 struct MixImpl : nn::Cloneable<MixImpl> {
@@ -244,7 +241,7 @@ TEST(DataParallelValues, tensors_are_found_in_what_holds_them_and_the_rest_goes_
   EXPECT_TRUE(at::equal(pair.first, x) && !pair.second);
   EXPECT_TRUE(at::equal(map.at("a"), x) && at::equal(map.at("b"), -x) && at::equal(map.at("list"), x + x));
   EXPECT_TRUE(at::equal(array[1], x));
-  nested[0][0].sum().backward();  // one result of many
+  nested[0][0].sum().backward();  // One of several results.
   EXPECT_EQ(model->scale.grad().item<float>(), 18);
 }
 
@@ -292,7 +289,7 @@ TEST(DataParallelValues, arguments_are_passed_as_variables_are) {
     void reset() override {}
     Tensor forward(Tensor& x, const std::vector<Tensor>& list, double& factor, std::vector<bool> flags,
                    const char* word) {
-      x = x + 1;  // the replica's own variable
+      x = x + 1;  // The replica's own variable.
       return x + list[0] * factor + (flags.at(1) && word[0] == 'w');
     }
   };
@@ -381,8 +378,7 @@ TEST(DataParallelValues, a_parameter_that_no_replica_uses_gets_no_gradient) {
   EXPECT_FALSE(model->other.grad().defined());
 }
 
-// ---- how replicas are made
-// ----------------------------------------------------------------------------------
+// ---- how replicas are made --------------------------------------------------------------------------------
 
 TEST(DataParallelReplicas, a_module_without_clone_is_refused_by_name_with_the_change_it_needs) {
   Plain model;
@@ -441,7 +437,7 @@ TEST(DataParallelReplicas, a_reset_that_makes_nothing_anew_is_refused) {
               HasSubstr("register_parameter() inside reset()"));
 }
 
-// Two ways to tie, and one module in two places.
+// Two ways of tying weights, and one module in two places.
 enum class Tie { member, registered, module };
 template <Tie tie>
 struct TiedImpl : nn::Cloneable<TiedImpl<tie>> {
@@ -507,14 +503,14 @@ TEST(DataParallelReplicas, parameters_and_submodules_that_come_later_are_followe
   expect_close({dp(x)}, {model->forward(x)}, 1e-6);
   const auto wanted = gradients_of(model, model->forward(x).sum());
   expect_close(gradients_of(model, dp(x).sum()), wanted, 1e-5);
-  before.backward();  // of replicas that are no more
+  before.backward();  // Of replicas that no longer exist.
   EXPECT_TRUE(model->base->weight.grad().defined());
   EXPECT_FALSE(model->extra.grad().defined());
 
   nn::Sequential layers(nn::Linear(3, 3));
   DataParallel stack(layers, cpus(2));
   stack(x);
-  layers->push_back(nn::ReLU());  // without a parameter
+  layers->push_back(nn::ReLU());  // Without a parameter.
   expect_close({stack(x)}, {layers->forward(x)}, 1e-6);
 }
 

@@ -1,4 +1,4 @@
-// Pipeline schedules: what they promise, and what is said of those that are wrong.
+// Pipeline schedules: their published properties, and the errors for invalid ones.
 #include <lockstep/schedule/schedule.h>
 
 #include <random>
@@ -15,7 +15,7 @@ using enum PipelineOp;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// "0F0 0F1 | 1F0": ranks apart.
+// "0F0 0F1 | 1F0": '|' separates ranks.
 PipelineSchedule read(std::string text) {
   for (char& letter : text) letter = letter == ' ' ? ',' : letter == '|' ? '\n' : letter;
   return schedule_from_csv(text, "given");
@@ -54,7 +54,7 @@ TEST(Schedule, idles_as_much_as_was_published) {
         EXPECT_NEAR(run("zbv", p, m).bubble, idle / (6 * m + idle), 1e-12) << p << " " << m;
         EXPECT_NEAR(run("zbv", p, m).bubble_inside, 0, 1e-12) << p << " " << m;
       }
-      // v stages a rank: the idle time is that of one stage of them.
+      // With v stages per rank, the idle time is that of one of the stages.
       if (m % p == 0) {
         EXPECT_NEAR(run("interleaved1f1b", p, m, 2).bubble, idle / (2 * m + idle), 1e-12) << p << " " << m;
       }
@@ -136,7 +136,8 @@ TEST(Schedule, transfers_are_complete_and_between_ranks) {
   EXPECT_EQ(with_transfers(read("0F0 0B0|1F0 1B0")), read(good));
   EXPECT_THAT(error_of<ConfigError>([&] { with_transfers(read(good)); }), HasSubstr("already"));
   EXPECT_THAT(problem_of("0F0 0SEND_F0 0B0|1RECV_F0 1F0 1B0 1SEND_B0"), HasSubstr("lacks 0RECV_B0"));
-  EXPECT_THAT(problem_of("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0"), HasSubstr("is a transfer between stages of one rank"));
+  EXPECT_THAT(problem_of("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0"),
+              HasSubstr("is a transfer between stages of one rank"));
   EXPECT_THAT(problem_of("0RECV_F0 0F0 0B0"), HasSubstr("there is no stage before it"));
   EXPECT_THAT(problem_of("0RECV_B0 0F0 0SEND_F0 0B0|1RECV_F0 1F0 1B0 1SEND_B0"),
               AllOf(HasSubstr("rank 0 waits in 0RECV_B0 for 1SEND_B0"),
@@ -172,7 +173,7 @@ TEST(Schedule, numbers_that_it_cannot_have_are_told) {
 }
 
 TEST(Schedule, is_simulated_with_measured_times) {
-  // Two ranks, one micro-batch: what one does the other waits for.
+  // Two ranks, one micro-batch: each rank waits while the other computes.
   const auto schedule = make_schedule("gpipe", {.ranks = 2, .microbatches = 1});
   const auto run = replay_schedule(schedule, {{2, 5}, {3, 4}});
   EXPECT_DOUBLE_EQ(run.makespan, 14);
