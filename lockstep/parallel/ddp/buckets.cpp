@@ -347,13 +347,13 @@ void DdpReducer::require_all_gradients() const {
     if (param.expected > 0 && !param.ready()) missing.push_back(param.name);
   if (missing.empty()) return;
   throw ConfigError(fmt::format(
-      "no gradient for {} in this backward pass. If {}, set {{.find_unused_parameters = true}}; freeze "
+      "no gradient for {} in this backward pass. If {} {{.find_unused_parameters = true}}; freeze "
       "parameters that are never trained before constructing DDP, or list them in {{.ignore}}. If a step "
       "runs several backward passes, or passes in pieces as a Pipeline does, set {{.reduce_in_backward = "
       "false}} and call reduce()",
       names_of(missing),
-      options_.static_graph ? "the steps do not all use the same parameters, remove static_graph and"
-                            : "the model does not use every parameter in every step"));
+      options_.static_graph ? "the steps do not all use the same parameters, remove static_graph and set"
+                            : "the model does not use every parameter in every step, set"));
 }
 
 // The end of a pass: reduces what is left and waits for what is in flight. shadow: this rank has run out of
