@@ -28,7 +28,7 @@ class DeviceMesh {
 
   const std::vector<std::string>& axes() const;
   int size() const;  // number of ranks in the mesh
-  // throws ConfigError for an unknown axis, with the valid names
+  // Throws ConfigError for an unknown axis, with the valid names.
   int size(std::string_view axis) const;
   int coordinate(std::string_view axis) const;  // this rank's coordinate
   const std::vector<int>& ranks() const;        // world ranks, in the mesh's order

@@ -161,7 +161,7 @@ struct Found {
   std::string key;                      // Key in the Sequential.
   int dims;
   bool synced;          // True if it is already synchronised.
-  bool shared = false;  // True if a Sequential holds it too; calls through that do not bypass its Unit.
+  bool shared = false;  // True if a Sequential holds it too; calls through it do not bypass its Unit.
 };
 
 int dims_of(const torch::nn::Module& module) {

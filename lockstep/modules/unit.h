@@ -83,8 +83,7 @@ class UnitSlot {
  public:
   virtual ~UnitSlot() = default;
   // Same as a call of the holder, for code that does not know the module's type. Throws ConfigError if
-  // forward does
-  // not take one tensor and return one.
+  // forward does not take one tensor and return one.
   virtual at::Tensor call(const at::Tensor& input) = 0;
   // The class, of those it derives from, that defines its forward.
   virtual const std::type_info& forward_of() const = 0;

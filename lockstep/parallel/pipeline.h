@@ -1,4 +1,4 @@
-// Pipeline parallelism: the ranks hold consecutive parts of a model, and micro-batches flow through them.
+// Pipeline parallelism: the ranks hold stages of a model, and micro-batches flow through them.
 //
 //   std::vector<PipelineStage> pieces = {embedding, block0, block1, head};     // all pieces, on every rank
 //   Pipeline pipeline(std::move(pieces), mesh["pp"], Schedule1F1B{.num_microbatches = 8});

@@ -159,10 +159,11 @@ class PipelineStage {
   std::optional<std::string> name_;
 };
 
-// Makes pieces of the model's Units with these names ('*' in "blocks.*" stands for any text without a dot),
-// in the order in which the model calls them. Code between the Units is not called. Each Unit must take one
-// tensor and return one. Throws ConfigError, with names, for a name that matches nothing, a module that is
-// not a Unit, a module that is listed twice or lies inside another, and weights outside all pieces.
+// Makes a piece of each of the model's Units that `names` selects ('*' in "blocks.*" stands for any text
+// without a dot). List the names in the order in which the model calls the Units; code between the calls is
+// not run. Each Unit must take one tensor and return one. Throws ConfigError, with names, for a name that
+// matches nothing, a module that is not a Unit, a module that is listed twice or is inside another, and
+// weights outside all pieces.
 std::vector<PipelineStage> stages_at(torch::nn::Module& model, const std::vector<std::string>& names);
 
 }  // namespace lockstep

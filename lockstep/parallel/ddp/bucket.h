@@ -29,7 +29,7 @@ class GradBucket {
   bool is_last() const { return last_; }
   Group& group() { return group_; }
   // buffer() and gradients() return different tensors in every step.
-  // the whole bucket, one-dimensional
+  // The whole bucket, one-dimensional.
   at::Tensor& buffer() { return buffer_; }
   const std::vector<at::Tensor>& gradients() const { return gradients_; }  // views of the buffer
   const std::vector<std::string>& names() const { return names_; }         // names of their parameters
