@@ -82,9 +82,8 @@ struct SimulatedSchedule {
   double bubble = 0;  // Idle fraction of all ranks' time between the first start and the last end.
   // Idle fraction between a rank's own first and last action, for the rank that idles most.
   double bubble_inside = 0;
-  // Largest number of micro-batches between their F and the end of their backward: for each rank, over all
-  // its
-  // stages, and for each stage.
+  // Largest number of micro-batches between their F and the end of their backward, for each rank (over all
+  // its stages) and for each stage.
   std::vector<int> peak_activations, stage_peaks;
   std::vector<std::vector<double>> begins, ends;  // Times of each action, by rank.
 };
