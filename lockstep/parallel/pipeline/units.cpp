@@ -32,9 +32,8 @@ std::vector<Found> find_units(torch::nn::Module& model, const std::vector<std::s
                         item.key()));
       for (const auto& other : found)
         if (other.name == item.key() || is_in(other.name, item.key()) || is_in(item.key(), other.name))
-          throw ConfigError(
-              fmt::format("'{}' and '{}' cannot both be pipeline pieces, because they overlap",
-                          other.name, item.key()));
+          throw ConfigError(fmt::format("'{}' and '{}' cannot both be pipeline pieces, because they overlap",
+                                        other.name, item.key()));
       found.push_back({item.key(), item.value()});
     }
     if (found.size() == before)
