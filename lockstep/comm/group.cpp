@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-// A small value travels in one message of this size, a large one in a second message.
+// A small value travels in one message of this size. A large one needs a second message.
 constexpr std::int64_t kSlot = 256;
 constexpr std::int64_t kInSlot = kSlot - static_cast<std::int64_t>(sizeof(std::int64_t));
 
@@ -28,7 +28,7 @@ std::string text_of(const at::Tensor& bytes) {
   return {static_cast<const char*>(here.const_data_ptr()), static_cast<std::size_t>(here.numel())};
 }
 
-// The length, and as much of the text as fits.
+// The length, followed by as much of the text as fits.
 at::Tensor slot_of(std::string_view text) {
   std::string slot(static_cast<std::size_t>(kSlot), '\0');
   const auto length = static_cast<std::int64_t>(text.size());
@@ -124,7 +124,7 @@ at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype, std::opt
   const auto device = wanted.value_or(own);
   auto options = at::TensorOptions(dtype).device(device);
   auto engine = state_->transport(device.type());
-  // Of the GPUs the transport knows this rank's.
+  // The transport allocates only on this rank's own GPU.
   if (!engine || (device.is_cuda() && device.has_index() && device != own) ||
       !engine->backend().supportsTensorAlloc(device.has_index() ? device.index() : 0))
     return at::empty(sizes, options);

@@ -12,7 +12,7 @@
 namespace lockstep {
 namespace {
 
-// One World at a time in a process: a second would meet the others under the first one's names.
+// Only one World at a time in a process: a second one would use the names of the first.
 std::atomic<bool> process_has_world = false;
 
 void (*joined)(const std::shared_ptr<detail::WorldState>&) = nullptr;
@@ -51,7 +51,7 @@ World::World(std::shared_ptr<detail::WorldState> state)
 World::~World() {
   if (!state_) return;  // moved from
   const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
-  // `lockstep run` says it itself. Who leaves because another rank has failed is not to blame.
+  // `lockstep run` reports it itself. A rank that leaves because another rank has failed is not to blame.
   auto* client = state_->client();
   if (unwinding && !(client && (client->is_launched() || client->failure())))
     detail::log(LogLevel::error, "rank {} leaves the job because of an exception", rank());
@@ -112,7 +112,7 @@ void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOp
       state->join();
       {
         World world(state);
-        // Told before ~World, which would only say that this rank is leaving.
+        // Before ~World, which would report only that this rank is leaving.
         try {
           body(world);
         } catch (const std::exception& error) {

@@ -34,7 +34,7 @@ milliseconds limit(const Timeout& given, const char* variable, milliseconds fall
 }
 
 Verdict verdict_of(const control::Failure& failure) {
-  // Without a rank it is a host that was lost, or a launcher, which has a process.
+  // Without a rank it is a lost host, or a launcher, which has a process.
   const bool launcher = failure.rank < 0 && failure.pid != 0;
   return {failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt,
           launcher ? CommError::Kind::stopped : CommError::Kind::peer_died};
@@ -44,7 +44,7 @@ std::string given_or(const std::string& given, const char* variable, const char*
   return !given.empty() ? given : env::text(variable).value_or(fallback);
 }
 
-// Between two looks whether what is under way when the World is left is over.
+// Interval between two checks whether the operations in flight are over when the World leaves.
 constexpr std::chrono::microseconds kFirstNap(50), kLongestNap(5000);
 
 }  // namespace
@@ -54,7 +54,7 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
       timeout_(limit(options.timeout, "LOCKSTEP_TIMEOUT", std::chrono::minutes(30))),
       join_timeout_(limit(options.join_timeout, "LOCKSTEP_JOIN_TIMEOUT", std::chrono::minutes(5))),
       backend_(!options.backend.empty() ? options.backend
-               : threads                ? "auto"  // the variable is about processes
+               : threads                ? "auto"  // the environment variable is for processes
                                         : env::text("LOCKSTEP_BACKEND").value_or("auto")),
       compares_calls_(env::flag("LOCKSTEP_CHECK", false)),
       cpu_allocator_(options.cpu_allocator.value_or(env::flag("LOCKSTEP_CPU_ALLOCATOR", true))),
@@ -66,7 +66,7 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
 
 void WorldState::join() {
   set_log_prefix(fmt::format("rank {}", identity_.rank));
-  check_backend_text(backend_, threads_ != nullptr);  // before anybody is met: it needs nobody
+  check_backend_text(backend_, threads_ != nullptr);  // first, because it needs no other rank
   const auto format = parse_metric_format("metrics_format", metrics_format_);
   if (!metrics_folder_.empty())
     metrics_ = std::make_unique<MetricLog>(metrics_folder_, format, identity_.rank);
@@ -88,7 +88,7 @@ void WorldState::join() {
     nodes_ = choose_nodes(membership.nodes);
   }
   if (client_) tell_of_exceptions(client_);
-  // Weak: an engine that is left behind may keep the store longer than this.
+  // Weak, because an abandoned engine may keep the store alive longer than this object.
   auto failed = [self = weak_from_this()] {
     auto state = self.lock();
     return state && state->failed_ ? state->verdict().cause : std::string();
@@ -141,9 +141,9 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   };
   const auto members = fmt::format("{}", fmt::join(sorted, ","));
   {
-    // Members agree on this name because each has made the same number of groups of the same ranks.
+    // Members agree on this name because each has made the same number of groups of these ranks.
     std::lock_guard lock(mutex_);
-    // Lists of ranks may be longer than the store's keys.
+    // Hashed, because a list of ranks may be longer than the store's keys.
     context.group = fmt::format("{:016x}/{}#{}", static_cast<std::uint64_t>(hash_of(members)), ranks.size(),
                                 group_counts_[members]++);
   }
@@ -152,7 +152,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
     try {
       agree_on_order(context, join_timeout_);
     } catch (...) {
-      // Nobody got it: the next try goes by the same name.
+      // No rank got the group, so the next attempt uses the same name.
       std::lock_guard lock(mutex_);
       --group_counts_[members];
       throw;
@@ -177,7 +177,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   } catch (const ConfigError&) {
     throw;
   } catch (const std::exception& error) {
-    // The control plane knows more of a peer that is gone than the engine that could not reach it.
+    // The control plane knows more about a peer that died than the engine that could not reach it.
     if (dynamic_cast<const Error*>(&error) == nullptr) await_failure(milliseconds(500));
     const auto* kinded = dynamic_cast<const Kinded*>(&error);
     fail(failed_ ? verdict()
@@ -189,7 +189,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& known) { return known.expired(); });
   groups_.push_back(group);
-  // A verdict that came meanwhile did not know of this group.
+  // A verdict that arrived meanwhile did not know this group.
   if (verdict_) group->fail(*verdict_);
   return group;
 }
@@ -220,7 +220,7 @@ bool WorldState::judge(Verdict verdict) {
     verdict = *verdict_;
     failed_ = true;
   }
-  // Also where another thread is on its way to them: whoever asks next must find it there.
+  // Even if another thread is already notifying the groups: the next call must find the verdict.
   for (auto& group : live_groups()) group->judge(verdict);
   return first;
 }
@@ -236,7 +236,7 @@ void WorldState::await_failure(milliseconds limit) {
     judge({});
     return;
   }
-  // The verdict reaches the groups on the thread that hears it; here it must be known at once.
+  // The groups get the verdict on the thread that receives it, but here it must be known at once.
   if (auto failure = client_->failure(limit)) judge(verdict_of(*failure));
 }
 
@@ -255,7 +255,7 @@ void WorldState::note_left(std::int64_t group, int rank, std::uint64_t collectiv
                                         .keys = {left_key(prefix_, group, rank)},
                                         .values = {std::to_string(collectives)}};
     client_->ask(request, control::Clock::now(), [] { return false; });
-  } catch (const std::exception&) {  // it is written; nobody waits for the answer
+  } catch (const std::exception&) {  // the request is written; no caller waits for the answer
   }
 }
 
@@ -308,8 +308,8 @@ void WorldState::note_told() noexcept {
   if (fails_at_exit_.exchange(false)) fail_at_exit(false);
 }
 
-// In order: all that is under way, whether its Work is held or not. Nothing more is issued. After that, where no
-// call has thrown an error, the program must hear of operations that have failed.
+// In order: finishes everything in flight, whether its Work is held or not. Nothing more is issued. If no
+// call has thrown an error, the program must then learn about operations that failed.
 void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>>& groups, bool in_order) {
   std::vector<std::shared_ptr<WorkState>> all, dropped;
   for (const auto& group : groups) {
@@ -318,7 +318,7 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
     std::move(under_way.dropped.begin(), under_way.dropped.end(), std::back_inserter(dropped));
   }
   for (auto nap = kFirstNap;; nap = std::min(2 * nap, kLongestNap)) {
-    // All of them: engines move what is asked for.
+    // Polls all of them, because polling makes engines progress.
     bool over = true;
     for (const auto& pending : all) over = pending->done() && over;
     if (over || !in_order) break;
@@ -343,7 +343,7 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
 }
 
 void WorldState::close(bool in_order) noexcept {
-  // In a child the World is its parent's: what it holds is left alone.
+  // In a child of fork() the World is the parent's: leave alone what it holds.
   if (in_child()) {
     new auto(default_group_);
     return;
