@@ -127,7 +127,7 @@ bool use_caching_cpu_allocator() {
   if (detail::caching_cpu_allocator_is_used()) return true;
   if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) {
     detail::log(LogLevel::info,
-                "this program has a CPU allocator of its own, which stays: Lockstep's is not used");
+                "keeping the CPU allocator that the program installed; Lockstep's allocator is not used");
     return false;
   }
   c10::SetCPUAllocator(&CpuAllocator::make(), /*priority=*/0);

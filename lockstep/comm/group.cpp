@@ -117,9 +117,9 @@ at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype, std::opt
   std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (auto size : sizes)
     if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes))
-      throw ConfigError(fmt::format(
-          "sizes=[{}] are not allowed: numbers from 0 on are, of elements that can be counted in bytes",
-          fmt::join(sizes, ", ")));
+      throw ConfigError(
+          fmt::format("Group::allocate: expected non-negative sizes whose bytes fit into 64 bits, got [{}]",
+                      fmt::join(sizes, ", ")));
   const auto own = state_->world().device();
   const auto device = wanted.value_or(own);
   auto options = at::TensorOptions(dtype).device(device);
@@ -135,8 +135,8 @@ Group Group::subgroup(const std::vector<int>& members, GroupOptions options) {
   std::vector<int> world_ranks;
   for (int member : members) {
     if (member < 0 || member >= size())
-      throw ConfigError(fmt::format("rank {} is not allowed in a subgroup: group '{}' has ranks 0 to {}",
-                                    member, name(), size() - 1));
+      throw ConfigError(fmt::format("subgroup: expected ranks from 0 to {} of group '{}', got rank {}",
+                                    size() - 1, name(), member));
     world_ranks.push_back(ranks()[static_cast<std::size_t>(member)]);
   }
   return Group(state_->world().make_group(std::move(world_ranks), std::move(options)));
@@ -145,7 +145,7 @@ Group Group::subgroup(const std::vector<int>& members, GroupOptions options) {
 Group Group::split(int color, int key, GroupOptions options, Site site) {
   if (color < 0)
     throw ConfigError(fmt::format(
-        "color={} is not allowed: from 0 on is; a rank that is to be alone takes a colour of its own",
+        "split: expected a colour of 0 or more, got {}; to leave a rank alone, give it a colour of its own",
         color));
   struct Choice {
     int color, key;

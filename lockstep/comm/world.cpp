@@ -20,7 +20,7 @@ void (*joined)(const std::shared_ptr<detail::WorldState>&) = nullptr;
 World join_as(detail::Identity identity, WorldOptions options) {
   if (process_has_world.exchange(true))
     throw ConfigError(
-        "this process has a World already: one at a time is allowed, groups of it as many as needed");
+        "this process already has a World; make one at a time, and as many groups of it as you need");
   try {
     auto state = std::make_shared<detail::WorldState>(std::move(identity), std::move(options));
     state->join();
@@ -81,7 +81,7 @@ void World::fail(const std::string& cause, std::optional<int> rank) { state_->fa
 
 void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOptions options) {
   if (num_ranks < 1 || num_ranks > 1024)
-    throw ConfigError(fmt::format("num_ranks={} is not allowed: from 1 to 1024 is", num_ranks));
+    throw ConfigError(fmt::format("run_threads: expected 1 to 1024 ranks, got {}", num_ranks));
   auto job = std::make_shared<detail::ThreadsJob>(num_ranks);
   std::vector<std::shared_ptr<detail::WorldState>> states;
   for (int r = 0; r < num_ranks; ++r) {
@@ -118,7 +118,7 @@ void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOp
         } catch (const std::exception& error) {
           fail(rank, error.what());
         } catch (...) {
-          fail(rank, "something that is not a std::exception");
+          fail(rank, "an exception that is not a std::exception");
         }
       }
       if (const auto unheard = state->unheard()) std::rethrow_exception(unheard);

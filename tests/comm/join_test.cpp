@@ -182,7 +182,7 @@ TEST(Join, an_operation_that_was_dropped_and_failed_is_an_exit_status) {
         run_together({probe(port, 0, 2, {}, {backend, "drop"}), probe(port, 1, 2, {}, {backend, "drop"})});
     EXPECT_EQ(outcomes[0].status, 1) << outcomes[0].output;
     EXPECT_THAT(outcomes[0].output,
-                AllOf(HasSubstr("dropped"), HasSubstr("nobody waited for has failed: recv")));
+                AllOf(HasSubstr("dropped"), HasSubstr("never waited for has failed: recv")));
     EXPECT_EQ(outcomes[1].status, 0) << outcomes[1].output;
 
     const auto launched = run({{LOCKSTEP_PROGRAM, "run", "-n", "2", LOCKSTEP_JOIN_PROBE, backend, "drop"}});

@@ -137,8 +137,8 @@ TEST_F(Mismatch, of_the_order_of_groups) {
     EXPECT_THAT(text, HasSubstr("mismatch_test.cpp:"));
     if (by_nccls_rules())
       EXPECT_THAT(text,
-                  HasSubstr(world.rank() == 0 ? "rank 1 has not come to the first operation of the group"
-                                              : "rank 0 has not come to the first operation of the group"));
+                  HasSubstr(world.rank() == 0 ? "rank 1 has not reached the first operation of the group"
+                                              : "rank 0 has not reached the first operation of the group"));
     else if (ranks_are_threads() && world.rank() == 0) {
       EXPECT_THAT(text, AnyOf(HasSubstr("rank 1 has not come: its last call is #0 on group 'second'"),
                               HasSubstr("has left")));

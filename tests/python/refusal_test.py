@@ -59,8 +59,8 @@ def by_one_rank(rank, size):
             (r"broadcast: .*clone\(\)", lambda: dist.broadcast(mine, src=0)),
             (r"reduce: .*clone\(\)", lambda: dist.reduce(mine, dst=0)),
             ("all_gather: .*room for 5", lambda: dist.all_gather([torch.ones(5 if bad else 4) for _ in range(2)], ones)),
-            ("reduce_scatter: .*output 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10 if bad else 4))),
-            ("all_to_all: 2 inputs", lambda: dist.all_to_all_single(ones, ones.clone(), None, [4] if bad else [2, 2])),
+            ("reduce_scatter: .*output has 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10 if bad else 4))),
+            ("all_to_all: expected 2 inputs", lambda: dist.all_to_all_single(ones, ones.clone(), None, [4] if bad else [2, 2])),
             ("all_reduce: .*only be summed", lambda: dist.all_reduce(sparse, op=dist.ReduceOp.MAX if bad else dist.ReduceOp.SUM)),
             # Others of the same call: the rank that refuses one takes part in the rest.
             (r"all_reduce: .*clone\(\)", lambda: dist.all_reduce_coalesced([ones.clone(), mine, ones.clone()])),

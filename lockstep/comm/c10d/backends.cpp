@@ -38,10 +38,11 @@ void check_name(const std::string& whole, const std::string& name, bool threads)
   if (threads) {
     if (name == "threads") return;
     throw ConfigError(fmt::format(
-        "backend '{}' is not allowed where ranks are threads of one process: auto or threads is", whole));
+        "backend '{}' does not work with ranks that are threads of one process; expected auto or threads",
+        whole));
   }
   if (!is_one_of(kOfCuda, name) && !is_one_of(kOfCpu, name))
-    throw ConfigError(fmt::format("backend '{}' is not known: {} is", whole, kAllowed));
+    throw ConfigError(fmt::format("unknown backend '{}'; expected {}", whole, kAllowed));
 }
 
 Backends parse(const std::string& text, bool threads) {
@@ -59,10 +60,10 @@ Backends parse(const std::string& text, bool threads) {
                name = colon == std::string::npos ? "" : entry.substr(colon + 1);
     const bool cuda = device == "cuda";
     if ((!cuda && device != "cpu") || name.empty() || backends.contains(cuda ? at::kCUDA : at::kCPU))
-      throw ConfigError(fmt::format("backend '{}' is not allowed: {} is", text, kAllowed));
+      throw ConfigError(fmt::format("invalid backend '{}'; expected {}", text, kAllowed));
     check_name(text, name, threads);
     if (name != kAuto && cuda != is_one_of(kOfCuda, name))
-      throw ConfigError(fmt::format("backend '{}' is not allowed: {} serve cuda, {} serve cpu", text,
+      throw ConfigError(fmt::format("invalid backend '{}': for cuda use one of {}; for cpu one of {}", text,
                                     fmt::join(kOfCuda, ", "), fmt::join(kOfCpu, ", ")));
     backends[cuda ? at::kCUDA : at::kCPU] = name;
     start = end + 1;
@@ -90,9 +91,9 @@ const char* choose_for_cuda(const Identity& identity, const std::vector<int>& no
   if (on_one_host(nodes) && cuda_ipc_available()) return kAuto;
   if (devices >= ranks && nccl_available()) return "nccl";
   log(LogLevel::warn,
-      "{} ranks on this host see {} GPUs; NCCL refuses to share one, and cuda_ipc {}: CUDA tensors cannot be "
-      "sent. Where each rank sees one of its own, LOCKSTEP_BACKEND=cpu:auto,cuda:nccl asks for NCCL",
-      ranks, devices, cuda_ipc_available() ? "serves the ranks of one host" : "is not in this build");
+      "{} ranks on this host see {} GPUs. NCCL cannot share a GPU between ranks, and cuda_ipc {}, so CUDA "
+      "tensors cannot be sent. If each rank sees its own GPU, set LOCKSTEP_BACKEND=cpu:auto,cuda:nccl",
+      ranks, devices, cuda_ipc_available() ? "works within one host only" : "is not in this build");
   return nullptr;
 }
 
@@ -126,7 +127,7 @@ std::optional<int> choose_device(const Backends& backends, const Identity& ident
 std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout) {
   using std::chrono::milliseconds;
   if (timeout <= milliseconds(0))
-    throw ConfigError(fmt::format("a timeout of {} ms is not allowed: above 0 is", timeout.count()));
+    throw ConfigError(fmt::format("timeout: expected more than 0 ms, got {} ms", timeout.count()));
   return std::min<milliseconds>(timeout, std::chrono::hours(30 * 24));
 }
 
@@ -135,9 +136,8 @@ std::vector<int> choose_nodes(std::vector<int> found) {
   if (!text) return found;
   auto refuse = [&](const std::string& why) {
     return ConfigError(
-        fmt::format("LOCKSTEP_NODES={} is not allowed: {}; a number for each rank is, such as 0,0,1,1, of "
-                    "which those with "
-                    "the same share a host",
+        fmt::format("invalid LOCKSTEP_NODES={}: {}; expected a number for each rank, such as 0,0,1,1, where "
+                    "ranks with the same number share a host",
                     *text, why));
   };
   std::vector<int> nodes;
@@ -146,11 +146,11 @@ std::vector<int> choose_nodes(std::vector<int> found) {
     int node = -1;
     const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), node);
     if (error != std::errc() || end != word.data() + word.size() || node < 0)
-      throw refuse(fmt::format("'{}' is no number from 0", word));
+      throw refuse(fmt::format("'{}' is not a number of 0 or more", word));
     nodes.push_back(node);
   }
   if (nodes.size() != found.size())
-    throw refuse(fmt::format("it has {} numbers and the job {} ranks", nodes.size(), found.size()));
+    throw refuse(fmt::format("it has {} numbers, but the job has {} ranks", nodes.size(), found.size()));
   for (std::size_t a = 0; a < nodes.size(); ++a)
     for (std::size_t b = 0; b < a; ++b)
       if (nodes[a] == nodes[b] && found[a] != found[b])
@@ -192,10 +192,10 @@ std::string resolve_by_gpus(const std::string& name, const TransportContext& con
     for (std::size_t b = a + 1; b < gpus.size(); ++b) {
       if (gpus[a] != gpus[b] || gpus[a] == kNoGpu) continue;
       if (name == kAuto) return "cuda_ipc";
-      throw ConfigError(
-          fmt::format("backend 'nccl' needs a GPU of its own for each rank: ranks {} and {} both have {}; "
-                      "cuda_ipc is allowed where the ranks of one host share GPUs",
-                      a, b, gpus[a]));
+      throw ConfigError(fmt::format(
+          "backend 'nccl' requires a separate GPU for each rank, but ranks {} and {} both have {}; "
+          "use cuda_ipc if ranks of one host share GPUs",
+          a, b, gpus[a]));
     }
   return name == kAuto && !nccl_available() ? "cuda_ipc" : "nccl";
 }
@@ -205,13 +205,12 @@ std::string resolve(const std::string& name, const TransportContext& context) {
   if (on_one_host(context.nodes)) return name == kAuto || name.starts_with("shm+") ? "shm" : name;
   if (name == "shm")
     throw ConfigError(
-        "backend 'shm' is not allowed: the group's ranks are on several hosts; auto, shm+gloo, shm+mpi, gloo "
-        "or mpi is");
+        "backend 'shm' works within one host, but the group's ranks are on several hosts; use auto, "
+        "shm+gloo, shm+mpi, gloo or mpi");
   if (name == "cuda_ipc")
     throw ConfigError(
-        "backend 'cuda_ipc' is not allowed: the group's ranks are on several hosts; nccl is, where each rank "
-        "has "
-        "a GPU");
+        "backend 'cuda_ipc' works within one host, but the group's ranks are on several hosts; use nccl, "
+        "which requires a GPU for each rank");
   return name == kAuto ? "shm+gloo" : name;
 }
 

@@ -28,7 +28,7 @@ EngineWork::EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> inpu
 
 int EngineWork::sourceRank() const {
   std::lock_guard lock(mutex_);
-  TORCH_CHECK(completed_ && source_ >= 0, "sourceRank() is known for completed receives only");
+  TORCH_CHECK(completed_ && source_ >= 0, "sourceRank() is available only for completed receives");
   return source_;
 }
 
@@ -94,9 +94,9 @@ void EngineWork::tell(const c10::intrusive_ptr<EngineWork>& work, c10::ivalue::F
   try {
     work->resolve(future);
   } catch (const std::exception& problem) {
-    log(LogLevel::error, "a callback of an operation threw: {}", problem.what());
+    log(LogLevel::error, "a callback of an operation threw an exception: {}", problem.what());
   } catch (...) {
-    log(LogLevel::error, "a callback of an operation threw");
+    log(LogLevel::error, "a callback of an operation threw an exception that is not a std::exception");
   }
 }
 

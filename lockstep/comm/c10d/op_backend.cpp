@@ -68,7 +68,7 @@ class OpBackend::Operands {
     const auto place = device_.is_cpu() ? std::string("the CPU") : device_.str();
     TORCH_CHECK(tensor.defined(), "expected a tensor, got an undefined one");
     TORCH_CHECK(tensor.device() == device_, "expected a tensor on ", place, ", got one on ", tensor.device(),
-                ": move it with tensor.to(), or give the group a backend for that device too");
+                ": move it with tensor.to(), or add a backend for that device to the group");
     TORCH_CHECK(tensor.layout() == at::kStrided, "expected a dense tensor, got one of layout ",
                 tensor.layout(), ": convert it with tensor.to_dense()");
   }
@@ -80,7 +80,7 @@ class OpBackend::Operands {
     check(tensor);
     auto memory = dense(tensor);
     if (memory.is_same(tensor)) return memory;
-    check_tensor(tensor, "a tensor that takes a result", true);
+    check_tensor(tensor, "a tensor that receives a result", true);
     if (!reads_too) memory = at::empty(tensor.sizes(), tensor.options());
     copies.emplace_back(tensor.detach(), memory);
     return memory;
@@ -88,7 +88,7 @@ class OpBackend::Operands {
   static Tensors pieces(const at::Tensor& tensor, int size, const std::vector<std::int64_t>& lengths) {
     if (!lengths.empty()) return tensor.split_with_sizes(lengths);
     TORCH_CHECK(tensor.numel() % size == 0, "a tensor of ", tensor.numel(),
-                " elements cannot be cut into equal pieces for ", size, " ranks");
+                " elements cannot be split equally among ", size, " ranks");
     auto flat = tensor.view({-1});
     return flat.split_with_sizes(
         std::vector<std::int64_t>(static_cast<std::size_t>(size), flat.numel() / size));
@@ -120,9 +120,9 @@ WorkPtr OpBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptio
     tensor = only(tensors);
     TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kSparse, "expected a sparse CPU tensor");
     TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM,
-                "sparse tensors can only be summed: for others use tensor.to_dense()");
+                "sparse tensors can only be summed; for other reductions use tensor.to_dense()");
     own = tensor.coalesce();
-    TORCH_CHECK(static_cast<std::size_t>(own.dim()) <= kDims, "sparse tensors may have ", kDims,
+    TORCH_CHECK(static_cast<std::size_t>(own.dim()) <= kDims, "expected a sparse tensor of at most ", kDims,
                 " dimensions, got ", own.dim());
   });
   c10d::AllgatherOptions gather;
@@ -147,7 +147,7 @@ WorkPtr OpBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptio
     const auto* other = heads[static_cast<std::size_t>(r)].const_data_ptr<std::int64_t>();
     TORCH_CHECK(std::equal(head.begin() + 1, head.end(), other + 1), getBackendName(),
                 ": the sparse tensors of rank ", rank_, " and rank ", r,
-                " differ in shape or in their sparse dimensions");
+                " differ in shape or in the number of sparse dimensions");
     counts.push_back(other[0]);
   }
 
@@ -189,29 +189,29 @@ WorkPtr OpBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opt
 }
 
 WorkPtr OpBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                               const c10d::AllgatherOptions& options) {
+                             const c10d::AllgatherOptions& options) {
   return start(Operation::all_gather, OpType::ALLGATHER, options,
                [&](Operands& operands) { operands.read(only(inputs)).write(first_of(outputs)); });
 }
 
 WorkPtr OpBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                     const c10d::AllgatherOptions& options) {
+                                   const c10d::AllgatherOptions& options) {
   return start(Operation::all_gather, OpType::_ALLGATHER_BASE, options,
                [&](Operands& operands) { operands.read(input).write_pieces(output, size_); });
 }
 
 WorkPtr OpBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                         const c10d::AllgatherOptions& options) {
+                                       const c10d::AllgatherOptions& options) {
   Tensors results;
   for (const auto& of_rank : outputs) results.insert(results.end(), of_rank.begin(), of_rank.end());
   return start_several(OpType::ALLGATHER_COALESCED, inputs.size(), std::move(results), [&](std::size_t i) {
     std::vector<Tensors> from_each(1);
     attempt(Operation::all_gather, options.timeout, [&] {
       TORCH_CHECK(outputs.size() == static_cast<std::size_t>(size_),
-                  "a list of outputs is needed for each rank: ", size_, ", not ", outputs.size());
+                  "expected one list of outputs per rank, ", size_, " in all, got ", outputs.size());
       for (const auto& of_rank : outputs) {
-        TORCH_CHECK(of_rank.size() == inputs.size(), "an output is needed for each input: ", inputs.size(),
-                    ", not ", of_rank.size());
+        TORCH_CHECK(of_rank.size() == inputs.size(), "expected one output per input, ", inputs.size(),
+                    " in all, got ", of_rank.size());
         from_each[0].push_back(of_rank[i]);
       }
     });
@@ -221,7 +221,7 @@ WorkPtr OpBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& i
 }
 
 WorkPtr OpBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                     const c10d::AllgatherOptions& options) {
+                                                   const c10d::AllgatherOptions& options) {
   const auto count = std::max(outputs.size(), inputs.size());
   return start_several(OpType::ALLGATHER_COALESCED, count, outputs, [&](std::size_t i) {
     attempt(Operation::all_gather, options.timeout, [&] { check_pairs(outputs, inputs); });
@@ -230,7 +230,7 @@ WorkPtr OpBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& in
 }
 
 WorkPtr OpBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                            const c10d::GatherOptions& options) {
+                          const c10d::GatherOptions& options) {
   return start(
       Operation::gather, OpType::GATHER, options,
       [&](Operands& operands) { operands.read(only(inputs)).write(first_of(outputs)); }, c10d::ReduceOp::SUM,
@@ -238,7 +238,7 @@ WorkPtr OpBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
 }
 
 WorkPtr OpBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                             const c10d::ScatterOptions& options) {
+                           const c10d::ScatterOptions& options) {
   return start(
       Operation::scatter, OpType::SCATTER, options,
       [&](Operands& operands) { operands.read(first_of(inputs)).write(only(outputs)); }, c10d::ReduceOp::SUM,
@@ -246,21 +246,21 @@ WorkPtr OpBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
 }
 
 WorkPtr OpBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                    const c10d::ReduceScatterOptions& options) {
+                                  const c10d::ReduceScatterOptions& options) {
   return start(
       Operation::reduce_scatter, OpType::REDUCE_SCATTER, options,
       [&](Operands& operands) { operands.read(first_of(inputs)).write(only(outputs)); }, options.reduceOp);
 }
 
 WorkPtr OpBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                          const c10d::ReduceScatterOptions& options) {
+                                        const c10d::ReduceScatterOptions& options) {
   return start(
       Operation::reduce_scatter, OpType::_REDUCE_SCATTER_BASE, options,
       [&](Operands& operands) { operands.read_pieces(input, size_).write(output); }, options.reduceOp);
 }
 
 WorkPtr OpBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                     const c10d::ReduceScatterOptions& options) {
+                                                   const c10d::ReduceScatterOptions& options) {
   const auto count = std::max(outputs.size(), inputs.size());
   return start_several(OpType::REDUCE_SCATTER, count, outputs, [&](std::size_t i) {
     attempt(Operation::reduce_scatter, options.timeout, [&] { check_pairs(outputs, inputs); });
@@ -269,9 +269,9 @@ WorkPtr OpBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& in
 }
 
 WorkPtr OpBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                   std::vector<std::int64_t>& output_splits,
-                                   std::vector<std::int64_t>& input_splits,
-                                   const c10d::AllToAllOptions& options) {
+                                 std::vector<std::int64_t>& output_splits,
+                                 std::vector<std::int64_t>& input_splits,
+                                 const c10d::AllToAllOptions& options) {
   return start(Operation::all_to_all, OpType::ALLTOALL_BASE, options, [&](Operands& operands) {
     operands.read_pieces(input, size_, input_splits).write_pieces(output, size_, output_splits);
   });
@@ -300,7 +300,7 @@ WorkPtr OpBackend::recvAnysource(Tensors& tensors, int tag) {
 
 // The call as Group describes it, or as c10d's arguments tell.
 Call OpBackend::describe(Operation operation, const Tensors& inputs, const Tensors& outputs,
-                           ReduceOp reduction, int root) {
+                         ReduceOp reduction, int root) {
   if (const Call* call = current_call()) return *call;
   const bool by_output =
       operation == Operation::scatter || operation == Operation::reduce_scatter || inputs.empty();
@@ -328,16 +328,15 @@ Call OpBackend::describe(Operation operation, const Tensors& inputs, const Tenso
 }
 
 OpBackend::Request OpBackend::request(Operation operation, OpType type, Operands& operands,
-                                          ReduceOp reduction, std::int64_t root) {
+                                      ReduceOp reduction, std::int64_t root) {
   Request request{.op = {}, .type = type};
   Op& op = request.op;
   const at::Tensor* first = nullptr;
   for (const auto* tensors : {&operands.inputs, &operands.outputs})
     for (const auto& tensor : *tensors) {
       if (first == nullptr) first = &tensor;
-      TORCH_CHECK(tensor.scalar_type() == first->scalar_type(),
-                  "the tensors of a call must have one dtype, not ", first->scalar_type(), " and ",
-                  tensor.scalar_type(), ": convert them with tensor.to()");
+      TORCH_CHECK(tensor.scalar_type() == first->scalar_type(), "expected tensors of one dtype, got ",
+                  first->scalar_type(), " and ", tensor.scalar_type(), ": convert them with tensor.to()");
       op.item_size = tensor.element_size();
     }
   op.call = describe(operation, operands.inputs, operands.outputs, reduction, static_cast<int>(root));
@@ -355,7 +354,7 @@ OpBackend::Request OpBackend::request(Operation operation, OpType type, Operands
 }
 
 void OpBackend::refuse(Operation /*operation*/, std::chrono::milliseconds /*timeout*/,
-                         const std::exception_ptr& error) {
+                       const std::exception_ptr& error) {
   std::rethrow_exception(error);
 }
 
@@ -385,7 +384,7 @@ OpBackend::WorkPtr OpBackend::post_numbered(Request wanted) {
 
 template <typename CallOptions, typename Give>
 WorkPtr OpBackend::start(Operation operation, OpType type, const CallOptions& options, Give give,
-                           const c10d::ReduceOp& reduction, std::int64_t root) {
+                         const c10d::ReduceOp& reduction, std::int64_t root) {
   Operands operands(device());
   Request wanted;
   attempt(operation, options.timeout, [&] {
@@ -413,7 +412,7 @@ WorkPtr OpBackend::start_several(OpType type, std::size_t count, Tensors results
 }
 
 WorkPtr OpBackend::start_message(Operation operation, OpType type, const Tensors& tensors, int peer,
-                                   int tag) {
+                                 int tag) {
   Operands operands(device());
   Request wanted;
   attempt(operation, {}, [&] {

@@ -35,9 +35,9 @@ Dtype dtype_of(at::ScalarType type) {
 
 void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable) {
   if (!tensor.defined())
-    throw ConfigError(fmt::format("{} is an undefined tensor: a tensor with data is needed", what));
+    throw ConfigError(fmt::format("{}: expected a tensor with data, got an undefined tensor", what));
   if (tensor.layout() != at::kStrided || tensor.is_quantized())
-    throw ConfigError(fmt::format("{} has layout {}: a dense tensor is needed, not a sparse or quantized one",
+    throw ConfigError(fmt::format("{}: expected a dense tensor, got a sparse or quantized one (layout {})",
                                   what, fmt::streamed(tensor.layout())));
   if (!writable || tensor.is_contiguous()) return;
   // Sorted by stride, each dimension must step over all that the smaller ones reach.
@@ -48,10 +48,10 @@ void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable
   std::int64_t reach = 0;
   for (auto [stride, size] : dims) {
     if (stride <= reach && tensor.numel() > 0)
-      throw ConfigError(
-          fmt::format("{} may have several elements in one place of memory (sizes [{}], strides [{}], as "
-                      "expand() makes): a result cannot be written there; use clone()",
-                      what, fmt::join(tensor.sizes(), ", "), fmt::join(tensor.strides(), ", ")));
+      throw ConfigError(fmt::format(
+          "{}: cannot write a result to a tensor whose elements may overlap in memory (sizes [{}], "
+          "strides [{}], for example from expand()); use clone()",
+          what, fmt::join(tensor.sizes(), ", "), fmt::join(tensor.strides(), ", ")));
     reach += stride * (size - 1);
   }
 }
@@ -163,7 +163,7 @@ c10d::ReduceOp to_c10d(ReduceOp op) { return static_cast<c10d::ReduceOp::RedOpTy
 ReduceOp from_c10d(const c10d::ReduceOp& op) {
   TORCH_CHECK(
       op.op_ <= c10d::ReduceOp::BXOR,
-      "expected sum, avg, product, min, max, band, bor or bxor, got another reduction: for PREMUL_SUM "
+      "expected sum, avg, product, min, max, band, bor or bxor, got another reduction; instead of PREMUL_SUM "
       "multiply the tensor first and use SUM");
   return static_cast<ReduceOp>(op.op_);
 }

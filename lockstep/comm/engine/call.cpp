@@ -219,8 +219,7 @@ Call unpack(std::span<const std::uint8_t> bytes, int group_size) {
   if (packed.operation > static_cast<int>(Operation::recv) || packed.dtype > static_cast<int>(Dtype::other) ||
       packed.reduction > static_cast<int>(ReduceOp::BXOR) || packed.shape_dims > packed.shape.size() ||
       packed.root < -1 || packed.root >= group_size || packed.rank < 0 || packed.rank >= group_size)
-    throw Error(
-        "a rank sent a description of its call that makes no sense: are all ranks of the same build?");
+    throw Error("a rank sent an invalid description of its call: do all ranks run the same build?");
   Call call;
   call.operation = static_cast<Operation>(packed.operation);
   call.dtype = static_cast<Dtype>(packed.dtype);

@@ -39,7 +39,7 @@ void ConnectBarrier::settle(const std::string& who, const std::string& outcome) 
 }
 
 bool ConnectBarrier::arrive(const std::string& who, std::optional<int> peer, milliseconds limit,
-                          c10::function_ref<bool()> stopped) {
+                            c10::function_ref<bool()> stopped) {
   bool first = false;
   {
     std::lock_guard lock(mutex_);
@@ -55,7 +55,7 @@ bool ConnectBarrier::arrive(const std::string& who, std::optional<int> peer, mil
        nap = std::min(2 * nap, kPollInterval)) {
     const bool late = AwakeClock::now() >= deadline;
     if (late || stopped()) {
-      settle(who, fmt::format("rank {} has given up", rank_));
+      settle(who, fmt::format("rank {} gave up", rank_));
       break;
     }
     std::this_thread::sleep_for(nap);
@@ -64,7 +64,7 @@ bool ConnectBarrier::arrive(const std::string& who, std::optional<int> peer, mil
 }
 
 bool ConnectBarrier::await(std::optional<int> peer, milliseconds limit, c10::function_ref<void(bool)> waits,
-                         c10::function_ref<bool()> stopped) {
+                           c10::function_ref<bool()> stopped) {
   if (size_ == 1) return false;
   {
     std::lock_guard lock(mutex_);
@@ -90,10 +90,10 @@ bool ConnectBarrier::await(std::optional<int> peer, milliseconds limit, c10::fun
       missing.push_back(r);
   const auto* operation = peer ? "the first message between these ranks" : "the first operation of the group";
   if (missing.empty())
-    throw NotMet(CommError::Kind::peer_died, fmt::format("all have come to {}, but {} before", operation,
+    throw NotMet(CommError::Kind::peer_died, fmt::format("all ranks reached {}, but {} before", operation,
                                                          take(*store_, key_of(who, "outcome"))));
   throw NotMet(CommError::Kind::deadline,
-               fmt::format("rank{} {} {} not come to {} within {:.3f} s", missing.size() == 1 ? "" : "s",
+               fmt::format("rank{} {} {} not reached {} within {:.3f} s", missing.size() == 1 ? "" : "s",
                            fmt::join(missing, ", "), missing.size() == 1 ? "has" : "have", operation,
                            std::chrono::duration<double>(limit).count()));
 }

@@ -121,7 +121,8 @@ void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clo
   if (state_->over) return;
   state_->entries.push_back({std::move(work), std::move(what), begun, deadline});
   if (!state_->started) state_->started = crew_.start([state = state_] { state->look(); });
-  if (!state_->started) throw Error("no thread can be had to watch the deadlines of what the device does");
+  if (!state_->started)
+    throw Error("cannot start the thread that watches the deadlines of device operations");
 }
 
 }  // namespace lockstep::detail

@@ -181,7 +181,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   call.sequence = point_to_point(call.operation) ? messages_ : collectives_;
   const auto engine = usable_engine(call, device.type());
   if (!engine->traits().captures && engine->capturing())
-    throw ConfigError(fmt::format("{} over {} cannot be captured in a CUDA graph: over nccl it can",
+    throw ConfigError(fmt::format("{} over {} cannot be captured in a CUDA graph; use nccl",
                                   lockstep::name(call.operation), engine->backend().getBackendName()));
   ++(point_to_point(call.operation) ? messages_ : collectives_);
   const bool compared = ModelScope::mark(*this, models_, call) || world_->compares_calls();
@@ -222,7 +222,7 @@ void GroupState::refuse_in_child(const Call& call) const {
   auto details = details_of(call);
   details.cause = fmt::format(
       "this process was forked from rank {}, and a process that was forked from a rank cannot use the rank's "
-      "groups; fork before the World is made, or start a program of its own (exec)",
+      "groups; fork before you make the World, or exec a separate program",
       ranks_[static_cast<std::size_t>(rank_)]);
   throw CommError(std::move(details));
 }
@@ -269,7 +269,7 @@ void GroupState::compare(const WorkState& pending) {
 }
 
 ConfigError GroupState::gone() const {
-  return ConfigError(fmt::format("group '{}' is used after its World is gone", name_));
+  return ConfigError(fmt::format("group '{}' is used after its World was destroyed", name_));
 }
 
 void GroupState::check_open() const {
@@ -351,7 +351,7 @@ void GroupState::adopt(std::shared_ptr<WorkState> pending) noexcept {
     crew.start([pending = std::move(pending)]() mutable { pending.reset(); });
     crew.wait(kLeaveWait);
   } catch (const std::exception& error) {
-    fail({fmt::format("an operation was dropped and could not be kept: {}", error.what()), std::nullopt,
+    fail({fmt::format("an operation was dropped and could not be tracked: {}", error.what()), std::nullopt,
           CommError::Kind::engine});
   }
 }

@@ -10,8 +10,8 @@
 #include <fmt/format.h>
 #include <lockstep/base/span.h>
 #include <lockstep/comm/c10d/tensors.h>
-#include <lockstep/comm/group/error_text.h>
 #include <lockstep/comm/group/connect_barrier.h>
+#include <lockstep/comm/group/error_text.h>
 #include <lockstep/comm/job/world_state.h>
 
 namespace lockstep::detail {
@@ -64,7 +64,7 @@ class Bell {
 };
 
 WorkState::WorkState(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call its_call,
-                 milliseconds timeout)
+                     milliseconds timeout)
     : group_(std::move(group)),
       transport_(std::move(transport)),
       timeout_(timeout),
@@ -130,7 +130,7 @@ void WorkState::await(std::optional<milliseconds> limit) {
     group_->refuse_in_child(call());
     if (held_.load(std::memory_order_acquire))
       throw ConfigError(fmt::format(
-          "{} #{} of group '{}' cannot be waited for within coalesce: it begins when coalesce returns",
+          "{} #{} of group '{}' cannot be waited for within coalesce: it starts when coalesce returns",
           name(call().operation), call().sequence, call().group));
     const Span span(SpanKind::wait, name(call().operation), call().bytes,
                     {call().group_key, call().sequence, point_to_point(call().operation)});
@@ -246,8 +246,9 @@ void WorkState::wait_for_bell(Bell& bell, Clock::time_point deadline) {
     if (Clock::now() >= deadline) throw Error("the deadline has passed");
     if (auto lost = lost_peer()) {
       error_.peer = *lost;
-      throw KindedError(CommError::Kind::peer_died,
-                        fmt::format("rank {} has closed its connection: it has ended or left", *lost));
+      throw KindedError(
+          CommError::Kind::peer_died,
+          fmt::format("rank {} has closed its connection: it has exited or left the job", *lost));
     }
   }
   if (judged) throw Error("it was interrupted");
@@ -420,7 +421,7 @@ void Work::drop() noexcept {
 }
 
 detail::WorkState& Work::pending() const {
-  if (!pending_) throw Error("this Work was moved from: the other one has the operation");
+  if (!pending_) throw Error("this Work was moved from: wait for the Work that it was moved to");
   return *pending_;
 }
 

@@ -74,12 +74,11 @@ AgentConnection& agent_connection() {
 }
 
 ConfigError no_key(const Identity& identity) {
-  return ConfigError(fmt::format(
-      "the {} ranks are on several hosts (MASTER_ADDR={}), which must prove a key to one another, and there "
-      "is none: "
-      "make one with\n  lockstep key --output job.key\nand start every rank with\n  "
-      "LOCKSTEP_KEY_FILE=job.key",
-      identity.size, identity.master_address));
+  return ConfigError(
+      fmt::format("a job of {} ranks on several hosts (MASTER_ADDR={}) needs a shared key, and none is set: "
+                  "make one with\n  lockstep key --output job.key\nand start every rank with\n  "
+                  "LOCKSTEP_KEY_FILE=job.key",
+                  identity.size, identity.master_address));
 }
 
 // torchrun listens on the master's port itself. The coordinator takes another port and publishes it in
@@ -100,7 +99,7 @@ class TorchrunStore {
     auto connected = connect->get_future();
     std::thread([connect] { (*connect)(); }).detach();
     if (connected.wait_for(timeout + std::chrono::seconds(1)) != std::future_status::ready)
-      throw Error("torchrun's store does not answer");
+      throw Error("torchrun's store does not respond");
     store_ = connected.get();
   }
   void publish(const std::string& address) { put(*store_, key_, address); }
@@ -165,14 +164,14 @@ control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& 
   for (;;) {
     if (auto socket = control::connect_local(agent_connection.name)) {
       if (!control::is_own(socket->get()))
-        throw ConfigError(fmt::format("the socket @{} is held by another user (uid {})",
+        throw ConfigError(fmt::format("the socket @{} belongs to another user (uid {})",
                                       agent_connection.name, control::peer_of(socket->get()).uid));
       return std::move(*socket);
     }
     if (!identity.agent.empty())
       throw ConfigError(fmt::format(
-          "LOCKSTEP_AGENT={} is set and nobody listens there: it is left over from a job that has ended, "
-          "or this process is in another network namespace than lockstep run",
+          "LOCKSTEP_AGENT={}: no agent listens there. The variable is left over from a job that has ended, "
+          "or this process is in a different network namespace from `lockstep run`",
           identity.agent));
     try {
       auto options = agent_options(identity, agent_connection.name, timeout);
@@ -191,9 +190,8 @@ void tell_about_threads(const Identity& identity, const control::Welcome& welcom
   const std::set<int> different(welcome.threads.begin(), welcome.threads.end());
   if (different.size() < 2 || identity.rank != 0) return;
   log(LogLevel::warn,
-      "ranks have different numbers of threads ({}): sums inside operators may differ in their last bits "
-      "from one "
-      "rank to another; lockstep run --threads K or OMP_NUM_THREADS=K makes them equal",
+      "ranks use different numbers of threads ({}), so sums inside operators may differ between ranks in the "
+      "last bits; set the same number with `lockstep run --threads K` or OMP_NUM_THREADS=K",
       fmt::join(welcome.threads, ", "));
 }
 
@@ -214,7 +212,7 @@ void stay_while_others_work(int world, const Client& client) {
     std::this_thread::sleep_for(milliseconds(2));
     if (Clock::now() - start < next_line) continue;
     log(LogLevel::warn,
-        "this rank has left the job and stays for the others, which meet through its process: for {} s now",
+        "this rank has left the job, but its process hosts the agent: waiting {} s for the others",
         next_line.count());
     next_line *= 2;
   }
@@ -328,8 +326,9 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
         const std::string theirs(all[i].begin(), all[i].end());
         if (theirs == mine) continue;
         throw ConfigError(
-            fmt::format("ranks make one group in different orders: rank {} gives {}, rank {} gives {}", self,
-                        shown, awaited[i], theirs.substr(std::min<std::size_t>(17, theirs.size()))));
+            fmt::format("the members of a group pass its ranks in different orders: rank {} passes {}, "
+                        "rank {} passes {}",
+                        self, shown, awaited[i], theirs.substr(std::min<std::size_t>(17, theirs.size()))));
       }
     }
   } catch (const ConfigError&) {
@@ -339,10 +338,9 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
     identity.rank = self;
     identity.size = context.world_size;
     const auto missing = context.failed() ? std::vector<int>{} : not_there(store, key, awaited);
-    const auto whom = missing.empty()
-                          ? ""
-                          : fmt::format("we waited for rank{} {}: ", missing.size() == 1 ? "" : "s",
-                                        fmt::join(missing, ", "));
+    const auto whom = missing.empty() ? ""
+                                      : fmt::format("waited for rank{} {}: ", missing.size() == 1 ? "" : "s",
+                                                    fmt::join(missing, ", "));
     throw_join_error(identity, "making a group", shown, start, whom + plain_text(error),
                      context.failed() || Clock::now() - start < timeout ? CommError::Kind::peer_died
                                                                         : CommError::Kind::deadline);

@@ -70,7 +70,7 @@ control::Fault current_fault() {
   } catch (const std::exception& error) {
     return {Fault::Kind::exception, plain_text(error)};
   } catch (...) {
-    return {Fault::Kind::exception, "something that is not a std::exception"};
+    return {Fault::Kind::exception, "an exception that is not a std::exception"};
   }
 }
 
@@ -86,7 +86,7 @@ bool tell_of_exception(control::Client& client) {
   if (!failure || failure->rank < 0 || failure->rank == client.rank() ||
       fault.kind != control::Fault::Kind::uncaught_comm)
     return false;
-  log(LogLevel::error, "rank {} ends because of the failure of rank {}", client.rank(), failure->rank);
+  log(LogLevel::error, "rank {} ends because rank {} failed", client.rank(), failure->rank);
   return true;
 }
 

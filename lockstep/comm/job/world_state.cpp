@@ -108,7 +108,7 @@ void WorldState::join() {
 
 std::shared_ptr<GroupState> WorldState::default_group() const {
   std::lock_guard lock(mutex_);
-  if (!default_group_) throw ConfigError("this World has been left: it has no groups");
+  if (!default_group_) throw ConfigError("this World has left the job: it has no groups");
   return default_group_;
 }
 
@@ -119,12 +119,13 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   std::sort(sorted.begin(), sorted.end());
   if (ranks.empty() || sorted.front() < 0 || sorted.back() >= identity_.size ||
       std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
-    throw ConfigError(fmt::format("a group of ranks {} is not allowed: different ranks from 0 to {} are",
-                                  text, identity_.size - 1));
+    throw ConfigError(
+        fmt::format("World::group: expected different ranks from 0 to {}, got {}", identity_.size - 1, text));
   if (place == ranks.end())
-    throw ConfigError(fmt::format("rank {} makes a group of ranks {}: only its members make a group",
-                                  identity_.rank, text));
-  if (closed_) throw ConfigError("this World has been left: it makes no more groups");
+    throw ConfigError(
+        fmt::format("World::group: rank {} is not one of the ranks {}: only its members make a group",
+                    identity_.rank, text));
+  if (closed_) throw ConfigError("this World has left the job: it cannot make groups");
 
   TransportContext context;
   context.ranks = ranks;
@@ -207,7 +208,7 @@ void WorldState::fail(Verdict verdict) noexcept {
   try {
     if (judge(std::move(verdict))) wake();
   } catch (const std::exception& error) {
-    log(LogLevel::error, "a failure could not be told to every group: {}", error.what());
+    log(LogLevel::error, "could not notify every group of a failure: {}", error.what());
   }
 }
 
@@ -275,7 +276,7 @@ std::optional<std::uint64_t> WorldState::left_after(std::int64_t group, int rank
 }
 
 void WorldState::step(std::int64_t step) {
-  if (step < 0) throw ConfigError(fmt::format("step({}) is not allowed: from 0 is", step));
+  if (step < 0) throw ConfigError(fmt::format("World::step: expected a step of 0 or more, got {}", step));
   step_.store(step, std::memory_order_relaxed);
   if (auto status = client_ ? client_->status() : nullptr) status->step(step);
   observe([&](Observer& observer) { observer.stepped(step); });
@@ -284,7 +285,7 @@ void WorldState::step(std::int64_t step) {
 void WorldState::log_metric(std::string_view name, double value, std::optional<std::int64_t> step) {
   check_metric_name(name);
   if (step && *step < 0)
-    throw ConfigError(fmt::format("log_metric of step {} is not allowed: from 0 is", *step));
+    throw ConfigError(fmt::format("log_metric: expected a step of 0 or more, got {}", *step));
   if (const auto current = step_.load(std::memory_order_relaxed); !step && current >= 0) step = current;
   if (metrics_) metrics_->add(name, value, step);
   if (auto status = client_ ? client_->status() : nullptr) status->metric(name, value, step.value_or(-1));
@@ -328,10 +329,11 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
   if (told_ || (in_threads() && failed_)) return;
   for (const auto& pending : all) {
     if (pending->failed())
-      log(LogLevel::error, "an operation that nobody waited for has failed: {}", pending->error().what());
+      log(LogLevel::error, "an operation whose result was never waited for has failed: {}",
+          pending->error().what());
     else if (!pending->settled())
       log(LogLevel::error,
-          "an operation that nobody waited for was not finished, because another has failed: {}",
+          "an operation whose result was never waited for did not finish, because another one failed: {}",
           describe(pending->call()));
     else
       continue;
@@ -368,12 +370,12 @@ void WorldState::close(bool in_order) noexcept {
     if (unwinding && !failed_) client_->tell(control::Fault{control::Fault::Kind::unwinding, {}});
     leave_job(*client_, !unwinding && !failed_);
   } catch (const std::exception& error) {
-    log(LogLevel::warn, "leaving the job: {}", error.what());
+    log(LogLevel::warn, "error while leaving the job: {}", error.what());
   }
 }
 
 void WorldState::add_observer(std::shared_ptr<Observer> observer) {
-  if (!observer) throw ConfigError("add_observer was given no observer");
+  if (!observer) throw ConfigError("add_observer: the observer is null");
   std::lock_guard lock(mutex_);
   observers_.push_back(std::move(observer));
   observed_ = true;

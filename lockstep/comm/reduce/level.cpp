@@ -59,8 +59,7 @@ SimdLevel wanted_simd_level() {
     if (!asked || *asked == name(level)) return level;
     allowed += fmt::format("{}{}", allowed.empty() ? "" : ", ", name(level));
   }
-  throw ConfigError(
-      fmt::format("LOCKSTEP_SIMD='{}' is not allowed: on this CPU one of {} is", *asked, allowed));
+  throw ConfigError(fmt::format("invalid LOCKSTEP_SIMD='{}': this CPU supports {}", *asked, allowed));
 }
 
 SimdLevel simd_level() {

@@ -41,9 +41,9 @@ TEST_F(NcclRules, a_first_operation_names_who_is_missing_and_the_latecomer_does_
     const milliseconds timeout(world.rank() == 0 ? 200 : 60000);
     const auto text =
         error_of<CommError>([&] { pair.all_reduce(at::ones({3}, on()), {.timeout = timeout}).wait(); });
-    EXPECT_THAT(text, HasSubstr(world.rank() == 0 ? "rank 1 has not come to the first operation of the group"
-                                                  : "all have come to the first operation of the group, but "
-                                                    "rank 0 has given up before"));
+    EXPECT_THAT(text, HasSubstr(world.rank() == 0 ? "rank 1 has not reached the first operation of the group"
+                                                  : "all ranks reached the first operation of the group, but "
+                                                    "rank 0 gave up before"));
     EXPECT_THAT(text, HasSubstr("group 'pair'"));
     if (world.rank() == 0) after.barrier().wait();
   });
@@ -149,7 +149,7 @@ TEST_F(NcclRules, an_empty_message_is_not_the_first_one) {
     }
     pair.send(nothing, other).wait();
     EXPECT_THAT(error_of<CommError>([&] { pair.send(at::ones({1}, on()), hasty).wait(); }),
-                HasSubstr("rank 1 has not come to the first message between these ranks"));
+                HasSubstr("rank 1 has not reached the first message between these ranks"));
     world.group({0, 1}).barrier().wait();
   });
 }
@@ -189,7 +189,7 @@ TEST(ConnectBarrier, pairs_meet_by_themselves_and_a_stop_ends_the_wait) {
   EXPECT_THAT(error_of<NotMet>([&] {
                 a.await(2, seconds(120), kUntold, [&] { return Clock::now() - begin > milliseconds(20); });
               }),
-              HasSubstr("rank 2 has not come to the first message between these ranks"));
+              HasSubstr("rank 2 has not reached the first message between these ranks"));
   EXPECT_LT(Clock::now() - begin, seconds(60));
   EXPECT_FALSE(ConnectBarrier(store, 0, 1).await({}, milliseconds(1), kUntold, kGoesOn));
 }

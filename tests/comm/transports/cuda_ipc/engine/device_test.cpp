@@ -295,7 +295,7 @@ TEST(CudaIpc, a_group_after_one_that_failed) {
 TEST(CudaIpc, tensors_of_another_device_are_refused) {
   on_every_rank([](World& world) {
     EXPECT_THAT(error_of<ConfigError>([&] { world.group().all_reduce(at::ones({3})).wait(); }),
-                HasSubstr("has no transport for it"));
+                HasSubstr("has no transport for that device"));
     EXPECT_EQ(world.group().backend(at::kCUDA), "cuda_ipc");
     EXPECT_EQ(world.device(), test_device());
   });
