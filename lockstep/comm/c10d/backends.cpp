@@ -24,7 +24,7 @@ namespace {
 constexpr const char* kAllowed =
     "auto, shm, shm+gloo, shm+mpi, gloo, mpi, nccl, cuda_ipc, or a list by device such as cpu:gloo,cuda:nccl";
 
-// Resolved for each group, when the hosts of its ranks are known.
+// Resolved for each group, once the hosts of its ranks are known.
 constexpr const char* kAuto = "auto";
 constexpr std::array kOfCpu = {"shm", "gloo", "mpi", "shm+gloo", "shm+mpi"};
 constexpr std::array kOfCuda = {"nccl", "cuda_ipc"};
@@ -81,13 +81,13 @@ bool on_one_host(const std::vector<int>& nodes) {
   return std::all_of(nodes.begin(), nodes.end(), [&](int node) { return node == nodes[0]; });
 }
 
-// Null: none.
+// Null if none serves CUDA.
 const char* choose_for_cuda(const Identity& identity, const std::vector<int>& nodes) {
   const auto devices = static_cast<int>(torch::cuda::device_count());
   const int ranks = identity.local_size.value_or(1);
   if (devices == 0) return nullptr;
   if (identity.size == 1) return "local";
-  // A launcher may show each rank one GPU, its own: how many there are says little.
+  // A launcher may show each rank only its own GPU, so the number of visible GPUs proves little.
   if (on_one_host(nodes) && cuda_ipc_available()) return kAuto;
   if (devices >= ranks && nccl_available()) return "nccl";
   log(LogLevel::warn,
@@ -119,7 +119,7 @@ std::optional<int> choose_device(const Backends& backends, const Identity& ident
   if (cuda == backends.end()) return std::nullopt;
   const int rank = identity.local_rank.value_or(0);
   const auto devices = std::max(1, static_cast<int>(torch::cuda::device_count()));
-  // The only one that a rank sees is its own; of several NCCL needs one for each.
+  // If a rank sees only one GPU, that one is its own. If it sees several, NCCL requires one per rank.
   if (cuda->second == "nccl" && devices > 1) return rank;
   return rank % devices;
 }
@@ -162,15 +162,15 @@ namespace {
 
 constexpr const char* kNoGpu = "none";  // or none that this build can tell from others
 
-// Of the world, whichever group is made.
+// The world's store, for every group.
 c10::intrusive_ptr<c10d::Store> whole_store(const TransportContext& context) {
   auto* prefixed = dynamic_cast<c10d::PrefixStore*>(context.store.get());
   return prefixed ? prefixed->getUnderlyingNonPrefixStore() : context.store;
 }
 std::string gpu_key(int rank) { return fmt::format("gpu/{}", rank); }
 
-// Every rank says which GPU it has when it makes its first group, that of all ranks, whatever it knows of
-// GPUs itself: others may look.
+// Every rank publishes its GPU when it makes its first group, that of all ranks, even if it sees no GPU: its
+// peers may read it.
 void announce_gpu(const TransportContext& context) {
   const bool has_one = context.device_index < static_cast<int>(torch::cuda::device_count());
   const auto gpu = has_one ? gpu_of(context.device_index) : std::string();
@@ -184,7 +184,7 @@ std::vector<std::string> gpus_of_all(const TransportContext& context) {
   return gpus;
 }
 
-// What serves CUDA tensors is the same for all groups of a world, and decided by which GPUs its ranks have.
+// The engine for CUDA tensors is the same for all groups of a world and depends on which GPUs its ranks have.
 std::string resolve_by_gpus(const std::string& name, const TransportContext& context) {
   if ((name != kAuto && name != "nccl") || context.world_size == 1) return name;
   const auto gpus = gpus_of_all(context);
@@ -200,7 +200,7 @@ std::string resolve_by_gpus(const std::string& name, const TransportContext& con
   return name == kAuto && !nccl_available() ? "cuda_ipc" : "nccl";
 }
 
-// What serves this group.
+// The engine that serves this group.
 std::string resolve(const std::string& name, const TransportContext& context) {
   if (on_one_host(context.nodes)) return name == kAuto || name.starts_with("shm+") ? "shm" : name;
   if (name == "shm")

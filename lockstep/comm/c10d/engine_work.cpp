@@ -59,7 +59,7 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
   finish_ = nullptr;
   try {
     if (error && explain_) error = explain_(error);
-  } catch (...) {  // then it is told as it is
+  } catch (...) {  // then report the original error
   }
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
@@ -89,7 +89,7 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
   }
 }
 
-// Runs callbacks of the caller's.
+// Runs the caller's callbacks.
 void EngineWork::tell(const c10::intrusive_ptr<EngineWork>& work, c10::ivalue::Future& future) noexcept {
   try {
     work->resolve(future);
@@ -132,7 +132,7 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
   for (const auto& op : parts_) futures.push_back(op->getFuture());
   return c10::collectAll(futures)->then(
       [results = results_](c10::ivalue::Future& all) {
-        all.value();  // throws what one of them failed with
+        all.value();  // throws the error of the work that failed
         return c10::IValue(c10::List<at::Tensor>(results));
       },
       type);

@@ -18,8 +18,8 @@ Tensors first_of(const std::vector<Tensors>& tensors) { return tensors.empty() ?
 
 }  // namespace
 
-// A call's tensors as the engine takes them: dense. Values of what is not are copied now, and results to
-// where they belong when the operation has succeeded.
+// A call's tensors in dense form, as the engine takes them. Non-dense inputs are copied now; results are
+// copied to their destination after success.
 class OpBackend::Operands {
  public:
   explicit Operands(at::Device device) : device_(device) {}
@@ -35,7 +35,7 @@ class OpBackend::Operands {
     for (const auto& each : tensors) read(each);
     return *this;
   }
-  // The tensor's pieces, one for each rank: by their lengths along the first dimension, or all alike.
+  // Splits the tensor into one piece per rank: by lengths along the first dimension, or equally.
   Operands& read_pieces(const at::Tensor& tensor, int size, const std::vector<std::int64_t>& lengths = {}) {
     inputs = pieces(source(tensor), size, lengths);
     return *this;
@@ -136,7 +136,7 @@ WorkPtr OpBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptio
     return outputs[0];
   };
 
-  // How many values each rank has, and of what.
+  // Number of values of each rank, and their shape.
   std::vector<std::int64_t> head{own._nnz(), own.sparse_dim(), own.dense_dim()};
   head.insert(head.end(), own.sizes().begin(), own.sizes().end());
   head.resize(kHead + kDims, 0);
@@ -298,7 +298,7 @@ WorkPtr OpBackend::recvAnysource(Tensors& tensors, int tag) {
   return start_message(Operation::recv, OpType::RECVANYSOURCE, tensors, kAnySource, tag);
 }
 
-// The call as Group describes it, or as c10d's arguments tell.
+// The call as described by Group, or else as given by c10d's arguments.
 Call OpBackend::describe(Operation operation, const Tensors& inputs, const Tensors& outputs,
                          ReduceOp reduction, int root) {
   if (const Call* call = current_call()) return *call;
@@ -392,7 +392,8 @@ WorkPtr OpBackend::start(Operation operation, OpType type, const CallOptions& op
     wanted = request(operation, type, operands, from_c10d(reduction), root);
   });
   if (options.timeout > std::chrono::milliseconds(0)) wanted.timeout = options.timeout;
-  wanted.asynchronous = options.asyncOp && current_call() == nullptr;  // Group's calls are mostly waited for
+  // Group's calls are mostly waited for soon
+  wanted.asynchronous = options.asyncOp && current_call() == nullptr;
   return post_numbered(std::move(wanted));
 }
 

@@ -9,7 +9,7 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// What to do about a reduction that does not exist.
+// Advice for a reduction that does not exist.
 const char* advice(ReduceOp op, Dtype dtype) {
   if (dtype == Dtype::complex64 || dtype == Dtype::complex128)
     return "complex numbers support sum and avg; for other reductions use torch.view_as_real(tensor)";
@@ -24,7 +24,8 @@ const char* advice(ReduceOp op, Dtype dtype) {
 }  // namespace
 
 const at::Tensor& only(const Tensors& tensors) {
-  TORCH_CHECK(tensors.size() == 1, "expected one tensor, got ", tensors.size(), ": make a separate call for each");
+  TORCH_CHECK(tensors.size() == 1, "expected one tensor, got ", tensors.size(),
+              ": make a separate call for each");
   return tensors[0];
 }
 

@@ -40,7 +40,7 @@ void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable
     throw ConfigError(fmt::format("{}: expected a dense tensor, got a sparse or quantized one (layout {})",
                                   what, fmt::streamed(tensor.layout())));
   if (!writable || tensor.is_contiguous()) return;
-  // Sorted by stride, each dimension must step over all that the smaller ones reach.
+  // Sorted by stride, each dimension must step over the whole extent of the smaller ones.
   std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
   for (std::int64_t d = 0; d < tensor.dim(); ++d)
     if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
@@ -83,7 +83,7 @@ std::vector<at::Tensor> copy_what_is_written_over(Op& part, at::Device device) {
       if (given(i) == 0 || in >= out + taken(o) || out >= in + given(i)) continue;
       const bool own = (part.inputs.size() == 1 || i == rank) && (part.outputs.size() == 1 || o == rank);
       if (own && in == out) continue;
-      // On a device in the order of the current stream.
+      // On a device, in the order of the current stream.
       auto copy = at::from_blob(const_cast<char*>(in), {static_cast<std::int64_t>(given(i))},
                                 at::TensorOptions(at::kByte).device(device))
                       .clone();
@@ -107,7 +107,7 @@ Call describe_call(Operation operation, const at::Tensor& tensor, Site site) {
 
 namespace {
 
-// A conjugate or negative view is lazy: what stands in memory is not its value.
+// A conjugate or negative view is lazy: its memory does not contain its values.
 bool is_dense(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
@@ -130,7 +130,7 @@ at::Tensor dense_target(WorkState& pending, const at::Tensor& tensor, bool reads
 }
 
 at::Tensor to_move(const Transport& engine, const at::Tensor& tensor) {
-  // Engines of our own take the memory as it is.
+  // Lockstep's own engines take the memory unchanged.
   if (engine.traits().any_dtype) return tensor;
   return tensor.detach().view({-1}).view(at::kByte);
 }

@@ -1,4 +1,4 @@
-// The collectives of Group: what is checked, and what is supplied where an engine lacks it.
+// The collectives of Group: checks of the arguments, and substitutes for what an engine lacks.
 #include <algorithm>
 #include <numeric>
 
@@ -26,7 +26,7 @@ using detail::WorkState;
 
 namespace {
 
-// Above every tag of a user's.
+// Above every user tag.
 constexpr int kLargestTag = (1 << 30) - 1;
 int internal_tag(const Call& call) { return kLargestTag + 1 + static_cast<int>(call.sequence % (1 << 29)); }
 
@@ -44,14 +44,14 @@ Options reducing(const Transport& engine, const WorkState& pending) {
   return options;
 }
 
-// The division that the engine did not do; before the result goes where it belongs.
+// Divides the sum if the engine did not, before the result is copied to its destination.
 void supply_average(const Transport& engine, WorkState& pending, at::Tensor result) {
   if (pending.call().reduction != ReduceOp::AVG || engine.traits().avg) return;
   const auto size = pending.call().size;
   pending.finish.insert(pending.finish.begin(), [result, size] { at::Tensor(result).div_(size); });
 }
 
-// For engines that have none: an all-reduce of a copy, of which this rank takes its part. Twice the bytes.
+// For engines without reduce_scatter: all-reduces a copy and takes this rank's part. Moves twice the bytes.
 void reduce_scatter_by_all_reduce(Transport& engine, WorkState& pending, const at::Tensor& target,
                                   const std::vector<at::Tensor>& in, std::int64_t offset) {
   std::vector<at::Tensor> flat;
@@ -65,7 +65,7 @@ void reduce_scatter_by_all_reduce(Transport& engine, WorkState& pending, const a
   supply_average(engine, pending, part);
 }
 
-// Nothing to move on any rank: engines that do not compare calls need not hear of it.
+// True if no rank has data to move. Engines that compare calls must see the call all the same.
 bool nothing_to_do(const Transport& engine, std::int64_t total) {
   return total == 0 && !engine.traits().compares_calls;
 }
@@ -103,7 +103,7 @@ std::shared_ptr<Transport> engine_for(const detail::GroupState& group, const at:
   return engine;
 }
 
-// Engines know their reductions; reduce.h knows which exist.
+// Checks that the reduction exists (reduce.h) and that the engine supports it.
 void check_reduction(const detail::GroupState& group, const at::Tensor& tensor, ReduceOp op) {
   const auto dtype = detail::dtype_of(tensor.scalar_type());
   const char* hint = op == ReduceOp::AVG
@@ -143,7 +143,7 @@ void check_numel(const at::Tensor& large, std::string_view large_name, const at:
                     size, small_name, small.numel(), large.numel()));
 }
 
-// All of `from` reaches `to` on this rank, without the engine.
+// Copies `from` to `to` on this rank, without the engine.
 void copy_here(WorkState& pending, const at::Tensor& to, const at::Tensor& from) {
   pending.finish.emplace_back([to, from] { to.detach().copy_(from.detach().view(to.sizes())); });
 }
@@ -179,7 +179,7 @@ Work Group::reduce(at::Tensor tensor, ReduceOptions options, Site site) {
   auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     const bool root = rank() == options.root;
-    // Engines use the tensors of other ranks as scratch.
+    // Engines may use the tensors of non-root ranks as scratch space.
     auto target = root                           ? dense_target(pending, tensor, true)
                   : engine.traits().keeps_inputs ? dense(tensor)
                                                  : tensor.detach().clone(at::MemoryFormat::Contiguous);
@@ -261,7 +261,7 @@ Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, CollectiveOpt
       pending.works.push_back(engine.backend().allgather(outs, ins, engine_options));
       return;
     }
-    // Padded to the largest.
+    // Padded to the size of the largest.
     const auto largest = *std::max_element(sizes.begin(), sizes.end());
     auto padded = at::zeros({largest}, in.options());
     padded.narrow(0, 0, in.numel()).copy_(source.view({-1}));
@@ -451,7 +451,7 @@ Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, S
   engine_for(*state_, in, "all_to_all's input");
   if (detail::overlap(out, in))
     throw ConfigError("all_to_all's input and output share memory: all_to_all does not work in place");
-  // Rows of the first dimension to elements.
+  // Converts rows of the first dimension to elements.
   auto elements = [&](const at::Tensor& tensor, std::vector<std::int64_t> splits, std::string_view what) {
     const auto rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
     if (splits.empty()) {
@@ -503,7 +503,8 @@ void check_peer(const Group& group, const PeerOptions& options, bool any_allowed
     throw ConfigError(fmt::format("tag: expected 0 to {}, got {}", kLargestTag, options.tag));
 }
 
-// Of an engine that has none; null: the group has failed, which its caller hears.
+// Rejects tags and receives from any rank on an engine without tags. engine is null if the group has failed;
+// the caller reports that.
 void check_tags(const Group& group, const std::shared_ptr<Transport>& engine, const PeerOptions& options) {
   if (!engine || engine->traits().tags) return;
   const auto name = engine->backend().getBackendName();
