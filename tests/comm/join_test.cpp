@@ -54,7 +54,7 @@ TEST(Join, an_agent_that_is_not_there_is_named_with_what_may_be_the_reason) {
   const auto outcome = run(probe(free_port(), 0, 2, {{"LOCKSTEP_AGENT", "lockstep/nobody"}}));
   EXPECT_EQ(outcome.status, 3) << outcome.output;
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("LOCKSTEP_AGENT=lockstep/nobody"),
-                                    HasSubstr("or this process is in another network namespace")));
+                                    HasSubstr("or this process is in a different network namespace")));
 }
 
 TEST(Join, two_processes_of_one_rank_are_refused) {

@@ -140,7 +140,7 @@ TEST_F(Mismatch, of_the_order_of_groups) {
                   HasSubstr(world.rank() == 0 ? "rank 1 has not reached the first operation of the group"
                                               : "rank 0 has not reached the first operation of the group"));
     else if (ranks_are_threads() && world.rank() == 0) {
-      EXPECT_THAT(text, AnyOf(HasSubstr("rank 1 has not come: its last call is #0 on group 'second'"),
+      EXPECT_THAT(text, AnyOf(HasSubstr("rank 1 has not arrived: its last call is #0 on group 'second'"),
                               HasSubstr("has left")));
     }
   });

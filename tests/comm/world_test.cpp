@@ -117,7 +117,7 @@ TEST(World, a_group_outlives_it_as_an_error) {
     auto world = World::from_environment();
     group = world.group();
   }
-  EXPECT_THAT(error_of<ConfigError>([&] { group->barrier().wait(); }), HasSubstr("World is gone"));
+  EXPECT_THAT(error_of<ConfigError>([&] { group->barrier().wait(); }), HasSubstr("World was destroyed"));
   EXPECT_THROW((void)group->split(0), ConfigError);
 }
 
@@ -197,7 +197,7 @@ TEST(Work, a_deadline_ends_the_wait_and_names_the_absent) {
       EXPECT_EQ(d.tag, "grads");
       EXPECT_THAT(d.call_site, HasSubstr("world_test.cpp:"));
       // The rank whose deadline passed first says who is absent; the other is told what it said.
-      EXPECT_THAT(d.cause, AllOf(HasSubstr("deadline"), HasSubstr("rank 2 has not come")));
+      EXPECT_THAT(d.cause, AllOf(HasSubstr("deadline"), HasSubstr("rank 2 has not arrived")));
     }
     over.arrive_and_wait();
   });

@@ -73,7 +73,7 @@ class CollectiveEngine {
   virtual void give_up() noexcept = 0;
   // Ends finish with this cause, now and later. Thread-safe.
   virtual void interrupt(const std::string& cause) = 0;
-  // Names the ranks that delay their peers: "rank 1 has not come". Thread-safe.
+  // Names the ranks that delay their peers: "rank 1 has not arrived". Thread-safe.
   virtual std::string absent() const = 0;
   // True if a peer has reached an operation that this rank has not begun. Call it only while none is in
   // progress here.

@@ -1,4 +1,4 @@
-// Groups that span hosts: shared memory inside each host, gloo or MPI between them.
+// Transport for groups that span hosts: shared memory within each host, gloo or MPI between hosts.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
@@ -48,7 +48,7 @@ class HierarchyBackend final : public OpBackend {
     }
     shm::Barrier* barrier = inside ? &inside->barrier() : nullptr;
     hierarchy::Engine::Tuning tuning;
-    // To measure other values; ranks that have different ones are told.
+    // For measurements. Ranks with different values get a mismatch error.
     tuning.window = static_cast<std::size_t>(
         env::integer("LOCKSTEP_WINDOW", 64, 1 << 30).value_or(static_cast<std::int64_t>(tuning.window)));
     op_queue_ = std::make_shared<shm::OpQueue>(
@@ -56,7 +56,8 @@ class HierarchyBackend final : public OpBackend {
         group_segment);
     std::shared_ptr<shm::Messages> messages;
     if (barrier != nullptr)
-      messages = std::make_shared<shm::Messages>(*barrier, *group_segment, spin, op_queue_, /*has_others=*/true);
+      messages =
+          std::make_shared<shm::Messages>(*barrier, *group_segment, spin, op_queue_, /*has_others=*/true);
     mail_ = std::make_shared<Mail>(hosts, std::move(messages), barrier, links_);
     init();
   }
@@ -92,7 +93,7 @@ class HierarchyBackend final : public OpBackend {
     auto prepare = [&](const auto& engine) {
       using Engine = typename std::decay_t<decltype(engine)>::element_type;
       auto work = c10::make_intrusive<QueueWork<Engine>>(rank_, request.type, std::move(request.keep),
-                                                        std::move(request.results), engine, false);
+                                                         std::move(request.results), engine, false);
       work->prepare(std::move(request.finish), std::move(request.explain));
       return work;
     };
@@ -132,7 +133,7 @@ class HierarchyTransport final : public OpTransport<HierarchyBackend> {
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {
       detail::abandon(std::move(tensors), false);
-    } catch (...) {  // no memory to note them in: they are not freed either
+    } catch (...) {  // out of memory: then they are leaked
     }
   }
   std::string absent(std::uint64_t /*sequence*/) override { return own().op_queue()->absent(); }

@@ -1,4 +1,4 @@
-// The c10d::Work of what a lane does, or of messages: whoever waits does the work.
+// QueueWork: the c10d::Work for an OpQueue and for messages: the waiting thread does the work.
 #pragma once
 
 #include <memory>
@@ -12,11 +12,11 @@
 
 namespace lockstep::detail {
 
-// Of operations that failed: a peer may still read or write them, so they are never used again. shared_only:
-// those that are in shared memory.
+// Keeps the tensors of failed operations forever, because a peer may still read or write them. shared_only:
+// only those in shared memory.
 void abandon(std::vector<at::Tensor> tensors, bool shared_only);
 
-// Nobody has read or written anything then.
+// True if nothing was read or written.
 inline bool was_refused(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -32,7 +32,7 @@ class QueueWork : public EngineWork {
  public:
   using ItemPtr = std::shared_ptr<typename Engine::Item>;
   QueueWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-           std::shared_ptr<Engine> engine, bool abandons_shared_only, const char* title = nullptr)
+            std::shared_ptr<Engine> engine, bool abandons_shared_only, const char* title = nullptr)
       : EngineWork(rank, type, std::move(inputs), std::move(outputs), title),
         engine_(std::move(engine)),
         abandons_shared_only_(abandons_shared_only) {}
@@ -70,7 +70,7 @@ struct QueueItem final : OpItem {
   }
 };
 
-// Gives a collective to the lane, whose end settles the work.
+// Posts a collective to the queue; its completion settles the work.
 inline void post_to(shm::OpQueue& op_queue, const c10::intrusive_ptr<QueueWork<shm::OpQueue>>& work, Op op,
                     std::chrono::milliseconds timeout, bool soon) {
   auto item = std::make_shared<QueueItem>();

@@ -14,10 +14,10 @@
 namespace lockstep::shm {
 namespace {
 
-// Less is not worth two looks at the clock, and says little.
+// Smaller copies are not worth two clock reads, and their times prove little.
 constexpr std::size_t kPlainCopy = 16 << 10;
-// Measured (docs/shared-memory.md): near processors take 1.4 times as long with ordinary stores, far ones 7
-// times. What the reader gains by them where it is near is not in it.
+// Measured (docs/shared-memory.md): processors that are near take 1.4 times as long with ordinary stores, far
+// ones 7 times. The reader's gain from ordinary stores, if it is near, is not included.
 constexpr double kFar = 3;
 
 }  // namespace
@@ -62,7 +62,7 @@ void stream_bytes(void* to, const void* from, std::size_t bytes) noexcept {
     const auto* source = reinterpret_cast<const __m128i*>(in + at);
     auto* target = reinterpret_cast<__m128i*>(out + at);
     const __m128i key_value[] = {_mm_loadu_si128(source), _mm_loadu_si128(source + 1),
-                             _mm_loadu_si128(source + 2), _mm_loadu_si128(source + 3)};
+                                 _mm_loadu_si128(source + 2), _mm_loadu_si128(source + 3)};
     for (int i = 0; i < 4; ++i) _mm_stream_si128(target + i, key_value[i]);
   }
   if (at < bytes) std::memcpy(out + at, in + at, bytes - at);

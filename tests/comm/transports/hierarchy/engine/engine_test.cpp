@@ -451,8 +451,8 @@ TEST(Hierarchy, at_the_deadline_it_is_said_who_is_absent) {
       if (rank != 2) engine.give_up();
     }
   });
-  EXPECT_THAT(absent[2], HasSubstr("rank 3 has not come"));
-  EXPECT_THAT(absent[1], HasSubstr("rank 0 waits for rank 2, of another host"));
+  EXPECT_THAT(absent[2], HasSubstr("rank 3 has not arrived"));
+  EXPECT_THAT(absent[1], HasSubstr("rank 0 waits for rank 2 on another host"));
   EXPECT_THAT(absent[0], HasSubstr("rank 2 has not answered: it, or another rank of its host (2, 3)"));
 }
 

@@ -325,7 +325,7 @@ TEST_F(EngineTest, a_wait_ends_at_its_deadline_when_it_is_interrupted_and_when_t
       op.outputs = {&data};
       op.item_size = 4;
       engine.begin(op);
-      EXPECT_EQ(engine.barrier().absent(), "rank 1 has not come");
+      EXPECT_EQ(engine.barrier().absent(), "rank 1 has not arrived");
       waits = true;
       const auto deadline = Clock::now() + (end == 0 ? seconds(0) : seconds(60));
       switch (end) {

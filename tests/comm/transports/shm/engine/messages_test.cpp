@@ -120,7 +120,7 @@ TEST_F(TwoRanks, a_message_that_could_not_be_taken_is_an_error_at_both_ends) {
   sent.post(*messages_[0], lockstep::Operation::send, 0, 1, 0);
   received.post(*messages_[1], lockstep::Operation::recv, 1, 0, 0);
   EXPECT_THAT(received.end(*messages_[1]), HasSubstr("no memory"));
-  EXPECT_THAT(sent.end(*messages_[0]), HasSubstr("could not take it"));
+  EXPECT_THAT(sent.end(*messages_[0]), HasSubstr("could not accept it"));
 }
 
 // In any order of tags, with all of them pending at once.

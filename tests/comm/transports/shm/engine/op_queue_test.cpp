@@ -49,8 +49,8 @@ class Lanes {
     Region region(region_memory_.get(), ranks);
     region.prepare();
     for (int r = 0; r < ranks; ++r)
-      lanes_.push_back(std::make_shared<OpQueue>(std::make_unique<Engine>(region, r, Engine::Tuning{}, memory_),
-                                              region_memory_));
+      lanes_.push_back(std::make_shared<OpQueue>(
+          std::make_unique<Engine>(region, r, Engine::Tuning{}, memory_), region_memory_));
   }
   ~Lanes() {
     for (const auto& op_queue : lanes_) op_queue->close();
@@ -108,9 +108,9 @@ TEST(OpQueue, everything_that_is_queued_ends_when_it_is_closed) {
   auto other = lanes.post(1, Operation::broadcast, kCount, true);
   EXPECT_EQ(end_of(other), "");
   EXPECT_EQ(end_of(first), "");
-  EXPECT_EQ(end_of(second), "the group has been left");
-  EXPECT_EQ(end_of(third), "the group has been left");
-  EXPECT_EQ(end_of(lanes.post(0, Operation::all_reduce, 10, true)), "the group has been left");
+  EXPECT_EQ(end_of(second), "this rank has left the group");
+  EXPECT_EQ(end_of(third), "this rank has left the group");
+  EXPECT_EQ(end_of(lanes.post(0, Operation::all_reduce, 10, true)), "this rank has left the group");
 }
 
 // What is called at the end of an operation may wait for a later one, whose end does so too.

@@ -166,7 +166,7 @@ TEST(Segment, that_the_processs_limits_do_not_allow_is_refused) {
     const char* text;
   };
   for (const auto& each : {Case{RLIMIT_FSIZE, 1 << 20, "ulimit -f"}, Case{RLIMIT_NOFILE, 0, "Too many open"},
-                           Case{RLIMIT_AS, 1 << 20, "cannot be mapped"}})
+                           Case{RLIMIT_AS, 1 << 20, "could not be mapped"}})
     EXPECT_EQ(status_of_child([&] {
                 const auto resource = static_cast<__rlimit_resource>(each.resource);
                 rlimit limit{};

@@ -43,7 +43,7 @@ std::shared_ptr<Hub> make_hub(int ranks) {
 }
 
 Op part_of(Operation operation, int rank, int ranks, std::uint64_t sequence, std::vector<float>& data,
-             Ticket& ticket) {
+           Ticket& ticket) {
   Op op;
   op.call.operation = operation;
   op.call.dtype = Dtype::float32;
@@ -170,7 +170,7 @@ TEST(Hub, the_absent_are_named_with_where_they_are) {
   for (int r = 0; r < 3; ++r) hub->post(r, part_of(Operation::barrier, r, 3, 0, data, tickets[r]));
   hub->post(0, part_of(Operation::all_reduce, 0, 3, 1, data, tickets[3]));
   const auto text = hub->absent(1);
-  EXPECT_THAT(text, AllOf(HasSubstr("rank 1 has not come"), HasSubstr("rank 2 has not come"),
+  EXPECT_THAT(text, AllOf(HasSubstr("rank 1 has not arrived"), HasSubstr("rank 2 has not arrived"),
                           HasSubstr("barrier"), Not(HasSubstr("rank 0 has not"))));
   hub->poison("end");
   EXPECT_EQ(hub->absent(1), "end");
