@@ -238,12 +238,12 @@ def operands(rank, size):
     world = dist.group.WORLD
     for pattern, call in (
             ("room for 5", lambda: dist.all_gather(ones(5, 5), torch.ones(3))),
-            ("2 outputs are needed", lambda: dist.all_gather(ones(3), torch.ones(3))),
+            ("expected 2 outputs", lambda: dist.all_gather(ones(3), torch.ones(3))),
             ("room for 5", lambda: dist.all_gather_into_tensor(torch.ones(10), torch.ones(3))),
-            ("the output 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10))),
-            ("the output 2", lambda: dist.reduce_scatter(torch.ones(2), ones(5, 5))),
-            ("2 inputs are needed", lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [4], [4])),
-            ("2 inputs are needed", lambda: dist.all_to_all(ones(2, 2, 2), ones(2, 2, 2))),
+            ("the output has 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10))),
+            ("the output has 2", lambda: dist.reduce_scatter(torch.ones(2), ones(5, 5))),
+            ("expected 2 inputs", lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [4], [4])),
+            ("expected 2 inputs", lambda: dist.all_to_all(ones(2, 2, 2), ones(2, 2, 2))),
             ("root.*got 7", lambda: dist.broadcast(torch.ones(2), src=7)),
             ("peer, got 5", lambda: dist.isend(torch.ones(2), group_dst=5, group=world)),
             ("peer, got 5", lambda: dist.irecv(torch.ones(2), group_src=5, group=world))):
