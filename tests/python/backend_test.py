@@ -548,7 +548,7 @@ class Backend(ranks.TestCase):
             self.skipTest("namespaces cannot be made here")
         for status, output in run("nothing", prefix=lambda rank: apart if rank else []):
             self.assertNotEqual(status, 0)
-            self.assertRegex(output, r"(?s)connects processes that share memory.*rank 0: host.*rank 1: host")
+            self.assertRegex(output, r"(?s)connects processes through shared memory.*rank 0: host.*rank 1: host")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Import(unittest.TestCase):
     def test_sources_alone_say_what_to_do(self):
         status, output = python("import torch_lockstep, torch" + ALONE + "use()", path=SOURCES)
         self.assertNotEqual(status, 0)
-        self.assertRegex(output, r"torch_lockstep is not built: .*/python/torch_lockstep has the sources alone\. Run `\./dev build`")
+        self.assertRegex(output, r"torch_lockstep is not built: .*/python/torch_lockstep has only the sources\. Run `\./dev build`")
 
     def test_devices_other_than_the_cpu_are_refused(self):
         self.check(python("import torch" + ALONE + """
