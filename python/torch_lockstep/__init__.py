@@ -54,8 +54,8 @@ def _create(options, _backend_options=None):
     others = [device for device, name in backends.items() if name == "lockstep" and device != "cpu"]
     if others:
         raise ValueError(
-            f"lockstep: expected the device cpu, got '{others[0]}:lockstep': this backend moves CPU tensors. Use another "
-            f"backend for {others[0]}, for example init_process_group('cpu:lockstep,{others[0]}:nccl')"
+            f"lockstep: expected the device cpu, got '{others[0]}:lockstep': this backend moves CPU tensors. Use "
+            f"another backend for {others[0]}, for example init_process_group('cpu:lockstep,{others[0]}:nccl')"
         )
     module = _module()
     # However the program ends, no thread of this module may call into an interpreter that has shut down.
