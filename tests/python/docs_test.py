@@ -26,7 +26,7 @@ def framework_of(block):
 
 
 def environment(folder):
-    """The Python of one with the frameworks, which sees this one's packages: they bring no torch of their own."""
+    """The Python of an environment with the frameworks. It sees this one's packages, because they bring no torch."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)

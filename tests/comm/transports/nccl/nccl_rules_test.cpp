@@ -1,5 +1,4 @@
-// What follows from NCCL's rules, where they are followed: by NCCL with several GPUs, or by one that is made
-// up.
+// Consequences of NCCL's rules, for transports that follow them: NCCL with several GPUs, or fake_nccl.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -63,7 +62,7 @@ TEST_F(NcclRules, a_first_operation_may_be_one_that_some_have_no_part_in) {
   });
 }
 
-// Inside a call, in a communicator that exists.
+// Inside a call, in an existing communicator.
 TEST_F(NcclRules, a_call_that_waits_inside_the_engine_ends_at_its_deadline) {
   on_every_rank([](World& world) {
     if (world.rank() > 1) return;
@@ -121,8 +120,8 @@ TEST_F(NcclRules, a_groups_failure_ends_the_wait_for_a_first_message) {
   });
 }
 
-// Each has a thread that sends to the next one and a thread that receives from the one before: first messages
-// all, and no order among them.
+// Each rank has a thread that sends to the next rank and a thread that receives from the previous one: all
+// are first messages, in no particular order.
 TEST_F(NcclRules, first_messages_of_several_threads_do_not_keep_one_another_waiting) {
   on_every_rank([](World& world) {
     for (int round = 0; round < 5; ++round) {
@@ -154,7 +153,7 @@ TEST_F(NcclRules, an_empty_message_is_not_the_first_one) {
   });
 }
 
-// The same in words, without groups.
+// The same with the barrier alone, without groups.
 TEST(ConnectBarrier, all_enter_or_none) {
   for (int round = 0; round < 40; ++round) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
