@@ -191,7 +191,7 @@ TEST_F(Kinds, stopped) {
       }
       if (ranks_are_threads()) over.arrive_and_wait();
     });
-  } catch (const CommError& error) {  // of the rank that was left alone
+  } catch (const CommError& error) {  // on the rank that was left alone
     ADD_FAILURE() << error.what();
   }
 }

@@ -1,5 +1,5 @@
-"""init_process_group("lockstep"), with 2 processes: what PyTorch builds on it gives gloo's results, and what goes wrong is
-told.
+"""init_process_group("lockstep"), with 2 processes: PyTorch's functions give gloo's results on it, and failures are
+reported.
 
 usage: PYTHONPATH=build/python python tests/python/backend_test.py [unittest arguments]
 """

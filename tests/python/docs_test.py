@@ -2,8 +2,8 @@
 
 usage: PYTHONPATH=build/python python tests/python/docs_test.py PAGE [--frameworks [--install FOLDER]]
 
-Blocks that import a framework run with --frameworks alone, where it is installed. --install makes a virtual environment
-with all of them in FOLDER, for which it needs pip's index, and runs them there.
+Blocks that import a framework run only with --frameworks, if it is installed. --install creates a virtual environment
+with all frameworks in FOLDER, which requires access to pip's index, and runs the blocks there.
 """
 
 import argparse

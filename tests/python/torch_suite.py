@@ -2,11 +2,11 @@
 
 usage: PYTHONPATH=build/python python tests/python/torch_suite.py [--write docs/pytorch-suite.md] [--only PATTERN]
 
-The suite comes with PyTorch (torch.testing._internal.distributed.distributed_test) and runs here as PyTorch runs it: each
-test in processes of its own, which meet through a file. It knows gloo by name and skips most of its tests where the backend
-has another one; so it is told "gloo", and the processes then use lockstep. All tests run with 2 ranks, and those that ask for
-more with as many as they ask for, on both backends. It ends with 1 where a test that passes on gloo does not pass on
-lockstep: a skip counts as a failure.
+The suite is part of PyTorch (torch.testing._internal.distributed.distributed_test) and runs here as PyTorch runs it: each
+test in separate processes, which meet through a file. The suite checks the name gloo and skips most of its tests on other
+backends, so it gets the name "gloo" while the processes use lockstep. All tests run with 2 ranks, or with as many as they
+require, on both backends. The exit status is 1 if a test that passes on gloo does not pass on lockstep: a skip counts as a
+failure.
 """
 
 import argparse

@@ -160,7 +160,7 @@ std::vector<int> choose_nodes(std::vector<int> found) {
 
 namespace {
 
-constexpr const char* kNoGpu = "none";  // or none that this build can tell from others
+constexpr const char* kNoGpu = "none";  // also if this build cannot identify GPUs
 
 // The world's store, for every group.
 c10::intrusive_ptr<c10d::Store> whole_store(const TransportContext& context) {

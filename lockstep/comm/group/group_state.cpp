@@ -360,7 +360,7 @@ void GroupState::watch(std::shared_ptr<WorkState> pending) {
   std::thread([pending = std::move(pending)] {
     try {
       pending->await(std::nullopt);
-    } catch (const std::exception&) {  // whoever waits for it next has it again
+    } catch (const std::exception&) {  // the next wait throws it again
     }
   }).detach();
 }

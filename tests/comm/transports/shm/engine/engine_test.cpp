@@ -419,7 +419,7 @@ TEST_F(EngineTest, a_rank_that_fails_in_the_middle_keeps_nobody_waiting) {
   EXPECT_LT(Clock::now() - began, seconds(90)) << "the deadline is 120 s";
 }
 
-// Its tensor belongs to its owner again, who may reuse it.
+// After that its owner may reuse its tensor.
 TEST_F(EngineTest, what_a_rank_has_begun_and_given_up_is_complete_for_nobody) {
   Ranks ranks(2);
   std::atomic<bool> gone = false;
