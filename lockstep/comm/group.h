@@ -42,7 +42,7 @@ concept plain_value = std::is_trivially_copyable_v<T> && !std::is_pointer_v<T> &
                       !std::is_convertible_v<T, std::string_view>;
 }  // namespace detail
 
-using Timeout = std::optional<std::chrono::milliseconds>;  // nothing: the group's
+using Timeout = std::optional<std::chrono::milliseconds>;  // empty: the group's
 using Site = std::source_location;
 
 constexpr int kAnyRank = -1;

@@ -84,7 +84,7 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
       self.reset();
       settling.reset();
     }).detach();
-  } catch (...) {  // no more threads
+  } catch (...) {  // no thread can be started
     tell(self, *future);
   }
 }

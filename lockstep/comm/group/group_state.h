@@ -50,7 +50,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   const std::string& name() const { return name_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
   WorldState& world() const { return *world_; }
-  std::shared_ptr<Transport> transport(at::DeviceType device) const;  // null where there is none
+  std::shared_ptr<Transport> transport(at::DeviceType device) const;  // null if there is none
   void check_open() const;                                            // ConfigError after the World has left
   // The device on which small values are sent.
   at::Device control_device() const;

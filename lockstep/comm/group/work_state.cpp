@@ -306,7 +306,7 @@ bool WorkState::done() {
   for (std::size_t i = waited_; i < last; ++i) {
     if (parts_ ? item_.finished.load(std::memory_order_acquire) : works[i]->isCompleted()) continue;
     if (group_->verdict()) {
-      settle_failed({{}, CommError::Kind::stopped});  // the verdict says
+      settle_failed({{}, CommError::Kind::stopped});  // the verdict has the cause
       return true;
     }
     if (Clock::now() < deadline_) return false;
@@ -342,7 +342,7 @@ void WorkState::settle_complete() {
 void WorkState::settle_failed(Failure failure) {
   auto& [cause, kind, refused] = failure;
   const auto elapsed = Clock::now() - start_;
-  const auto peer = error_.peer;  // known already where a connection has ended
+  const auto peer = error_.peer;  // already known if a connection has ended
   error_ = details_of(call());
   error_.peer = peer;
   error_.elapsed = elapsed;
@@ -357,7 +357,7 @@ void WorkState::settle_failed(Failure failure) {
   }
   error_.cause = cause;
   error_.kind = kind;
-  group_->note_end(call(), record, true);  // the program may catch the error and go on
+  group_->note_end(call(), record, true);  // the program may catch the error and continue
   if (refused) {                           // nothing was read or written, and the next operation can succeed
     keep.clear();
     state_.store(State::failed, std::memory_order_release);
@@ -369,7 +369,7 @@ void WorkState::settle_failed(Failure failure) {
   if (auto* client = group_->world().client())
     client->tell(control::Fault{control::Fault::Kind::comm, CommError(error_).what()});
   group_->world().observe([&](Observer& observer) { observer.failed(call(), elapsed, error_.cause); });
-  // The tensors stay: the engine may still write to them.
+  // Keep the tensors: the engine may still write to them.
   if (parts_) transport_->abandon(keep);
   state_.store(State::failed, std::memory_order_release);
 }
@@ -412,7 +412,7 @@ Work& Work::operator=(Work&& other) noexcept {
 Work::~Work() { drop(); }
 
 void Work::drop() noexcept {
-  // In a forked child the engine that has it is the parent's, and is left alone.
+  // In a forked child the engine belongs to the parent: leak the operation.
   if (pending_ && !pending_->settled() && pending_->group().in_child())
     new std::shared_ptr(pending_);
   else if (pending_ && !pending_->settled())

@@ -11,7 +11,6 @@
 // responsible for a piece of the data (n bytes, p ranks on h hosts: each sends n (h - 1) / p bytes to other
 // hosts); an all-reduce then gathers the sums in the same way, which sends as much again. Windows of the data
 // pass through both steps in a pipeline, so that memory and links are busy at the same time.
-// another through both steps, so that memory and links are busy at once.
 #pragma once
 
 #include <atomic>

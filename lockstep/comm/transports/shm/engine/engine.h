@@ -6,7 +6,6 @@
 //
 // Bytes moved by all p ranks in an all-reduce of n bytes: in place 2pn, the minimum (each chunk is read from
 // all p buffers and its sum written to all p); staged (p + 4) pn, or 7pn from four ranks on.
-// read from all p buffers and its sum written to all p); staged (p + 4) pn, or 7pn from four ranks on.
 #pragma once
 
 #include <functional>
