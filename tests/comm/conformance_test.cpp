@@ -351,7 +351,7 @@ TEST(Conformance, send_and_recv) {
 TEST(Conformance, send_and_recv_with_a_timeout_of_their_own) {
   LOCKSTEP_NEEDS_RANKS(2);
   if (transport() == "gloo" || transport() == "mpi" || transport() == "nccl")
-    GTEST_SKIP() << "how long its engine takes to make a group is not ours to say";
+    GTEST_SKIP() << "the engine decides how long making a group may take";
   on_every_rank([](World& world) {
     auto group = world.group();
     if (group.rank() < 2) {
@@ -374,7 +374,7 @@ TEST(Conformance, send_and_recv_with_a_timeout_of_their_own) {
 
 TEST(Conformance, recv_from_any_rank) {
   LOCKSTEP_NEEDS_RANKS(2);
-  if (by_nccls_rules()) GTEST_SKIP() << "NCCL receives from a rank that is named";
+  if (by_nccls_rules()) GTEST_SKIP() << "NCCL cannot receive from any rank";
   on_every_rank([](World& world) {
     auto group = world.group();
     if (group.rank() != 0)

@@ -38,7 +38,7 @@ TEST(Large, tensors_above_2_gib) {
     const auto available = world.group().all_gather_values(available_memory())[0];
     if (available < needed) {
       if (world.rank() == 0)
-        GTEST_SKIP() << "needs " << (needed >> 30) << " GiB of free memory, there are " << (available >> 30);
+        GTEST_SKIP() << "needs " << (needed >> 30) << " GiB of free memory, got " << (available >> 30);
       return;
     }
     if (world.rank() > 1) return;

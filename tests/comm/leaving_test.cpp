@@ -104,7 +104,7 @@ TEST_F(Leaving, a_thread_that_waits_meanwhile_has_the_result) {
 TEST_F(Leaving, does_not_wait_for_who_waits_for_this_rank) {
   if (!ranks_are_threads() && transport() != "shm")
     GTEST_SKIP() << "transport " << transport() << " does not know who waits for this rank";
-  if (by_nccls_rules()) GTEST_SKIP() << "a message begins when both have come to it";
+  if (by_nccls_rules()) GTEST_SKIP() << "a message begins only when both ranks have started it";
   std::optional<Work> held;
   in_a_world([&](World& given) {
     auto group = given.group({0, 1});
@@ -161,7 +161,7 @@ TEST_F(Kinds, mismatch) {
 }
 
 TEST_F(Kinds, peer_died) {
-  if (transport() == "mpi") GTEST_SKIP() << "MPI does not say that a rank has left a group";
+  if (transport() == "mpi") GTEST_SKIP() << "MPI does not report that a rank has left a group";
   std::latch over(2);
   in_a_world([&](World& world) {
     {

@@ -79,7 +79,7 @@ TEST(World, backends_are_named_or_listed_by_device) {
 }
 
 TEST(World, a_gpu_that_is_not_there_is_named) {
-  if (detail::cuda_ipc_available()) GTEST_SKIP() << "there is one";
+  if (detail::cuda_ipc_available()) GTEST_SKIP() << "this build has cuda_ipc";
   for (const char* backend : {"cuda_ipc", "cpu:gloo,cuda:cuda_ipc"})
     EXPECT_THAT(error_of<ConfigError>([&] { World::from_environment({.backend = backend}); }),
                 HasSubstr("backend 'cuda_ipc'"));

@@ -126,8 +126,8 @@ class NcclTransport final : public Transport {
   const std::chrono::milliseconds timeout_;
   ConnectBarrier first_;
   c10::intrusive_ptr<Nccl> backend_;
-  bool opened_ = false;  // this and the communicator are guarded by the order of collectives
-  at::Tensor word_;
+  bool opened_ = false;  // this and word_ are guarded by the order of collectives
+  at::Tensor word_;      // input of the all-reduce in open()
   std::atomic<bool> interrupted_ = false;
   std::atomic<std::chrono::steady_clock::time_point> interrupted_at_ = {};
   Crew crew_;

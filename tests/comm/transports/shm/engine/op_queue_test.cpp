@@ -147,7 +147,7 @@ TEST(OpQueue, whoever_lets_go_of_an_operation_may_close_the_lane) {
 // The waiting thread does the work, so a process that cannot start threads can continue.
 TEST(OpQueue, works_without_a_thread_of_its_own) {
 #ifdef __SANITIZE_THREAD__
-  GTEST_SKIP() << "ThreadSanitizer lets a child of fork() start no threads";
+  GTEST_SKIP() << "under ThreadSanitizer a child of fork() cannot start threads";
 #endif
   Lanes lanes(1);
   std::fflush(nullptr);

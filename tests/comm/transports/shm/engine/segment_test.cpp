@@ -76,7 +76,7 @@ TEST(Segment, has_huge_pages_where_the_system_gives_them) {
     std::memset(memory, 1, kBytes);
     const auto given = huge_kib(static_cast<char*>(memory));
     ::munmap(memory, kBytes);
-    if (given < 8 << 10) GTEST_SKIP() << "the system has no huge pages to give now";
+    if (given < 8 << 10) GTEST_SKIP() << "the system has no free huge pages now";
     segment = Segment::make(kBytes);
   }
   EXPECT_GE(huge_kib(segment->data()), 8 << 10);
