@@ -110,8 +110,8 @@ class AgentProcess {
     options.stop_grace = options_.stop_grace;
     if (options_.join_timeout) options.join_timeout = *options_.join_timeout;
     if (options_.num_nodes > 1)
-      options.link =
-          control::Link{options_.master_address, options_.master_port, options_.master_port, options_.key, options_.job};
+      options.link = control::Link{options_.master_address, options_.master_port, options_.master_port,
+                                   options_.key, options_.job};
     options.say = [this](const std::string& line) { say(line); };
     // It may see that a large rank is ending before the kernel has put its memory away and tells us.
     options.explain = [this](const control::Ended& how) { return explain(how); };

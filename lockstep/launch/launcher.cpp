@@ -20,8 +20,8 @@
 #include <lockstep/base/start_thread.h>
 #include <lockstep/control/agent/process.h>
 #include <lockstep/control/wire/failure.h>
-#include <lockstep/launch/descendants.h>
 #include <lockstep/launch/agent_process.h>
+#include <lockstep/launch/descendants.h>
 #include <lockstep/launch/screen.h>
 #include <lockstep/os/signals.h>
 
@@ -252,8 +252,8 @@ class Launcher {
           }
         },
         before_us_);
-    write_all(STDERR_FILENO, fmt::format("lockstep: the agent (pid {}) {}; the ranks were ended\n", agent_process_,
-                                         why_killed_.empty() ? how.text() : why_killed_));
+    write_all(STDERR_FILENO, fmt::format("lockstep: the agent (pid {}) {}; the ranks were ended\n",
+                                         agent_process_, why_killed_.empty() ? how.text() : why_killed_));
     return 128 + end->si_status;
   }
 

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include <lockstep/control/agent/agent.h>
+#include <lockstep/launch/options.h>
 #include <lockstep/launch/output.h>
 #include <lockstep/launch/placement.h>
-#include <lockstep/launch/options.h>
 #include <lockstep/launch/rank_process.h>
 #include <lockstep/os/socket.h>
 

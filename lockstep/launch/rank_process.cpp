@@ -101,7 +101,8 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const Ra
   variables["LOCKSTEP_RESTART_COUNT"] = std::to_string(place.attempt);
   variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(place.attempt);
   if (!options.timeout.empty()) variables["LOCKSTEP_TIMEOUT"] = options.timeout;
-  if (options.join_timeout) variables["LOCKSTEP_JOIN_TIMEOUT"] = fmt::format("{}ms", options.join_timeout->count());
+  if (options.join_timeout)
+    variables["LOCKSTEP_JOIN_TIMEOUT"] = fmt::format("{}ms", options.join_timeout->count());
   if (!options.metrics.empty()) variables["LOCKSTEP_METRICS"] = options.metrics;
   if (!options.metrics_format.empty()) variables["LOCKSTEP_METRICS_FORMAT"] = options.metrics_format;
   if (!options.interface.empty()) variables["GLOO_SOCKET_IFNAME"] = options.interface;

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/launch/placement.h>
 #include <lockstep/launch/options.h>
+#include <lockstep/launch/placement.h>
 
 namespace lockstep::detail {
 
