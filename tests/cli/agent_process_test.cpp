@@ -53,7 +53,8 @@ TEST(AgentProcess, that_is_killed_takes_everything_with_it_also_where_nothing_ca
     ::kill(agent_process, SIGKILL);
     EXPECT_EQ(session.wait(), 137);
     EXPECT_THAT(processes_with(marker), IsEmpty());
-    const auto told = HasSubstr("the agent (pid " + std::to_string(agent_process) + ") was killed by signal 9");
+    const auto told =
+        HasSubstr("the agent (pid " + std::to_string(agent_process) + ") was killed by signal 9");
     EXPECT_EQ(::testing::Value(session.output(), told), heard) << session.output();
   }
 }

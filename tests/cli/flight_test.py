@@ -188,7 +188,7 @@ def where_it_goes():
         assert not list(temporary.iterdir()), output
     assert (FOLDER / "by-variable").exists()
     output = lockstep("run", "-n", 2, "--flight-record", "/no/such/folder/f", PROBE, "leave", 1, 5, status=2)
-    assert "--flight-record='/no/such/folder/f' is not allowed: a file in a folder that is there is" in output, output
+    assert "--flight-record: expected a file in an existing directory, got '/no/such/folder/f'" in output, output
     output = lockstep("run", "-q", "-n", 2, "sh", "-c", "exit 3", status=3, environment=environment)
     assert "flight" not in output and not list(temporary.iterdir()), "no rank has joined"
 
@@ -209,12 +209,12 @@ def what_is_printed():
     (FOLDER / "other.json").write_text('{"a": 1}')
     (FOLDER / "empty").write_text("")
     for arguments, words in (
-        (["nowhere"], "'nowhere' cannot be read: there is no such file"),
-        ([FOLDER], "is a folder"),
-        ([FOLDER / "empty"], "cannot be read, or is empty"),
+        (["nowhere"], "cannot read 'nowhere': no such file"),
+        ([FOLDER], "it is a directory"),
+        ([FOLDER / "empty"], "or it is empty"),
         ([FOLDER / "other.json"], 'is no flight record of lockstep run: has no "lockstep_flight_record"'),
         ([PROBE], "it is not JSON"),
-        ([file, "--rank", 7], f"--rank=7 is not allowed: '{file}' has the ranks 0, 1"),
+        ([file, "--rank", 7], f"--rank: expected one of the ranks in '{file}': 0, 1, got '7'"),
     ):
         assert words in lockstep("trace", "flight", *arguments, status=2), arguments
     assert "--last" in lockstep("trace", "flight", file, "--last", "-1", status=2)

@@ -116,11 +116,12 @@ TEST(Run, variables_are_set_and_not_passed_on) {
       shell({"-n", "1", "--env", "A=1=2", "--env=B=", "--unset-env", "C", "--env", "PATH=/usr/bin:/bin"},
             "echo $A/${B-unset}/${C-unset}/$D/$PATH", {{"C", "3"}, {"D", "4"}, {"B", "5"}});
   EXPECT_EQ(outcome.output, "1=2//unset/4/" + std::string("/usr/bin:/bin\n"));
-  EXPECT_THAT(complaint({"-n", "1", "--env", "A", "true"}),
-              HasSubstr("--env: expected NAME=VALUE, got 'A'"));
-  EXPECT_THAT(complaint({"-n", "1", "--env", "RANK=3", "true"}), HasSubstr("cannot change RANK, which lockstep run sets"));
+  EXPECT_THAT(complaint({"-n", "1", "--env", "A", "true"}), HasSubstr("--env: expected NAME=VALUE, got 'A'"));
+  EXPECT_THAT(complaint({"-n", "1", "--env", "RANK=3", "true"}),
+              HasSubstr("cannot change RANK, which lockstep run sets"));
   EXPECT_THAT(complaint({"-n", "1", "--env", "OMP_NUM_THREADS=3", "true"}), HasSubstr("--threads"));
-  EXPECT_THAT(complaint({"-n", "1", "--unset-env", "A=2", "true"}), HasSubstr("expected the name of a variable, got 'A=2'"));
+  EXPECT_THAT(complaint({"-n", "1", "--unset-env", "A=2", "true"}),
+              HasSubstr("expected the name of a variable, got 'A=2'"));
 }
 
 TEST(Run, ranks_start_in_the_folder_that_is_given) {
@@ -271,7 +272,8 @@ TEST(Run, options_that_contradict_or_are_nonsense_are_refused) {
               HasSubstr("--master-port: expected an integer from 1 to 65535, got 'y'"));
   const std::string too_long(5000, 'x');
   EXPECT_THAT(complaint({"-n", "1", "--chdir", too_long, "true"}),
-              AllOf(HasSubstr("--chdir: cannot use '"), HasSubstr("File name too long"), Not(HasSubstr("filesystem"))));
+              AllOf(HasSubstr("--chdir: cannot use '"), HasSubstr("File name too long"),
+                    Not(HasSubstr("filesystem"))));
   EXPECT_EQ(lockstep_run({"run", "-q", "-n=1", "echo", "-n=1"}).output, "-n=1\n");
   EXPECT_THAT(complaint({"-n=", "true"}), HasSubstr("got '='"));
 }
@@ -304,19 +306,21 @@ TEST(Run, misuse_is_explained) {
       {"--join-timeout", "x"}, {"--max-restarts", "-1"}, {"--max-restarts", "all"}, {"--nnodes", "0"},
       {"--node-rank", "x"}};
   for (const auto& [option, value] : wrong)
-    EXPECT_THAT(
-        complaint({"-n", "2", std::string(option) + "=" + value, "true"}),
-        AllOf(HasSubstr(std::string(option) + ": expected "), HasSubstr(std::string(", got '") + value + "'")));
+    EXPECT_THAT(complaint({"-n", "2", std::string(option) + "=" + value, "true"}),
+                AllOf(HasSubstr(std::string(option) + ": expected "),
+                      HasSubstr(std::string(", got '") + value + "'")));
   EXPECT_THAT(complaint({"-n", "2", "--stdin", "2", "true"}),
               HasSubstr("--stdin: expected ranks from 0 to 1, got '2'"));
-  EXPECT_THAT(complaint({"-n", "2", "--show", "0-2", "true"}), HasSubstr("--show: expected ranks from 0 to 1, got '2'"));
+  EXPECT_THAT(complaint({"-n", "2", "--show", "0-2", "true"}),
+              HasSubstr("--show: expected ranks from 0 to 1, got '2'"));
 }
 
 TEST(Run, misuse_of_hosts_is_explained) {
   EXPECT_THAT(complaint({"-n", "1", "--nnodes", "2", "true"}), HasSubstr("need --node-rank"));
   EXPECT_THAT(complaint({"-n", "1", "--nnodes", "2", "--node-rank", "2", "true"}),
               HasSubstr("expected an integer from 0 to 1 with --nnodes 2, got '2'"));
-  EXPECT_THAT(complaint({"-n", "1", "--node-rank", "1", "true"}), HasSubstr("--node-rank: expected 0 with one host"));
+  EXPECT_THAT(complaint({"-n", "1", "--node-rank", "1", "true"}),
+              HasSubstr("--node-rank: expected 0 with one host"));
   EXPECT_THAT(complaint({"-n", "1", "--nnodes", "2", "--node-rank", "0", "true"}),
               HasSubstr("need --master HOST:PORT"));
   const std::vector<std::string> two = {"-n", "1", "--nnodes", "2", "--node-rank", "0"};

@@ -43,7 +43,7 @@ def main():
         own.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
         error = show("--file", own, status=2)
         assert "rank 0 waits in 0B0 for 1B0" in error and "rank 1 waits in 1F1 for 0F1" in error, error
-        assert "cannot be read" in show("--file", folder / "none.csv", status=2)
+        assert "cannot read" in show("--file", folder / "none.csv", status=2)
         assert "cannot be written" in show("1f1b", "--svg", folder / "none" / "a.svg", status=2)
     assert "there is no schedule 'two'" in show("two", status=2)
     assert "a schedule is missing" in show(status=2)
