@@ -1,4 +1,4 @@
-// Nothing survives the launcher or its guardian, whatever the ranks have started.
+// No process survives the launcher or its agent process, whatever the ranks have started.
 #include <signal.h>
 #include <unistd.h>
 
@@ -84,14 +84,14 @@ TEST(AgentProcess, that_is_stopped_is_ended_after_the_grace) {
   EXPECT_EQ(job.session.wait(), 137);
   EXPECT_THAT(processes_with(job.marker), IsEmpty());
   EXPECT_THAT(job.session.output(), ContainsRegex("was stopped \\(SIGSTOP\\) for [0-9.]+ s, longer than "
-                                                  "--stop-grace allows; the ranks were ended"));
+                                                  "--stop-grace allows; the ranks were terminated"));
 }
 
 TEST(AgentProcess, that_is_stopped_for_a_moment_goes_on) {
   StoppedAgent job({"--stop-grace", "1h"});
   ASSERT_TRUE(job.stopped) << job.session.output();
   ::kill(job.agent_process, SIGCONT);
-  EXPECT_TRUE(job.session.wait_for("runs again after")) << job.session.output();
+  EXPECT_TRUE(job.session.wait_for("resumed after")) << job.session.output();
   EXPECT_EQ(job.session.wait(std::chrono::seconds(0)), -1);
   job.session.send(SIGTERM);
   EXPECT_EQ(job.session.wait(), 143);
@@ -192,7 +192,7 @@ TEST(AgentProcess, does_not_start_with_the_processes_of_another_namespace) {
 #else
   EXPECT_EQ(none.status, 2) << none.output;
 #endif
-  EXPECT_THAT(none.output, HasSubstr("there is no /proc"));
+  EXPECT_THAT(none.output, HasSubstr("no /proc, which is needed"));
 }
 
 TEST(AgentProcess, reaps_strangers_as_the_first_process_of_a_container) {

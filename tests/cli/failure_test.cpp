@@ -94,7 +94,7 @@ TEST(Failure, a_rank_cannot_leave_its_group_and_so_its_signals) {
                              "os._exit(3)",
                              folder / "sign"}});
   EXPECT_EQ(outcome.status, 3);
-  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] stays\n"), Not(HasSubstr("has not ended within"))));
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] stays\n"), Not(HasSubstr("did not end within"))));
 }
 
 TEST(Failure, what_a_rank_started_ends_with_it) {
@@ -194,8 +194,8 @@ TEST(Signals, reach_each_rank_once) {
   session.send(SIGINT);
   EXPECT_EQ(session.wait(), 130);
   EXPECT_THAT(session.output(),
-              ContainsRegex("^ready\ngot it\nlockstep: rank 0 \\(pid [0-9]+\\) has not ended within 2 s: "
-                            "it is killed\n$"));
+              ContainsRegex("^ready\ngot it\nlockstep: rank 0 \\(pid [0-9]+\\) did not end within 2 s; "
+                            "killing it\n$"));
 }
 
 TEST(Signals, a_second_one_kills_at_once) {

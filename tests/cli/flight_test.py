@@ -94,7 +94,7 @@ def a_rank_that_makes_another_call():
         assert verdict["site"] == site("op = lockstep::ReduceOp::MAX", 0), verdict
         assert re.fullmatch(
             r"rank 2 diverged first: all_reduce #41 of group 'world' \(float32, 100 elements, max\) at "
-            rf"{verdict['site']}, where the others called broadcast \(float32, 100 elements, root 0\) at "
+            rf"{verdict['site']}, where all other ranks called broadcast \(float32, 100 elements, root 0\) at "
             + site("group.broadcast"),
             verdict["text"],
         ), verdict
@@ -109,7 +109,7 @@ def a_rank_that_leaves_a_step_out():
     assert verdict["kind"] == "did_not_come" and verdict["ranks"] == [3], verdict
     assert record["ranks"][3]["ended"] == {"text": "exited with status 0", "status": 0}, record["ranks"][3]["ended"]
     assert "it exited with status 0" in verdict["text"], verdict
-    assert re.search(r"or before it was at another step: (\d+) there, where rank \d was at (\d+)$", verdict["text"]), verdict
+    assert re.search(r"or earlier it was at a different step: (\d+), while rank \d was at (\d+)$", verdict["text"]), verdict
 
 
 def a_rank_that_leaves_early():
@@ -117,7 +117,7 @@ def a_rank_that_leaves_early():
     verdict = record["verdict"]
     assert verdict["kind"] == "did_not_come" and verdict["ranks"] == [1], verdict
     assert verdict["operation"] == "broadcast" or verdict["operation"] == "all_reduce", verdict
-    assert "where rank 0 waited: its last was all_reduce #14" in verdict["text"], verdict
+    assert "where rank 0 waited; its last operation was all_reduce #14" in verdict["text"], verdict
 
 
 def an_exception():
@@ -212,8 +212,8 @@ def what_is_printed():
         (["nowhere"], "cannot read 'nowhere': no such file"),
         ([FOLDER], "it is a directory"),
         ([FOLDER / "empty"], "or it is empty"),
-        ([FOLDER / "other.json"], 'is no flight record of lockstep run: has no "lockstep_flight_record"'),
-        ([PROBE], "it is not JSON"),
+        ([FOLDER / "other.json"], 'is not a flight record of lockstep run: missing "lockstep_flight_record"'),
+        ([PROBE], ": not JSON"),
         ([file, "--rank", 7], f"--rank: expected one of the ranks in '{file}': 0, 1, got '7'"),
     ):
         assert words in lockstep("trace", "flight", *arguments, status=2), arguments

@@ -124,7 +124,7 @@ TEST_F(Hosts, an_interrupt_while_others_are_awaited_ends_it) {
   command.push_back(marker);
   command.erase(command.begin() + 2);  // not quiet
   Session session(command);
-  ASSERT_TRUE(session.wait_for("meeting the others at " + master_)) << session.output();
+  ASSERT_TRUE(session.wait_for("coordinator at " + master_)) << session.output();
   session.send(SIGINT);
   EXPECT_EQ(session.wait(), 130) << session.output();
 }

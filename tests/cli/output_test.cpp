@@ -196,7 +196,7 @@ TEST(Output, that_cannot_be_written_is_told_and_makes_the_status) {
   const auto outcome = run({{"bash", "-c", line + " >/dev/full"}});
   EXPECT_EQ(outcome.status, 1);
   EXPECT_EQ(outcome.output,
-            "lockstep: the standard output cannot be written, and is lost: No space left on device\n");
+            "lockstep: cannot write to standard output, output is lost: No space left on device\n");
   EXPECT_EQ(run({{"bash", "-c", "STATUS=3 " + line + " >/dev/full"}}).status, 3);
   EXPECT_EQ(run({{"bash", "-c", line + " 2>/dev/full"}}).status, 0);  // nothing was to be said
   EXPECT_EQ(run({{"bash", "-c", line + " >/dev/full 2>/dev/full"}}).status, 1);
@@ -208,7 +208,7 @@ TEST(Output, to_a_file_that_may_not_grow_is_told) {
                             folder.path(), "seq", "1", "10000"});
   const auto outcome = run({{"bash", "-c", "ulimit -f 4; " + logs}});
   EXPECT_EQ(outcome.status, 0) << outcome.output;
-  EXPECT_THAT(outcome.output, ContainsRegex("the log '.*rank-0.log' ends here: File too large"));
+  EXPECT_THAT(outcome.output, ContainsRegex("cannot continue the log '.*rank-0.log': File too large"));
   // The ranks have the signal as it was.
   const auto own = quoted(command({"-n", "1"}, "seq 1 10000 > " + word(folder / "own")));
   EXPECT_THAT(run({{"bash", "-c", "ulimit -f 4; " + own}}).output, HasSubstr("File size limit exceeded"));
@@ -225,7 +225,7 @@ TEST(Output, that_nobody_reads_ends_no_rank) {
   const auto outcome = run({{"bash", "-c", line + " | head -n 1; echo ${PIPESTATUS[0]}"}});
   EXPECT_THAT(outcome.output, ContainsRegex("\n0\n$"));
   // A line of its own, before or after what head has read.
-  const std::string told = "lockstep: nobody reads the standard output any longer; the ranks go on\n";
+  const std::string told = "lockstep: standard output has no reader any more; the ranks continue\n";
   EXPECT_THAT(outcome.output, ::testing::AnyOf(::testing::StartsWith(told), HasSubstr("\n" + told)));
   EXPECT_EQ(text_of(end), "done\n");
 }

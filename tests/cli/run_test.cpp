@@ -218,9 +218,9 @@ TEST(Run, a_program_that_cannot_be_started_is_named) {
   EXPECT_EQ(outcome.status, 2);
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("'./no-such-program'"), HasSubstr("No such file")));
   EXPECT_THAT(complaint({"-n", "2", "no-such-program"}),
-              HasSubstr("No such file or directory in any folder of PATH"));
+              HasSubstr("No such file or directory in any directory of PATH"));
   EXPECT_THAT(complaint({"-n", "2", "/etc/passwd"}),
-              HasSubstr("'/etc/passwd' could not be started: Permission denied"));
+              HasSubstr("cannot start '/etc/passwd': Permission denied"));
   EXPECT_THAT(complaint({"-n", "2", "/usr"}), HasSubstr("Permission denied"));
 }
 
@@ -249,17 +249,17 @@ TEST_F(RunFile, a_program_for_another_machine_is_named_and_not_given_to_the_shel
   const auto foreign = lockstep_run({"run", "-q", "-n", "2", make("foreign", header)});
   EXPECT_EQ(foreign.status, 2);
   EXPECT_THAT(foreign.output,
-              ContainsRegex("^lockstep: '[^']*foreign' could not be started: it is built for s390, 64 bits, "
+              ContainsRegex("^lockstep: cannot start '[^']*foreign': it is built for s390, 64 bits, "
                             "big-endian, and this host is [^\n]* bits[^\n]*\n$"));
   const auto data = lockstep_run({"run", "-q", "-n", "2", make("data", std::string(100, '\0'))});
   EXPECT_EQ(data.status, 2);
-  EXPECT_THAT(data.output, HasSubstr("could not be started: it is neither a program nor a script\n"));
+  EXPECT_THAT(data.output, HasSubstr("': it is neither a program nor a script\n"));
 }
 
 TEST_F(RunFile, a_program_whose_interpreter_is_missing_is_named) {
   const auto outcome = lockstep_run({"run", "-q", "-n", "2", make("script", "#!/no/such/interpreter\n")});
   EXPECT_EQ(outcome.status, 2);
-  EXPECT_THAT(outcome.output, AllOf(HasSubstr("could not be started: No such file"), Not(HasSubstr("rank"))));
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("': No such file"), Not(HasSubstr("rank"))));
 }
 
 TEST(Run, options_that_contradict_or_are_nonsense_are_refused) {

@@ -101,7 +101,7 @@ TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
   ASSERT_TRUE(terminal->wait_for("begun\r\n") && terminal->wait_for("begun\r\n")) << terminal->output();
   terminal->type("\x1a");
   ASSERT_TRUE(terminal->wait_for("Stopped")) << terminal->output();
-  // Two ranks and the launcher; the guardian is awake.
+  // Two ranks and the launcher; the agent process is awake.
   EXPECT_TRUE(eventually([&] {
     int stopped = 0;
     for (pid_t pid : processes_with(marker)) stopped += state_of(pid) == 'T';

@@ -11,7 +11,7 @@ Outcome run_throw_probe(const std::string& mode) {
 }
 
 // The other ranks, in one line. On a slow machine they may be ended before their own exceptions do that.
-const std::string kFollowers = "(lockstep: after that [1-3] ranks? ended by an exception: [0-3, ]+\n)?$";
+const std::string kFollowers = "(lockstep: [1-3] ranks? then ended with an exception: [0-3, ]+\n)?$";
 
 int occurrences(const std::string& text, const std::string& part) {
   int count = 0;

@@ -93,7 +93,7 @@ def signal_rows():
             since = job.signal(signal.SIGTERM)
             case.check(job.wait() == 143, "the status is not 143", job)
             case.check(case.measure(job.ended - since) >= 0.9, "ended before the grace was over", job)
-            killed = re.findall(r"has not ended within 1(?:\.0)? s: it is killed", job.text("err"))
+            killed = re.findall(r"did not end within 1(?:\.0)? s; killing it", job.text("err"))
             case.check(len(killed) == case.ranks, "the launcher does not say that it killed every rank after 1 s", job)
 
     @fault("a second SIGTERM to the launcher", "ends at once; status 143", "the launcher's end, from the second", 1.0)

@@ -193,7 +193,7 @@ void read_mpich(Identity& identity, const Above& above) {
   identity.job = fmt::format("MPICH {}", several_hosts ? "" : process_of_launcher(kMpich.launcher, above));
 }
 
-// ---- all launchers ------------------------------------------------------------------------------------------
+// ---- all launchers ------------------------------------------------------------------------------------
 
 std::string shown(const Names& names) {
   return fmt::format("{}={} and {}={}", names.rank, value_of(names.rank), names.size, value_of(names.size));
