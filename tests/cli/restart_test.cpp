@@ -21,7 +21,7 @@ TEST(Restart, at_the_same_count_twice_goes_on_where_checkpoints_were_saved_betwe
 TEST(Restart, at_the_same_count_twice_ends_the_job_where_nothing_was_saved) {
   const auto outcome = run_restart_probe("none");
   EXPECT_EQ(outcome.status, 137) << outcome.output;
-  EXPECT_THAT(outcome.output, HasSubstr("attempts 0 and 1 came to the same end"));
+  EXPECT_THAT(outcome.output, HasSubstr("attempts 0 and 1 failed in the same way"));
 }
 
 }  // namespace

@@ -100,7 +100,7 @@ class Busy(Exception):
     """Others compute here: nothing can be measured."""
 
 
-NAMED = re.compile(r"rank (\d+) is slow: its steps take ([\d.]+) times the others' \(busy .*, others .*, steps (\d+) to (\d+)\)")
+NAMED = re.compile(r"rank (\d+) is slow: its steps take ([\d.]+) times as long as the other ranks' \(busy .*, others .*, steps (\d+) to (\d+)\)")
 
 
 def step_times(text):

@@ -42,7 +42,7 @@ def missing_rank(case):
         # The others have come when its time is over.
         ranks.start(case.ranks - 1, size, port, {"LOCKSTEP_JOIN_TIMEOUT": "1s"})
         seen = ", ".join(map(str, range(case.ranks)))
-        check_refusal(case, ranks.jobs, ["CommError"], rf"did not come: {case.ranks}\b", rf"did: {seen}")
+        check_refusal(case, ranks.jobs, ["CommError"], rf"did not join: {case.ranks}\b", rf"did: {seen}")
 
 
 @fault("two processes with one RANK", "an error that names the duplicate", "the last error", 2.0)

@@ -139,6 +139,6 @@ def fails_twice(case):
         status = job.wait()
         case.check(status not in (0, None), f"the status is {status}", job)
         case.check({e["attempt"] for e in job.events("fault")} == {0, 1}, "not two attempts", job)
-        case.check(re.search(r"came to the same end.*the victim's own words.*step 20", job.text("err")),
+        case.check(re.search(r"failed in the same way.*the victim's own words.*step 20", job.text("err")),
                    "the diagnosis is missing", job)
         case.measure(job.ended - since)

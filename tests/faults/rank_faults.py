@@ -80,7 +80,7 @@ def stop_reported(case):
         pid = job.rank_pid(rank)
         since = now()
         os.kill(pid, signal.SIGSTOP)
-        line = job.await_line("err", rf"rank {rank} \(pid {pid}\) is stopped \(SIGSTOP\): it is ended in {STOP_GRACE} s")
+        line = job.await_line("err", rf"rank {rank} \(pid {pid}\) is stopped \(SIGSTOP\): it will be killed in {STOP_GRACE} s")
         if case.check(line, "the launcher does not say that the rank is stopped", job):
             case.within(case.measure(line[0] - since), 1.0, "reported")
         status = job.wait()
@@ -101,7 +101,7 @@ def stop_and_go_on(case):
         time.sleep(0.5)
         since = now()
         os.kill(pid, signal.SIGCONT)
-        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) goes on"), "nobody says that it goes on", job)
+        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) resumed"), "nobody says that it goes on", job)
         job.signal(signal.SIGTERM)
         saved = check_saved(case, [job], 143)
         case.measure(job.ended - since)
@@ -237,7 +237,7 @@ def slow_rank(case):
         pid = job.rank_pid(rank)
         case.check(job.wait() == 0, "it failed", job)
     told = [(t - since, line) for t, line in job.lines["err"] if t > since and line.startswith("lockstep:")]
-    where = rf"has waited ([\d.]+) s in .*; not there: rank {rank} \(pid {pid}\), last after all_reduce #\d+ .* ago"
+    where = rf"has waited ([\d.]+) s in .*; missing: rank {rank} \(pid {pid}\), last after all_reduce #\d+ .* ago"
     found = [(t, float(match[1])) for t, line in told if (match := re.search(where, line))]
     # Each line comes when the wait is at least twice as long as at the one before.
     waits = [int(waited).bit_length() for _, waited in found]

@@ -28,7 +28,7 @@ Fd open_spare() { return Fd(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
 }  // namespace
 
 Acceptor::Acceptor(TcpListener listener, std::string key, std::string context,
-           std::function<void(const std::string&)> say)
+                   std::function<void(const std::string&)> say)
     : listener_(std::move(listener)),
       key_(std::move(key)),
       context_(std::move(context)),

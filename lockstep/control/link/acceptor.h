@@ -28,7 +28,7 @@ class Acceptor {
 
   // say: a line about those who were refused, at most one a second.
   Acceptor(TcpListener listener, std::string key, std::string context,
-       std::function<void(const std::string&)> say);
+           std::function<void(const std::string&)> say);
   ~Acceptor();
   Acceptor(Acceptor&&) = delete;
 

@@ -103,7 +103,7 @@ TEST_F(AgentProcesses, a_stopped_rank_is_reported_goes_on_or_is_ended) {
   victim.send(SIGSTOP);
   EXPECT_TRUE(comes_to_say("rank 1 (pid " + std::to_string(victim.pid()) + ") is stopped"));
   victim.send(SIGCONT);
-  EXPECT_TRUE(comes_to_say("goes on after"));
+  EXPECT_TRUE(comes_to_say("resumed after"));
   EXPECT_FALSE(client->failure());
   victim.send(SIGSTOP);
   const auto failure = told.get_future().get();
@@ -220,12 +220,12 @@ TEST_F(AgentProcesses, an_agent_of_another_host_may_be_stopped_for_a_while) {
   auto client = connect(patient.name);
   client->join(card(0, 2), seconds(30), [&](const Failure& failure) { told.set_value(failure); });
   holder.send(SIGSTOP);
-  EXPECT_TRUE(comes_to_say("the agent at 127.0.0.1 says nothing, though its host is there"));
+  EXPECT_TRUE(comes_to_say("the agent at 127.0.0.1 does not respond, although its host does"));
   EXPECT_FALSE(client->failure());
   holder.send(SIGCONT);
-  EXPECT_TRUE(comes_to_say("the agent at 127.0.0.1 goes on"));
+  EXPECT_TRUE(comes_to_say("the agent at 127.0.0.1 responds again"));
   holder.send(SIGSTOP);
-  EXPECT_THAT(told.get_future().get().text(), HasSubstr("nothing was heard from it for 4."));
+  EXPECT_THAT(told.get_future().get().text(), HasSubstr("it sent nothing for 4."));
 }
 
 // As when a machine that holds several hosts is frozen: none of them is taken for lost when it goes on.

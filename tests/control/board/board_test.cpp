@@ -71,8 +71,8 @@ TEST(Board, long_names_are_cut) {
   auto board = std::make_shared<Board>(1);
   board->prepare(0);
   StatusWriter status(board, 0);
-  began(status, status.add_line(1, std::string(500, 'g'), false), 0, std::string(500, 'o'), std::string(500, 's'),
-        -1);
+  began(status, status.add_line(1, std::string(500, 'g'), false), 0, std::string(500, 'o'),
+        std::string(500, 's'), -1);
   const auto rows = board->rows(0);
   EXPECT_LT(rows.rows[0].group.size(), 64u);
   EXPECT_EQ(Rows::decode(rows.encode()).rows[0].site, rows.rows[0].site);
@@ -108,7 +108,8 @@ TEST(Board, a_reader_never_sees_half_a_line) {
   const int line = status.add_line(1, "g", false);
   std::atomic<bool> end = false;
   std::thread writer([&] {
-    for (int i = 0; !end; ++i) began(status, line, i, i % 2 ? "odd" : "even", i % 2 ? "odd.cpp" : "even.cpp", i);
+    for (int i = 0; !end; ++i)
+      began(status, line, i, i % 2 ? "odd" : "even", i % 2 ? "odd.cpp" : "even.cpp", i);
   });
   for (int i = 0; i < 20000; ++i)
     for (const Row& row : board->rows(0).rows) {

@@ -42,7 +42,7 @@ TEST_F(FlightRingTest, what_a_pen_writes_is_read) {
   StatusWriter status(board, 1);
   status.step(12);
   const auto first = status.began(-1, {.key = -7, .sequence = 41, .count = 10, .bytes = 40, .peer = 1},
-                               texts("broadcast", "train.cpp:80"));
+                                  texts("broadcast", "train.cpp:80"));
   const auto second =
       status.began(-1, {.key = 9, .sequence = 2, .peer = 0, .message = true}, texts("send", "pipe.cpp:3"));
   status.began(-1, {.key = -7, .sequence = 42}, texts("barrier", "train.cpp:81"));

@@ -27,17 +27,18 @@ class CoordinatorTest : public ::testing::Test {
   };
 
   Coordinator make(Coordinator::Options options) {
-    return Coordinator(options,
-                {.send = [this](int node, Frame frame) { sent.push_back({node, std::move(frame)}); },
-                 .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
-                 .say = [this](const std::string& line) { said.push_back(line); },
-                 .flight = [this](FlightRecord record) { flights.push_back(std::move(record)); },
-                 .status = [this](const Status& status) { statuses.push_back(status); }});
+    return Coordinator(
+        options, {.send = [this](int node, Frame frame) { sent.push_back({node, std::move(frame)}); },
+                  .order = [this](int node, Order order) { orders.emplace_back(node, std::move(order)); },
+                  .say = [this](const std::string& line) { said.push_back(line); },
+                  .flight = [this](FlightRecord record) { flights.push_back(std::move(record)); },
+                  .status = [this](const Status& status) { statuses.push_back(status); }});
   }
   // A job of `lockstep run` on one host, with all ranks in it.
   Coordinator running(int ranks, int max_restarts = 0) {
     Coordinator coordinator = make({.num_nodes = 1, .launches = true, .max_restarts = max_restarts});
-    coordinator.add_node({.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
+    coordinator.add_node(
+        {.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
     all_come(coordinator, ranks);
     return coordinator;
   }
@@ -55,7 +56,8 @@ class CoordinatorTest : public ::testing::Test {
         .rank = rank, .size = size, .pid = 100 + rank, .attempt = attempt, .version = "1", .host = "here"};
   }
   void come(Coordinator& coordinator, int rank, int size, int attempt = 0) {
-    coordinator.receive(0, {.kind = Kind::hello, .rank = rank, .payload = card(rank, size, attempt).encode()});
+    coordinator.receive(0,
+                        {.kind = Kind::hello, .rank = rank, .payload = card(rank, size, attempt).encode()});
   }
   // It has begun collective number `sequence`, and waits for it if `waited_ms` is not negative.
   static void is_at(Coordinator& coordinator, int rank, std::int64_t sequence, std::int64_t waited_ms,
@@ -168,7 +170,8 @@ TEST_F(CoordinatorTest, a_job_that_has_begun_is_not_disturbed_by_one_that_comes_
   EXPECT_EQ(sent[0].frame.id, 7);
   EXPECT_EQ(sent[0].node, 1) << "to the late one alone";
   EXPECT_THAT(sent[0].frame.payload, HasSubstr("two processes have RANK=0"));
-  coordinator.receive(1, {.kind = Kind::rank_ended, .rank = 0, .payload = encode(Ended{.pid = 9, .signal = 9})});
+  coordinator.receive(1,
+                      {.kind = Kind::rank_ended, .rank = 0, .payload = encode(Ended{.pid = 9, .signal = 9})});
   coordinator.receive(1, {.kind = Kind::leave, .rank = 0});
   EXPECT_THAT(sent, SizeIs(1)) << "what it says before it hears so is not taken for the first one's";
 }
@@ -181,7 +184,7 @@ TEST_F(CoordinatorTest, hosts_that_do_not_come_are_named) {
   EXPECT_THAT(orders, IsEmpty());
   coordinator.tick(Clock::now() + seconds(3));
   ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
-  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("these did not come in 2.0 s: 0, 2"));
+  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("these did not join within 2.0 s: 0, 2"));
 }
 
 TEST_F(CoordinatorTest, a_job_that_is_stopped_before_it_starts_ends) {
@@ -198,7 +201,7 @@ TEST_F(CoordinatorTest, those_who_are_missing_are_named_to_all) {
   come(coordinator, 0, 4);
   come(coordinator, 2, 4);
   coordinator.receive(0, {.kind = Kind::missing, .rank = 2});
-  EXPECT_THAT(verdict(), AllOf(HasSubstr("these did not come: 1, 3"), HasSubstr("these did: 0, 2")));
+  EXPECT_THAT(verdict(), AllOf(HasSubstr("these did not join: 1, 3"), HasSubstr("these did: 0, 2")));
 }
 
 TEST_F(CoordinatorTest, a_killed_rank_is_named_with_pid_signal_and_place) {
@@ -253,11 +256,12 @@ TEST_F(CoordinatorTest, an_uncaught_error_of_an_operation_is_the_cause_where_nob
 
 TEST_F(CoordinatorTest, the_same_exception_is_said_once_and_another_by_itself) {
   Coordinator coordinator = running(4);
-  for (int r : {1, 0, 2}) fault(coordinator, r, Fault::Kind::exception, "batch_size: expected at least 1, got 0");
+  for (int r : {1, 0, 2})
+    fault(coordinator, r, Fault::Kind::exception, "batch_size: expected at least 1, got 0");
   fault(coordinator, 3, Fault::Kind::exception, "no space left");
   EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) threw: batch_size"));
   ASSERT_THAT(said, SizeIs(1));
-  EXPECT_EQ(said[0], "rank 3 (pid 103) threw, too: no space left");
+  EXPECT_EQ(said[0], "rank 3 (pid 103) threw as well: no space left");
 }
 
 TEST_F(CoordinatorTest, a_rank_that_ends_before_it_joins_is_told_to_those_who_wait) {
@@ -315,7 +319,7 @@ TEST_F(CoordinatorTest, who_is_waited_for_is_told_once_a_doubling) {
   for (int ms = 200; ms < 8900; ms += 100) coordinator.tick(start + milliseconds(ms));
   ASSERT_THAT(said, SizeIs(4));  // after 1, 2, 4 and 8 s
   EXPECT_THAT(said[0], AllOf(HasSubstr("has waited 1.1 s in all_reduce #8 of group 'world' at train.cpp:42"),
-                             HasSubstr("not there: rank 2 (pid 102), last after all_reduce #7"),
+                             HasSubstr("missing: rank 2 (pid 102), last after all_reduce #7"),
                              HasSubstr("1.2 s ago"), HasSubstr("step 3"), Not(HasSubstr("rank 3 ("))));
 }
 
@@ -347,7 +351,8 @@ TEST_F(CoordinatorTest, all_stop_at_the_call_that_the_furthest_makes_next) {
   EXPECT_THAT(of_kind(Kind::stop_prepare), SizeIs(1));
   ASSERT_THAT(orders_of<Stop>(), SizeIs(1));
   auto counts = [&](int rank, int count) {
-    coordinator.receive(0, {.kind = Kind::stop_count, .rank = rank, .payload = Writer().number(count).take()});
+    coordinator.receive(0,
+                        {.kind = Kind::stop_count, .rank = rank, .payload = Writer().number(count).take()});
   };
   counts(0, 17);
   EXPECT_THAT(of_kind(Kind::stop_at), IsEmpty());
@@ -385,7 +390,7 @@ TEST_F(CoordinatorTest, a_job_starts_again_and_ends_when_it_comes_to_the_same_en
   EXPECT_THAT(orders_of<Start>(), SizeIs(3));
   ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
   EXPECT_THAT(orders_of<Finish>()[0].why,
-              AllOf(HasSubstr("attempts 1 and 2 came to the same end"), HasSubstr("step 20")));
+              AllOf(HasSubstr("attempts 1 and 2 failed in the same way"), HasSubstr("step 20")));
   EXPECT_EQ(orders_of<Finish>()[0].status, 139);
 }
 
@@ -398,8 +403,8 @@ TEST_F(CoordinatorTest, a_job_that_commits_steps_is_started_again_though_it_ends
     if (attempt > 0) all_come(coordinator, 2, attempt);
     const auto saved = committed[static_cast<std::size_t>(attempt)];
     coordinator.receive(0, {.kind = Kind::rows,
-                     .rank = 0,
-                     .payload = Rows{.step = 20, .committed = saved, .rows = {}}.encode()});
+                            .rank = 0,
+                            .payload = Rows{.step = 20, .committed = saved, .rows = {}}.encode()});
     is_at(coordinator, 1, 20, -1, 20);
     ends(coordinator, 1, {.pid = 101, .status = {}, .signal = SIGKILL});
     coordinator.receive(0, {.kind = Kind::node_done});
@@ -407,7 +412,7 @@ TEST_F(CoordinatorTest, a_job_that_commits_steps_is_started_again_though_it_ends
     EXPECT_THAT(orders_of<Start>(), SizeIs(attempt < 2 ? attempt + 2 : 3));
   }
   ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
-  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("attempts 1 and 2 came to the same end"));
+  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("attempts 1 and 2 failed in the same way"));
 }
 
 TEST_F(CoordinatorTest, without_steps_each_checkpoint_is_progress) {
@@ -679,8 +684,8 @@ TEST_F(CoordinatorTest, a_rank_whose_steps_are_far_longer_is_named_and_all_is_in
   Coordinator coordinator = running(2);
   make_steps(coordinator, false);
   EXPECT_THAT(said,
-              ::testing::ElementsAre("rank 1 is slow: its steps take 5.0 times the others' (busy 100 ms, "
-                                     "others 20 ms, steps 20 to 22)"));
+              ::testing::ElementsAre("rank 1 is slow: its steps take 5.0 times as long as the other ranks' "
+                                     "(busy 100 ms, others 20 ms, steps 20 to 22)"));
   ASSERT_FALSE(statuses.empty());
   EXPECT_EQ(statuses.back().step, 23);
   EXPECT_EQ(statuses.back().slowest, 1);

@@ -15,20 +15,23 @@ class HeadDeadlock : public ::testing::Test {
  protected:
   explicit HeadDeadlock(int ranks = 3)
       : coordinator_({.num_nodes = 1, .launches = true}, {.send =
-                                                       [this](int, Frame frame) {
-                                                         if (frame.kind == Kind::verdict)
-                                                           verdict_ = decode_failure(frame.payload).text();
-                                                       },
-                                                   .order = [](int, Order) {},
-                                                   .say = [](const std::string&) {}}) {
-    coordinator_.add_node({.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
+                                                              [this](int, Frame frame) {
+                                                                if (frame.kind == Kind::verdict)
+                                                                  verdict_ =
+                                                                      decode_failure(frame.payload).text();
+                                                              },
+                                                          .order = [](int, Order) {},
+                                                          .say = [](const std::string&) {}}) {
+    coordinator_.add_node(
+        {.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
     GroupMade groups[] = {{.key = 1, .name = "world", .ranks = {}}, {.key = 2, .name = "other", .ranks = {}}};
     for (int r = 0; r < ranks; ++r) {
       const Hello card{.rank = r, .size = ranks, .pid = 100 + r, .version = "1", .host = "here"};
       coordinator_.receive(0, {.kind = Kind::hello, .rank = r, .payload = card.encode()});
       for (auto& group : groups) group.ranks.push_back(r);
     }
-    for (auto& group : groups) coordinator_.receive(0, {.kind = Kind::group, .rank = 0, .payload = group.encode()});
+    for (auto& group : groups)
+      coordinator_.receive(0, {.kind = Kind::group, .rank = 0, .payload = group.encode()});
   }
 
   // A line of a rank's page: the last operation that it has begun in a group, and whether it waits for it.
@@ -82,8 +85,7 @@ TEST_F(HeadDeadlock, is_ended_after_a_second_and_shows_both_sides) {
   EXPECT_EQ(verdict_,
             "deadlock: rank 0 (pid 100) waits for rank 1 in all_gather #7 of group 'other' at net.cpp:7; "
             "rank 1 (pid 101) waits for rank 0 in all_reduce #5 of group 'world' at train.cpp:42; 1 more "
-            "cannot go on because of these. Every rank must call the operations of its groups in the same "
-            "order");
+            "blocked by these. Every rank must call the operations of its groups in the same order");
 }
 
 TEST_F(HeadDeadlock, of_three_ranks_shows_all_of_them) {
@@ -118,8 +120,8 @@ TEST_F(HeadDeadlock, is_none_where_another_thread_waits_for_something_that_can_e
   auto places = cycle();
   // A group of rank 0 and 1, where both have come.
   coordinator_.receive(0, {.kind = Kind::group,
-                    .rank = 0,
-                    .payload = GroupMade{.key = 3, .name = "third", .ranks = {0, 1}}.encode()});
+                           .rank = 0,
+                           .payload = GroupMade{.key = 3, .name = "third", .ranks = {0, 1}}.encode()});
   places[0].rows.push_back(line(3, 9, true));
   places[0].threads = places[0].blocked = 2;
   places[1].rows.push_back(line(3, 9, false));

@@ -34,10 +34,10 @@ class Job {
       }
       for (int r = 0; r < ranks_; ++r)
         detector.note(r, {.step = step_,
-                      .steps = 1,
-                      .took_us = static_cast<std::int64_t>((longest + 1) * 1000),
-                      .waited_us = static_cast<std::int64_t>(
-                          (longest + 1 - times[static_cast<std::size_t>(r)]) * 1000)});
+                          .steps = 1,
+                          .took_us = static_cast<std::int64_t>((longest + 1) * 1000),
+                          .waited_us = static_cast<std::int64_t>(
+                              (longest + 1 - times[static_cast<std::size_t>(r)]) * 1000)});
       for (auto& line : detector.judge()) {
         lines.push_back(std::move(line));
         told_at.push_back(step_);
@@ -68,14 +68,17 @@ TEST(StragglerDetector, names_a_rank_slowed_to_a_fifth_after_three_steps_and_tel
   Job job(4);
   job.run(17, [](int, std::int64_t) { return 20; });
   job.run(20, [](int rank, std::int64_t) { return rank == 2 ? 96 : 20; });
-  ASSERT_THAT(job.lines,
-              ElementsAre("rank 2 is slow: its steps take 4.8 times the others' (busy 96 ms, others 20 "
-                          "ms, steps 17 to 19)"));
+  ASSERT_THAT(
+      job.lines,
+      ElementsAre(
+          "rank 2 is slow: its steps take 4.8 times as long as the other ranks' (busy 96 ms, others 20 "
+          "ms, steps 17 to 19)"));
   EXPECT_EQ(job.told_at[0], 19);
   job.run(10, [](int rank, std::int64_t) { return rank == 2 ? 22 : 20; });
   ASSERT_THAT(job.lines, SizeIs(2));
-  EXPECT_EQ(job.lines[1],
-            "rank 2 is no longer slow: its steps take 1.1 times the others' (busy 22 ms, step 41)");
+  EXPECT_EQ(
+      job.lines[1],
+      "rank 2 is no longer slow: its steps take 1.1 times as long as the other ranks' (busy 22 ms, step 41)");
 }
 
 TEST(StragglerDetector, finds_it_with_any_number_of_ranks_and_from_the_first_steps_on) {
@@ -126,7 +129,7 @@ TEST(StragglerDetector, stages_of_a_pipeline_are_compared_with_themselves) {
   EXPECT_THAT(job.lines, IsEmpty()) << "uneven, and steady";
   job.run(3, [&](int rank, std::int64_t step) { return stage(rank, step) * (rank == 0 ? 5 : 1); });
   EXPECT_THAT(job.lines,
-              ElementsAre("rank 0 is slow: its steps take 5.0 times what they took (busy 20 ms, before "
+              ElementsAre("rank 0 is slow: its steps take 5.0 times as long as before (busy 20 ms, before "
                           "4.0 ms, steps 1000 to 1002)"));
 }
 
@@ -134,7 +137,8 @@ TEST(StragglerDetector, compares_the_same_steps_whenever_they_are_told_and_whate
   StragglerDetector detector;
   std::vector<std::string> lines;
   auto tell = [&](int rank, std::int64_t step, std::int64_t busy_ms) {
-    detector.note(rank, {.step = step, .steps = 1, .took_us = 200'000, .waited_us = 200'000 - busy_ms * 1000});
+    detector.note(rank,
+                  {.step = step, .steps = 1, .took_us = 200'000, .waited_us = 200'000 - busy_ms * 1000});
     for (auto& line : detector.judge()) lines.push_back(line);
   };
   // Every tenth step is long for all; rank 1 is late in telling, and some are lost.
@@ -157,7 +161,7 @@ TEST(StragglerDetector, does_not_wait_for_a_rank_that_makes_no_more_steps) {
   for (std::int64_t step = 10; step < 200; ++step) {
     for (int rank : {0, 1})
       job.detector.note(rank,
-                    {.step = step, .steps = 1, .took_us = 100'000, .waited_us = rank == 0 ? 0 : 80'000});
+                        {.step = step, .steps = 1, .took_us = 100'000, .waited_us = rank == 0 ? 0 : 80'000});
     for (auto& line : job.detector.judge()) job.lines.push_back(line);
   }
   EXPECT_THAT(job.lines, ElementsAre(HasSubstr("rank 0 is slow: its steps take 5.0 times")));

@@ -31,7 +31,7 @@ class DoorTest : public ::testing::Test {
  protected:
   DoorTest()
       : acceptor_(listen_tcp("127.0.0.1", 0, 0), kKey, "job",
-              [this](const auto& line) { lines_.push_back(line); }) {}
+                  [this](const auto& line) { lines_.push_back(line); }) {}
 
   int port() const { return acceptor_.listener().port; }
   Fd stranger(const std::string& says = "") {
