@@ -339,7 +339,7 @@ TEST_F(Checkpoint, ranks_that_all_save_without_a_group_are_told_what_to_do) {
   Net net;
   detail::PartialFile held(path());  // as another rank has it
   EXPECT_THAT(error_of<ConfigError>([&] { save(path(), {.model = net}); }),
-              AllOf(HasSubstr("somebody else is writing it now"),
+              AllOf(HasSubstr("another process is writing it now"),
                     HasSubstr("give {.group}, or save on rank 0 alone")));
 }
 

@@ -186,7 +186,7 @@ TEST_F(PartialFileTest, readers_see_one_whole_file_or_the_other_while_writers_ta
           put(std::string(100'000 + static_cast<std::size_t>(letter), letter));
           ++written;
         } catch (const ConfigError& error) {
-          EXPECT_THAT(error.what(), HasSubstr("somebody else is writing it now"));
+          EXPECT_THAT(error.what(), HasSubstr("another process is writing it now"));
         }
       }
     });
@@ -206,7 +206,7 @@ TEST_F(PartialFileTest, places_where_no_file_can_be_are_named) {
   EXPECT_THAT(error_of<ConfigError>([&] { put("x", "missing/run"); }),
               AllOf(HasSubstr(path("missing")), HasSubstr("No such file or directory")));
   fs::create_directory(path("folder"));
-  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "folder"); }), HasSubstr("it is a folder"));
+  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "folder"); }), HasSubstr("it is a directory"));
   EXPECT_THAT(error_of<ConfigError>([&] { put("x", "folder/"); }), HasSubstr("names no file"));
   EXPECT_THAT(error_of<ConfigError>([] { PartialFile(""); }), HasSubstr("names no file"));
   // Somebody's link, which would be written through.
@@ -240,7 +240,7 @@ TEST_F(PartialFileTest, links_are_followed_and_stay) {
   EXPECT_THAT(error_of<ConfigError>([&] { put("x", "nowhere"); }),
               AllOf(HasSubstr("missing"), HasSubstr("No such file or directory")));
   fs::create_symlink("data", path("to_folder"));
-  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "to_folder"); }), HasSubstr("it is a folder"));
+  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "to_folder"); }), HasSubstr("it is a directory"));
   fs::create_symlink("round", path("round"));
   EXPECT_THAT(error_of<ConfigError>([&] { put("x", "round"); }),
               AllOf(HasSubstr(path("round")), HasSubstr("Too many levels of symbolic links")));
@@ -252,7 +252,7 @@ TEST_F(PartialFileTest, what_is_no_regular_file_is_refused_and_stays) {
   for (const char* name : {"pipe", "link"})
     EXPECT_THAT(error_of<ConfigError>([&] { put("x", name); }),
                 AllOf(HasSubstr("cannot write '" + path(name) + "'"), HasSubstr("it is a pipe (FIFO)"),
-                      HasSubstr("give a regular file")));
+                      HasSubstr("use a regular file")));
   EXPECT_TRUE(fs::is_fifo(path("pipe")));
   EXPECT_TRUE(fs::is_symlink(path("link")));
 
@@ -284,9 +284,9 @@ TEST_F(PartialFileTest, a_name_without_a_folder_is_in_this_one) {
 TEST_F(WholeFileTest, what_is_no_file_is_an_error_and_never_waits) {
   EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(path("none")); }),
               AllOf(HasSubstr("cannot read '" + path("none") + "'"), HasSubstr("No such file")));
-  EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(folder_.string()); }), HasSubstr("it is not a file"));
+  EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(folder_.string()); }), HasSubstr("it is not a regular file"));
   ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
-  EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(path("pipe")); }), HasSubstr("it is not a file"));
+  EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(path("pipe")); }), HasSubstr("it is not a regular file"));
 }
 
 TEST_F(WholeFileTest, a_file_that_becomes_shorter_is_an_error) {

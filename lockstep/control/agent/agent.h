@@ -91,8 +91,8 @@ class Agent {
   void rank_started(int rank, int pid);
   void rank_ended(int rank, Ended how);
   void node_done();  // Every rank of this node has ended.
-  // Closes the connections to other hosts before the ranks here are killed, so that the host's end is reported
-  // and not one of its ranks'. Returns when that is done.
+  // Closes the connections to other hosts before the ranks here are killed, so that the end of the host is
+  // reported, not that of a rank. Returns when that is done.
   void leave_hosts();
   void stop(int signal);        // Becomes Stop on every node.
   void paused(bool paused);     // The ranks are being stopped on purpose (Ctrl-Z), or continued.

@@ -160,7 +160,7 @@ TEST(SecureLink, what_was_recorded_is_of_no_use_later) {
 TEST(SecureLink, what_is_sent_back_to_its_sender_is_refused) {
   auto from = caller();
   const auto hello = from.take_output();
-  EXPECT_EQ(refusal(from, hello), "it sent our own words back");
+  EXPECT_EQ(refusal(from, hello), "it reflected our own greeting");
 
   // Its proof, after a challenge of a stranger's own.
   auto again = caller();
@@ -257,10 +257,10 @@ TEST(SecureLink, other_protocols_are_refused_at_their_first_byte) {
 TEST(SecureLink, who_does_not_wait_for_an_answer_is_refused) {
   auto from = caller();
   auto to = listener();
-  EXPECT_EQ(refusal(to, from.take_output() + "x"), "it spoke out of turn");
+  EXPECT_EQ(refusal(to, from.take_output() + "x"), "it sent data out of turn");
   auto again = listener();
   again.receive(caller().take_output());
-  EXPECT_EQ(refusal(again, std::string(4096, 'x')), "it spoke out of turn");
+  EXPECT_EQ(refusal(again, std::string(4096, 'x')), "it sent data out of turn");
 }
 
 }  // namespace
