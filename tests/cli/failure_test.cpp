@@ -164,7 +164,7 @@ TEST(Failure, a_limit_of_processes_is_told_with_what_could_not_be_created) {
     EXPECT_THAT(
         outcome.output,
         ContainsRegex("^lockstep: (the agent's process|a thread for the (ranks' output|agent)|a process for "
-                      "a rank) could not be created \\(the limits are pids.max of the cgroup and ulimit "
+                      "a rank) cannot be created \\(the limits are pids.max of the cgroup and ulimit "
                       "-u\\): Resource temporarily unavailable\n$"))
         << most;
   }
