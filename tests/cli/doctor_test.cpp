@@ -224,13 +224,13 @@ TEST(Doctor, gpus_and_libtorch_that_do_not_fit_are_told) {
     return Copy(probe_that_says(described)).report().row("CUDA")["verdict"].get<std::string>();
   };
   EXPECT_EQ(verdict({{"version", "2.13.0"}}), "ok");
-  EXPECT_EQ(verdict({{"gpus", {gpu, gpu}}, {"driver", "12.4"}}), "note");  // LibTorch is for the CPU
-  EXPECT_EQ(verdict({{"cuda", "13.0"}}), "note");                          // no GPU
+  EXPECT_EQ(verdict({{"gpus", {gpu, gpu}}, {"driver", "12.4"}}), "note");  // LibTorch is CPU-only.
+  EXPECT_EQ(verdict({{"cuda", "13.0"}}), "note");                          // No GPU.
   EXPECT_EQ(verdict({{"cuda", "13.0"}, {"gpus", {gpu}}, {"driver", "12.4"}, {"usable_gpus", 0}}), "bad");
   const Copy copy(probe_that_says(
       {{"cuda", "13.0"}, {"gpus", {gpu, gpu}}, {"driver", "13.0"}, {"usable_gpus", 2}, {"nccl", "2.28.9"}}));
   EXPECT_THAT(copy.report().row("CUDA")["finding"].get<std::string>(), HasSubstr("2 x Some GPU of 80.0 GiB"));
-  EXPECT_THAT(copy.report().row("NCCL")["hint"].get<std::string>(), HasSubstr("build"));  // no transport
+  EXPECT_THAT(copy.report().row("NCCL")["hint"].get<std::string>(), HasSubstr("build"));  // No transport.
 }
 
 TEST(Doctor, the_environment_is_looked_at) {

@@ -1,4 +1,4 @@
-"""The flight record of real jobs that fail: what `lockstep run` saves and says, what `lockstep trace flight` prints.
+"""The flight record of real jobs that fail: what `lockstep run` saves and prints, and what `lockstep trace flight` prints.
 
 usage: flight_test.py LOCKSTEP PROBE
 """
@@ -35,7 +35,7 @@ def lockstep(*arguments, status=0, environment=None):
 
 
 def fail(ranks, *what, options=(), backend="auto"):
-    """A job that comes to that end: its record, and the line that tells of it."""
+    """Runs a job that ends that way; returns its record, after checking the line about it."""
     file = FOLDER / f"{'-'.join(map(str, what))}-{ranks}-{backend}.json"
     output = lockstep("run", "-q", "-n", ranks, "--flight-record", file, *options, PROBE, *what, backend, status="some")
     lines = [line for line in output.splitlines() if line.startswith("lockstep: flight record in ")]
@@ -50,7 +50,7 @@ def fail(ranks, *what, options=(), backend="auto"):
 
 
 def check_rank(record, rank):
-    """Each group's operations count on, and time goes forward."""
+    """Each group's operations are numbered consecutively, and times increase."""
     names = {group["key"]: group["name"] for group in record["groups"]}
     assert len(rank["operations"]) == min(1000, rank["operations_begun"]), rank["rank"]
     last = {}
@@ -85,7 +85,7 @@ def a_rank_killed_inside_an_operation():
 
 
 def a_rank_that_makes_another_call():
-    # Gloo does not compare calls: here the record is all that tells.
+    # Gloo does not compare calls: only the record shows the difference.
     for backend in ("gloo", "shm"):
         record = fail(4, "other", 2, 20, options=["--timeout", "3s"], backend=backend)
         verdict = record["verdict"]
@@ -103,7 +103,7 @@ def a_rank_that_makes_another_call():
 
 
 def a_rank_that_leaves_a_step_out():
-    # All go on with the same calls until the others are one step short of it: then it is the one that has left.
+    # All ranks make the same calls until the peers lack one step: then it is the one that has left.
     record = fail(4, "skip", 3, 20, options=["--timeout", "5s"], backend="gloo")
     verdict = record["verdict"]
     assert verdict["kind"] == "did_not_come" and verdict["ranks"] == [3], verdict
@@ -221,7 +221,7 @@ def what_is_printed():
 
 
 def main():
-    # Two at a time: those that wait for a deadline leave the processors to others.
+    # Two at a time: tests that wait for a deadline leave the processors to others.
     tests = (
         a_rank_that_makes_another_call,
         where_it_goes,

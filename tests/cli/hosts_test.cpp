@@ -1,4 +1,4 @@
-// `lockstep run` for several hosts, which are all this one here.
+// `lockstep run` for several hosts, all of which are this one.
 #include <signal.h>
 #include <unistd.h>
 
@@ -122,7 +122,7 @@ TEST_F(Hosts, an_interrupt_while_others_are_awaited_ends_it) {
   const auto marker = unique_marker();
   auto command = node(0, 1, "true");
   command.push_back(marker);
-  command.erase(command.begin() + 2);  // not quiet
+  command.erase(command.begin() + 2);  // Not quiet.
   Session session(command);
   ASSERT_TRUE(session.wait_for("coordinator at " + master_)) << session.output();
   session.send(SIGINT);

@@ -1,4 +1,4 @@
-// When `lockstep run --max-restarts` takes two failures for the same one.
+// When `lockstep run --max-restarts` considers two failures the same.
 #include "support/errors.h"
 #include "support/folder.h"
 #include "support/process.h"

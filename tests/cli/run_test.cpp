@@ -1,4 +1,4 @@
-// The program `lockstep`: what `run` makes of its options, and what the ranks get.
+// The program `lockstep`: how `run` handles its options, and the environment of the ranks.
 #include <unistd.h>
 
 #include <filesystem>
@@ -22,7 +22,7 @@ Outcome lockstep_run(std::vector<std::string> arguments,
   return run({arguments, std::move(environment)});
 }
 
-// With these options, a shell as the program of each rank.
+// Runs a shell as the program of each rank, with these options.
 Outcome shell(const std::vector<std::string>& options, const std::string& script,
               std::map<std::string, std::string> environment = {}) {
   std::vector<std::string> arguments = {"run", "--quiet"};

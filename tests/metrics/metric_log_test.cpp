@@ -1,4 +1,4 @@
-// What log_metric writes. That TensorBoard reads it: tests/cli/metrics_test.py.
+// The files of log_metric. tests/cli/metrics_test.py checks that TensorBoard reads them.
 #include <lockstep/metrics/metric_log.h>
 
 #include <signal.h>

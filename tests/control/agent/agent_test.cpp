@@ -23,7 +23,7 @@ using testing::error_of;
 using testing::eventually;
 using ::testing::HasSubstr;
 
-// A bound port of 127.0.0.1 on which no process listens, nor can begin to.
+// A bound port of 127.0.0.1 on which no process can listen.
 class SilentPort {
  public:
   SilentPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -133,13 +133,13 @@ TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
           .values,
       ElementsAre("far"));
   auto far_client = far.get();
-  other.reset();  // the host is gone
+  other.reset();  // The host is gone.
   EXPECT_THAT(told.get_future().get().text(),
               AllOf(HasSubstr("rank 1 (pid "), HasSubstr("and with it the agent of the host at 127.0.0.1")));
 }
 
-// The agent reads the hello before it notices that the connection has ended, so the error names the rank. It
-// waits 300 ms before it reports such an end, so the rounds run side by side.
+// The agent reads the hello before it notices the end of the connection, so the error names the rank. It
+// waits 300 ms before it reports such an end, so the attempts run in parallel.
 TEST_F(AgentTest, a_rank_that_dies_right_after_its_hello_ends_itself_alone) {
   std::vector<std::thread> rounds;
   for (int i = 0; i < 6; ++i)
@@ -155,7 +155,7 @@ TEST_F(AgentTest, a_rank_that_dies_right_after_its_hello_ends_itself_alone) {
       auto client = connect(each.name);
       try {
         client->join(card(0, 2), seconds(30), [](const Failure&) {});
-      } catch (const JoinError&) {  // told already
+      } catch (const JoinError&) {  // Notified already.
       }
       const auto failure = client->failure(seconds(30));
       ASSERT_TRUE(failure);

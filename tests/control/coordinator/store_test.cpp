@@ -132,7 +132,7 @@ TEST_F(Store, a_request_that_is_given_up_is_forgotten) {
     server.handle(who, StoreRequest::decode(StoreRequest{.call = StoreCall::forget, .number = 1}.encode()),
                   [](StoreReply) { ADD_FAILURE() << "nobody waits for that"; });
   };
-  forget(8);  // of somebody else
+  forget(8);  // Another client's.
   EXPECT_EQ(server.num_waiting(), 2u);
   forget(7);
   EXPECT_EQ(server.num_waiting(), 1u);

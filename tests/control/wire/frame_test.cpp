@@ -30,7 +30,7 @@ TEST(Frame, what_is_encoded_comes_back) {
     bytes += encode({Kind::store, 7, 0xfffffffe, payload});
   bytes += encode({Kind::ping, -1, 0, ""});
   FrameBuffer buffer;
-  // Cut anywhere: a frame is given when its last byte is there.
+  // Split anywhere: a frame is returned once its last byte has arrived.
   std::vector<Frame> frames;
   for (std::size_t at = 0; at < bytes.size();) {
     const std::size_t size = at < 100 ? 1 : std::min<std::size_t>(65536, bytes.size() - at);

@@ -1,4 +1,4 @@
-// What is read out of flight records, and the file that they are kept in.
+// Verdicts on flight records, and the record's file.
 #include <lockstep/launch/flight/flight_file.h>
 #include <lockstep/launch/flight/flight_keeper.h>
 #include <lockstep/launch/flight/flight_verdict.h>
@@ -30,7 +30,7 @@ using Kind = FlightVerdict::Kind;
 constexpr std::int64_t kWorld = 1, kPair = -2;
 constexpr std::int64_t kSecond = 1'000'000'000;
 
-// Ranks that each do something a second, from the first on.
+// Ranks that each make one call a second, starting at the first.
 struct Job {
   FlightRecord record;
 
@@ -164,7 +164,7 @@ TEST(FlightVerdict, one_that_had_not_come_yet_when_another_died_is_not_blamed) {
   job.record.ranks[1].ended = {.pid = 101, .signal = SIGTERM};
   job.record.failure = {.rank = 2, .pid = 102, .cause = "exited with status 3"};
   EXPECT_THAT(judge(job.record).ranks, ElementsAre(2));
-  job.record.failure->rank = -1;  // a host was lost
+  job.record.failure->rank = -1;  // A host was lost.
   const auto both = judge(job.record);
   EXPECT_THAT(both.ranks, ElementsAre(1, 2));
   EXPECT_THAT(both.text, Not(HasSubstr("SIGTERM"))) << "that was the launcher";
@@ -197,7 +197,7 @@ TEST(FlightVerdict, a_rank_that_never_began_anything) {
                         "waited; its last operation: none"));
 }
 
-// 0 waits in the world for 1, which waits in a pair for 2: that is where it began.
+// Rank 0 waits in the world for 1, which waits in a pair for 2: that is the cause.
 TEST(FlightVerdict, those_who_wait_themselves_are_not_to_blame) {
   Job job(3);
   job.record.groups[kPair] = {kPair, "pair", {1, 2}};
@@ -208,9 +208,9 @@ TEST(FlightVerdict, those_who_wait_themselves_are_not_to_blame) {
   job.open(1);
   const auto verdict = judge(job.record);
   EXPECT_THAT(verdict.ranks, ElementsAre(2));
-  // By time: 0 began to wait first, and of those it waits for only 2 does nothing.
+  // By time: 0 began to wait first, and of the ranks it waits for only 2 is idle.
   EXPECT_EQ(verdict.group, "world");
-  job.record.ranks[2].log.entries.back().ended_ns = 0;  // now all wait
+  job.record.ranks[2].log.entries.back().ended_ns = 0;  // Now all wait.
   EXPECT_EQ(judge(job.record).group, "world");
 }
 
@@ -362,7 +362,7 @@ TEST(FlightFile, what_a_terminal_would_obey_is_not_passed_on) {
   EXPECT_EQ(parse_flight(flight_json(job.record), "f").groups.at(kWorld).name, "a  31mb \xc3\xa4 \xc2\xa9");
 }
 
-// Others are somewhere between two operations at that moment, and some wait for them.
+// Peers are between two operations at that moment, and some wait for them.
 TEST(FlightVerdict, a_killed_rank_is_to_blame_and_not_one_that_had_not_come_yet) {
   Job job(3);
   job.together(0, 5);
@@ -375,7 +375,7 @@ TEST(FlightVerdict, a_killed_rank_is_to_blame_and_not_one_that_had_not_come_yet)
   auto verdict = judge(job.record);
   EXPECT_EQ(verdict.kind, Kind::ended);
   EXPECT_THAT(verdict.ranks, ElementsAre(2));
-  // One that was waited for so long may be why somebody killed it: both are told.
+  // A rank that kept its peers waiting that long may be why this one was killed: both are reported.
   job.fail(0);
   job.record.ranks[0].log.entries.back().ended_ns = 20 * kSecond;
   verdict = judge(job.record);
@@ -414,7 +414,7 @@ TEST(FlightVerdict, of_ranks_that_wait_for_one_another_all_are_named) {
                               "of group 'pair' at pair.cpp:7, where rank 1 waited")));
 }
 
-// Groups that are made anew in each step, and are known no longer.
+// Groups that are created in each step, and are no longer known.
 TEST(FlightVerdict, very_many_groups_take_no_time) {
   Job job(2);
   for (std::int64_t key = 10; key < 60'010; ++key)
@@ -432,14 +432,14 @@ TEST(FlightFile, that_cannot_be_written_is_told_with_what_it_says_and_holds_nobo
   FlightKeeper keeper(plan);
   auto job = whole_job();
   job.record.attempt = 0;
-  for (int i = 0; i < 1000; ++i) job.together(10 + i, 11 + i);  // more than a pipe holds
+  for (int i = 0; i < 1000; ++i) job.together(10 + i, 11 + i);  // More than a pipe holds.
   plan.flight_record = "/dev/full";
   keeper.take(job.record);
   const auto verdict = judge(job.record).text;
   EXPECT_THAT(keeper.save().value_or(""), HasSubstr("No space left on device; its verdict: " + verdict));
   plan.flight_record = (folder / "pipe").string();
   ASSERT_EQ(::mkfifo(plan.flight_record.c_str(), 0600), 0);
-  const int reader = ::open(plan.flight_record.c_str(), O_RDONLY | O_NONBLOCK);  // which does not read
+  const int reader = ::open(plan.flight_record.c_str(), O_RDONLY | O_NONBLOCK);  // Does not read.
   keeper.take(job.record);
   EXPECT_THAT(keeper.save().value_or(""), HasSubstr("Connection timed out; its verdict: " + verdict));
   ::close(reader);
@@ -466,7 +466,7 @@ TEST(FlightFile, goes_where_it_was_asked_for_and_only_when_there_is_something_to
   job.record.attempt = 0;
   keeper.take(job.record);
   EXPECT_THAT(keeper.save().value_or(""), HasSubstr((folder / "mine").string() + ": "));
-  // An earlier one is not to be taken for that of this failure.
+  // An earlier record must not be mistaken for this failure's.
   Job early(2);
   early.record.failure = {.rank = 1, .pid = 101, .cause = "exited with status 3"};
   keeper.take(early.record);
@@ -479,7 +479,7 @@ TEST(FlightFile, goes_where_it_was_asked_for_and_only_when_there_is_something_to
   keeper.take(job.record);
   EXPECT_EQ(keeper.save(), std::nullopt);
   plan.flight_record.clear();
-  job.record.failure.reset();  // it was asked to stop
+  job.record.failure.reset();  // It was asked to stop.
   keeper.take(job.record);
   EXPECT_EQ(keeper.save(), std::nullopt);
   std::filesystem::remove_all(folder);
