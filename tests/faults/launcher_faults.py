@@ -1,4 +1,4 @@
-"""Something happens to the launcher, or it starts the ranks again."""
+"""Faults of the launcher, and restarts of the ranks."""
 
 import os
 import pathlib
@@ -29,7 +29,7 @@ def launcher_row(name, *victim, program=None, agent=False):
     def body(case):
         command = program(case) if program else None
         surroundings = Surroundings(harness.have_own_namespaces())
-        # With so long a grace, an end that waits for it takes too long.
+        # With such a long grace, an end that waits for it takes too long.
         with case.job(*victim, program=command, clean=False, run=["--grace", "60s"]) as job:
             pid = job.pid
             if agent:
@@ -101,7 +101,7 @@ def signal_rows():
         with case.job("--ignore-signals", run=["--grace", "30s"]) as job:
             job.await_events("training", case.ranks)
             job.signal(signal.SIGTERM)
-            # Two that come before the first is taken count as one.
+            # Two signals that arrive before the first is handled count as one.
             wait_until(lambda: not harness.has_pending(job.pid, signal.SIGTERM))
             time.sleep(0.3)
             case.check(job.ended is None, "the first one ended it", job)

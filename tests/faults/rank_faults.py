@@ -1,4 +1,4 @@
-"""Something happens to a rank."""
+"""Faults of a rank."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ DEFAULT_GRACE = 5  # seconds, of --stop-grace and LOCKSTEP_STOP_GRACE
 
 
 def check_grace(case, job, grace):
-    """The errors tell of a stop as long as the grace that was asked for, not the one by default."""
+    """The errors report a stop as long as the requested grace, not the default one."""
     texts = [error["text"] for error in job.events("CommError")]
     found = [float(each) for each in re.findall(r"stopped for ([\d.]+) s", "\n".join(texts))]
     case.check(found and all(grace <= each < DEFAULT_GRACE for each in found), f"not stopped for {grace} s: {texts}")
@@ -221,7 +221,8 @@ def slow_but_well(case):
         case.check(job.wait(300) == 0, "it failed", job)
         case.measure(job.ended - since)
     alarms = [line for _, line in job.lines["err"] if line.startswith("lockstep:")]
-    # A wait adds up what each of the ranks waited for a processor: where others use them, one is long in truth.
+    # A wait includes the time each rank waited for a core: if other processes use the cores, one wait is
+    # really long.
     if alarms and not told_by_launcher(job) and lateness.most > 0.1:
         case.notes.append(f"{len(alarms)} alarms, on a machine that kept this process waiting for {lateness.most:.2f} s")
     else:
@@ -239,7 +240,7 @@ def slow_rank(case):
     told = [(t - since, line) for t, line in job.lines["err"] if t > since and line.startswith("lockstep:")]
     where = rf"has waited ([\d.]+) s in .*; missing: rank {rank} \(pid {pid}\), last after all_reduce #\d+ .* ago"
     found = [(t, float(match[1])) for t, line in told if (match := re.search(where, line))]
-    # Each line comes when the wait is at least twice as long as at the one before.
+    # Each line appears when the wait is at least twice as long as at the previous one.
     waits = [int(waited).bit_length() for _, waited in found]
     busy = lateness.most > 0.1
     case.check(waits == [1, 2, 3] or busy and waits and waits == sorted(set(waits)), "not a line after 1, 2 and 4 s", job)
