@@ -180,7 +180,7 @@ TEST(Output, is_kept_in_files_which_are_never_overwritten) {
   EXPECT_EQ(text_of(logs / "rank-0.log"), "out 0 0\nout 0 0\n");
   const auto bad = shell({"-n", "1", "--log-dir", "/proc/no/such"}, "true");
   EXPECT_EQ(bad.status, 2);
-  EXPECT_THAT(bad.output, HasSubstr("--log-dir '/proc/no/such'"));
+  EXPECT_THAT(bad.output, HasSubstr("--log-dir: cannot create directory '/proc/no/such'"));
 }
 
 TEST(Output, to_a_full_log_ends_and_the_rank_goes_on) {

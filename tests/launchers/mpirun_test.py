@@ -62,7 +62,7 @@ class Identity(LauncherTest):
         for _, mpirun in self.each_mpirun():
             status, output = support.run(*mpirun, "-n", "2", self.probe, environment=clean_environment(MASTER_PORT="9"))
             self.assertNotEqual(status, 0)
-            self.assertIn("MASTER_ADDR is not set, and MASTER_PORT is", output)
+            self.assertIn("MASTER_ADDR is not set but MASTER_PORT is", output)
 
     def test_torchrun(self):
         found = self.expect_ranks(succeed(*self.torchrun("--standalone", "--nproc-per-node", "2"), self.probe),

@@ -439,7 +439,7 @@ TEST_F(CoordinatorTest, an_older_attempt_is_refused) {
   coordinator.tick(Clock::now() + seconds(1));
   come(coordinator, 0, 2, 0);
   ASSERT_THAT(of_kind(Kind::refused), SizeIs(1));
-  EXPECT_THAT(of_kind(Kind::refused)[0].payload, HasSubstr("attempt 0 of the job, which is at attempt 1"));
+  EXPECT_THAT(of_kind(Kind::refused)[0].payload, HasSubstr("attempt 0 of the job, but the job is at attempt 1"));
 }
 
 TEST_F(CoordinatorTest, each_attempt_waits_longer_than_the_one_before) {
@@ -697,7 +697,7 @@ TEST_F(CoordinatorTest, a_rank_whose_steps_are_far_longer_is_named_and_all_is_in
 TEST_F(CoordinatorTest, ranks_that_send_messages_are_compared_with_themselves) {
   Coordinator coordinator = running(2);
   make_steps(coordinator, true);
-  EXPECT_THAT(said, ::testing::ElementsAre(HasSubstr("5.0 times what they took")));
+  EXPECT_THAT(said, ::testing::ElementsAre(HasSubstr("5.0 times as long as before")));
 }
 
 }  // namespace
