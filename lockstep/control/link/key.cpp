@@ -59,7 +59,7 @@ std::string read_key_file(const std::string& what, const std::string& path) {
   const auto size = ::read(file.get(), text.data(), text.size());
   try {
     if (size < 0) throw ConfigError(fmt::format("{}: cannot read {}: {}", what, path, std::strerror(errno)));
-    std::string key = parse(fmt::format("{}, {}", what, path),
+    std::string key = parse(fmt::format("{} {}", what, path),
                             std::string_view(text).substr(0, static_cast<std::size_t>(size)));
     forget(text);
     return key;
