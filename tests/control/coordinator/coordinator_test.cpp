@@ -439,7 +439,8 @@ TEST_F(CoordinatorTest, an_older_attempt_is_refused) {
   coordinator.tick(Clock::now() + seconds(1));
   come(coordinator, 0, 2, 0);
   ASSERT_THAT(of_kind(Kind::refused), SizeIs(1));
-  EXPECT_THAT(of_kind(Kind::refused)[0].payload, HasSubstr("attempt 0 of the job, but the job is at attempt 1"));
+  EXPECT_THAT(of_kind(Kind::refused)[0].payload,
+              HasSubstr("attempt 0 of the job, but the job is at attempt 1"));
 }
 
 TEST_F(CoordinatorTest, each_attempt_waits_longer_than_the_one_before) {
