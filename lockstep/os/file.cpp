@@ -176,8 +176,8 @@ void PartialFile::commit() {
 }
 
 WholeFile::WholeFile(const std::string& path) : path_(path) {
-  file_ = ::open(path.c_str(),
-                 O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // Nonblocking, because opening a pipe would wait.
+  // Nonblocking, because opening a pipe would wait.
+  file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file_ < 0) throw ConfigError(fmt::format("cannot read '{}': {}", path, reason(errno)));
   struct stat status {};
   const bool plain = ::fstat(file_, &status) == 0 && S_ISREG(status.st_mode);
