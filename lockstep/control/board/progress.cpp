@@ -9,7 +9,7 @@
 namespace lockstep::control {
 namespace {
 
-// Minimum time of one report is half of this. A cgroup throttles a rank in periods of 100 ms, so less says
+// A report covers at least half of this time. A cgroup throttles a rank in periods of 100 ms, so less says
 // nothing. And agents look every 100 ms, at different moments on different hosts: the last 16 reports of all
 // ranks overlap.
 constexpr std::int64_t kTogether = 128'000'000;
