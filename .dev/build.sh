@@ -4,7 +4,7 @@ readonly GIB_PER_COMPILER=3
 
 cmake_arguments() {
   printf '%s\n' -G Ninja "-DLOCKSTEP_TORCH=$TORCH"
-  # CMake reads CXX itself, which may hold a launcher too: CXX="ccache g++".
+  # CMake reads CXX itself, which may include a launcher: CXX="ccache g++".
   [[ ${CXX:-} || $COMPILER == g++ || $* == *-DCMAKE_CXX_COMPILER=* ]] || printf '%s\n' "-DCMAKE_CXX_COMPILER=$COMPILER"
   ((!OFFLINE)) || printf '%s\n' -DLOCKSTEP_OFFLINE=ON "-DCMAKE_PREFIX_PATH=$PWD/.pack"
   printf '%s\n' "$@"
@@ -17,13 +17,13 @@ configured() {
   [[ -f $1/build.ninja && $(cat "$1/.configured" 2>/dev/null) == "${CXX:-} ${arguments[*]}" ]]
 }
 
-# configure DIR CMAKE-ARGUMENT...: Ninja re-runs CMake when a CMake file changes; only other arguments need us.
+# configure DIR CMAKE-ARGUMENT...: needed for new arguments only, because Ninja re-runs CMake when a CMake file changes.
 configure() {
   local dir=$1 arguments
   ! configured "$@" || return 0
   mapfile -t arguments < <(cmake_arguments "${@:2}")
-  # CMake remembers where it found each library, which is wrong under other arguments. Objects stay: Ninja
-  # compiles again only what gets another command line.
+  # CMake caches where it found each library, which is wrong with other arguments. Objects stay: Ninja recompiles only
+  # those whose command line changes.
   rm -rf "$dir"/CMakeCache.txt "$dir"/CMakeFiles/[0-9]* "$dir"/.configured
   step "Configuring $dir" cmake -S . -B "$dir" "${arguments[@]}" || explain "CMake could not configure $dir"
   printf '%s\n' "${CXX:-} ${arguments[*]}" >"$dir/.configured"
@@ -50,7 +50,7 @@ compile() {
 
 readonly EVERYTHING=(-DCMAKE_BUILD_TYPE=Release)
 
-# build_part TARGETS CMAKE-ARGUMENT...: leaves a build/ that was configured for everything as it is.
+# build_part TARGETS CMAKE-ARGUMENT...: does not reconfigure a build/ that was configured for everything.
 build_part() {
   local targets
   read -ra targets <<<"$1"
@@ -71,7 +71,7 @@ build_everything() {
   compile build
 }
 
-# What the tests run: of the benchmarks, those that a test starts.
+# Builds what the tests run, including the benchmarks that tests start.
 build_tests() {
   configure build "${EVERYTHING[@]}"
   compile build --target {lockstep,cli,python,examples,tests}/all bench/{collectives,data_parallel}/all benched

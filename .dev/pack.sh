@@ -1,7 +1,6 @@
-# ./dev pack: what --offline builds from.
+# ./dev pack: creates the pack that --offline builds from.
 
-# Lists what a build needs of the installed packages. Of the libraries' own needs, the C and C++ runtimes are
-# left to the other machine.
+# Lists the files of installed packages that a build needs. The other machine must have the C and C++ runtimes.
 packed_files() {
   local arch=$1 listed library
   listed=$(dpkg -L "${LIBRARIES[@]}" "${TEST_LIBRARIES[@]}" "${BENCH_LIBRARIES[@]}")
@@ -14,23 +13,23 @@ packed_files() {
 
 pack() {
   local new=build/pack.new arch ninja kib compiler
-  ((!OFFLINE)) || die "pack makes what --offline uses, from what apt-get brought: run it without --offline."
+  ((!OFFLINE)) || die "pack collects what apt-get installed: run it without --offline."
   setup_packages "${TEST_LIBRARIES[@]}" "${BENCH_LIBRARIES[@]}"
   setup_digits
   read -ra compiler <<<"$COMPILER"
   arch=$("${compiler[@]}" -print-multiarch)
   rm -rf "$new"
   mkdir -p "$new/bin"
-  # Links are followed: a pack travels by means that drop them.
+  # Links are followed, because copying a pack may drop them.
   packed_files "$arch" | sort -u | tar -cPh --hard-dereference --no-recursion -T - \
     --transform "s|^/usr/|/|;s|^/||;s|/$arch/|/|;s|/$arch\$||" | tar -x -C "$new"
-  # Without the folder named after the architecture, these files stand one level nearer to the prefix.
+  # Without the folder named after the architecture, these files are one level closer to the prefix.
   sed -i -E -e "s|/lib/$arch/|/lib/|g" "$new"/lib/cmake/*/*Targets*.cmake \
     -e 's|^get_filename_component\((_IMPORT_PREFIX "\$\{CMAKE_CURRENT_LIST_FILE\}") PATH\)|set(\1)|'
-  # A shim in PATH would not work on another machine, so the program itself is looked for.
+  # A shim in PATH would not work on another machine, so this finds the program itself.
   ninja=$({ type -ap ninja; python3 -c 'import ninja; print(ninja.BIN_DIR + "/ninja")' 2>/dev/null; } |
     xargs -r grep -la $'^\x7fELF' | head -n 1) || true
-  [[ $ninja ]] || die "found no ninja program to pack, only shims: install the package ninja-build."
+  [[ $ninja ]] || die "cannot find a ninja program to pack, only shims: install the package ninja-build."
   cp -L "$ninja" "$new/bin/ninja"
   cp -r build/digits "$new/"
   kib=$(du -sk "$new" | cut -f1)

@@ -1,6 +1,6 @@
-# Installing what a verb needs: Debian packages, LibTorch, the digits, clang and clang-format.
+# Installs what a verb needs: Debian packages, LibTorch, the digits, clang and clang-format.
 
-# What each verb adds. .pack/ holds the files of the libraries; everything else is a tool or is only run.
+# Packages needed by each verb. .pack/ holds the files of the libraries; the other packages are tools.
 readonly LIBRARIES=(libcli11-dev nlohmann-json3-dev libxxhash-dev libhwloc-dev libsodium-dev zlib1g-dev)
 readonly TEST_LIBRARIES=(libgtest-dev libgmock-dev)
 readonly BENCH_LIBRARIES=(libbenchmark-dev)
@@ -27,8 +27,8 @@ apt_install() {
     as_root env DEBIAN_FRONTEND=noninteractive apt-get "${wait[@]}" install -y --no-install-recommends "$@"
 }
 
-# A fresh container image has no package lists, and what they offer decides which packages we ask for. A failure shows
-# when apt-get installs, if anything is missing at all.
+# A fresh container image has no package lists, which decide the packages to request. A failure here is ignored: it
+# shows when apt-get installs, if anything is missing at all.
 fetch_package_lists() {
   ! compgen -G '/var/lib/apt/lists/*_Packages*' >/dev/null && command -v apt-get >/dev/null && may_install || return 0
   ask_for_password
@@ -63,7 +63,7 @@ Install the equivalents and use --offline with a .pack/ made by './dev pack' on 
   rm -f build/.configured build/check/*/.configured
 }
 
-# The first g++ that is new enough for our C++20. Ubuntu 22.04 calls version 11 g++, and has g++-12 beside it.
+# The first g++ that supports Lockstep's C++20. On Ubuntu 22.04 g++ is version 11, and g++-12 is a package of its own.
 find_compiler() {
   local name
   for name in g++ g++-1{9,8,7,6,5,4,3,2}; do
@@ -74,10 +74,10 @@ find_compiler() {
   done
 }
 
-# setup_packages PACKAGE...: the tools and the libraries that everything needs, and PACKAGE...
+# setup_packages PACKAGE...: installs the tools and libraries that every verb needs, and PACKAGE...
 setup_packages() {
   local tool missing_tools=()
-  # A tool counts wherever it came from, so its package is asked for only when the command is not there.
+  # A tool may come from anywhere, so its package is requested only if the command is missing.
   for tool in cmake:cmake ninja:ninja-build python3:python3; do
     command -v "${tool%%:*}" >/dev/null || missing_tools+=("${tool#*:}")
   done
@@ -93,7 +93,7 @@ setup_packages() {
     fetch_package_lists
     missing_tools+=("$(compiler_package)")
   fi
-  # pip brings LibTorch and the digits.
+  # pip installs LibTorch and the digits.
   if [[ ! ${LOCKSTEP_TORCH:-} || ! -e build/digits/labels.npy ]]; then
     mapfile -t -O "${#missing_tools[@]}" missing_tools < <(pip_packages)
   fi
@@ -101,7 +101,7 @@ setup_packages() {
   COMPILER=${CXX:-$(find_compiler)}
 }
 
-# What pip in .venv/ needs and does not find. Debian's python3 cannot create a virtual environment; other Pythons can.
+# Lists missing packages that pip in .venv/ needs. Debian's python3 cannot create a virtual environment; other Pythons can.
 pip_packages() {
   venv_works || python3 -c 'import ensurepip' 2>/dev/null || echo python3-venv
   [[ -e /etc/ssl/certs/ca-certificates.crt ]] || echo ca-certificates
@@ -109,12 +109,12 @@ pip_packages() {
 
 compiler_package() {
   local major
-  # As a regular expression, which apt-cache takes a plain g++ for where it knows no such package.
+  # A regular expression, because apt-cache treats a plain g++ as one if it knows no such package.
   major=$(apt-cache policy '^g\+\+$' 2>/dev/null | sed -nE 's/^ *Candidate: ([0-9]+:)?([0-9]+).*/\2/p')
   if ((${major:-0} >= GCC_MIN)); then echo g++; else echo "g++-$GCC_MIN"; fi
 }
 
-# The test of the profile's page takes any of these browsers, and is skipped where there is none.
+# The test of the profile's page takes any of these browsers, and is skipped without one.
 has_browser() {
   local name
   for name in chromium chromium-browser google-chrome; do
@@ -141,7 +141,7 @@ Give the folder of an unpacked LibTorch, or what this prints:
   version=$(cat "$TORCH"/include/torch/{headeronly/,csrc/api/include/torch/,}version.h 2>/dev/null |
     sed -nE 's/^#define TORCH_VERSION_(MAJOR|MINOR) +([0-9]+).*/\2/p' | paste -sd.) || true
   IFS=. read -r major minor _ <<<"$version"
-  [[ $major && $minor ]] || die "$origin does not say which version it is (TORCH_VERSION_MAJOR in include/torch)."
+  [[ $major && $minor ]] || die "cannot find the version of $origin (TORCH_VERSION_MAJOR in include/torch)."
   ((major > ${TORCH_MIN%.*} || (major == ${TORCH_MIN%.*} && minor >= ${TORCH_MIN#*.}))) ||
     die "$origin is LibTorch $major.$minor; Lockstep needs $TORCH_MIN or newer."
 }
@@ -171,7 +171,7 @@ venv_install() {
   shift
   ! venv_has "$@" || return 0
   make_venv
-  # pip takes a package with this folder for installed, whether it has a RECORD or not.
+  # pip considers a package with this folder installed, whether it has a RECORD or not.
   for info in .venv/lib/python3*/site-packages/*.dist-info; do
     [[ ! -d $info || -e $info/RECORD ]] || rm -rf "$info"
   done
@@ -197,7 +197,7 @@ torch_has_cuda() {
   fi
 }
 
-# setup_torch PYTHON-PACKAGE...: LibTorch, and in .venv/ these packages too.
+# setup_torch PYTHON-PACKAGE...: installs LibTorch, and these packages in .venv/.
 setup_torch() {
   local index=() size="about 200 MB"
   if [[ -n ${LOCKSTEP_TORCH:-} ]]; then
@@ -206,9 +206,9 @@ setup_torch() {
     return
   fi
   if ((OFFLINE)); then
-    [[ -d .venv ]] || die "--offline needs a LibTorch: set LOCKSTEP_TORCH=DIR, or bring a .venv/ that holds torch."
+    [[ -d .venv ]] || die "--offline needs a LibTorch: set LOCKSTEP_TORCH=DIR, or copy a .venv/ with torch here."
   else
-    # PyPI's torch brings CUDA with it, some gigabytes that are of use only with a GPU.
+    # PyPI's torch includes several gigabytes of CUDA, which are needed only with a GPU.
     if [[ -e /dev/nvidiactl ]]; then
       size="about 3 GB with CUDA"
     elif venv_has "torch==$TORCH_PIN" || reachable "$TORCH_CPU_INDEX"; then
@@ -223,8 +223,8 @@ setup_torch() {
   check_torch "the torch in .venv"
 }
 
-# The handwritten digits in scikit-learn's wheel, which the example 04_digits learns. The folder appears whole
-# or not at all.
+# The handwritten digits in scikit-learn's wheel, for the example 04_digits. The folder is created completely or not at
+# all.
 setup_digits() {
   local folder=build/digits python=.venv/bin/python3
   [[ ! -e $folder/labels.npy ]] || return 0
@@ -239,7 +239,7 @@ setup_digits() {
       "$python" -m pip download --disable-pip-version-check --no-deps --only-binary :all: -d "$SCRATCH/digits" scikit-learn ||
       explain "pip could not download scikit-learn, whose digits an example learns"
     python3 examples/04_digits/export.py "$SCRATCH"/digits/*.whl "$folder.new" ||
-      die "the digits could not be read from scikit-learn's wheel."
+      die "cannot read the digits from scikit-learn's wheel."
   fi
   mv "$folder.new" "$folder"
 }

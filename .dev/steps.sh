@@ -1,4 +1,4 @@
-# Running one step: its progress, its log, and what to tell the user when it fails.
+# Runs one step: its progress, its log, and its error message.
 
 readonly REPORT_SECONDS=30 # how often a log file gets a line of progress; a terminal is updated every second
 
@@ -20,7 +20,7 @@ end_part() {
 only_one() {
   exec 9<.
   flock -n 9 2>/dev/null || {
-    echo "dev: another call of ./dev works in $PWD; waiting until it ends" >&2
+    echo "dev: another ./dev is running in $PWD; waiting until it ends" >&2
     flock 9
   }
 }
@@ -48,7 +48,7 @@ misuse() { (die "$@") || exit 2; }
 no_arguments() { (($# == 1)) || misuse "'$1' takes no arguments, got: ${*:2}"; }
 
 # step HEADING COMMAND...: writes the command's output to $LOG and shows it only if the command fails. $PROGRESS
-# names a function that prints one line on how far the command has come; it is called with the seconds so far.
+# names a function that prints one line of progress; it is called with the seconds so far.
 step() {
   local heading=$1 begin=$SECONDS status=0 watcher
   shift
@@ -121,7 +121,7 @@ Without a network, use --offline with a .pack/ made by './dev pack' on another m
   elif grep -q '^ninja: build stopped: interrupted by user' <<<"$causes"; then
     die "$1: something interrupted it. $again"
   fi
-  die "$1; the first error above says why."
+  die "$1; see the first error above."
 }
 
 free_mb() { df -Pm "$1" | awk 'NR == 2 { print $4 }'; }
@@ -145,7 +145,7 @@ finish() {
 
 interrupted() {
   trap '' INT TERM HUP
-  # As Ctrl-C does, so that apt-get, pip, Ninja and CTest end in their own way.
+  # Like Ctrl-C, so that apt-get, pip, Ninja and CTest can clean up.
   [[ ! $GROUP ]] || { kill -INT -- "-$GROUP" && wait "$GROUP"; } 2>/dev/null || true
   jobs -p | xargs -r kill 2>/dev/null || true
   [[ ! -t 1 ]] || printf '\r\e[K'

@@ -3,7 +3,7 @@
 usage: summary.py RESULTS BUDGETS
 
 RESULTS holds ctest.xml and GoogleTest's JSON. Each line of BUDGETS is a prefix of tests' names and seconds; a test
-counts for the longest prefix that its name has.
+counts for the longest matching prefix.
 """
 
 import glob
@@ -16,7 +16,7 @@ import xml.etree.ElementTree as xml
 
 def print_cases(results, programs):
     passed = sum(p.get("status") == "run" for p in programs)
-    # ctest also calls skipped what it could not start. A program that skips itself says why in its last line.
+    # ctest also reports programs that it could not start as skipped. The last line of a skipped program has the reason.
     skips = [(p.get("name"), (p.findtext("system-out") or "").strip().rpartition("\n")[2]) for p in programs
              if p.get("status") == "disabled" or any("SKIP_" in s.get("message", "") for s in p.findall("skipped"))]
     skipped = len(skips)

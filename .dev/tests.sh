@@ -2,7 +2,7 @@
 
 readonly GIB_PER_TEST=2 # up to 8 ranks
 
-# The tests mostly wait for one another, so that one more than there are processors keeps those busy.
+# Tests mostly wait, so one more job than there are processors keeps those busy.
 test_jobs() { echo "${LOCKSTEP_TEST_JOBS:-$(jobs_that_fit $(($(nproc) + 1)) "$GIB_PER_TEST")}"; }
 
 setup_tests() {
@@ -17,7 +17,7 @@ setup_tests() {
   setup_digits
 }
 
-# With ctest's arguments only what they select; without, the format and AddressSanitizer too.
+# With arguments, runs only the tests that they select for ctest; without, also checks the format and AddressSanitizer.
 run_tests() {
   if (($#)); then
     setup_tests
@@ -41,8 +41,8 @@ run_ctest() {
   printf '==> Testing%s\n' "$( (($#)) || [[ ! -s $last ]] || printf ' (the last run took %d s)' "$(<"$last")")"
   rm -rf "$results"
   mkdir -p "$results"
-  # The reasons for skips stand in the programs' output, which ctest would cut off after 1 KiB.
-  # Of a program that fails, the hundreds of cases that passed are left out: the one that did not stands alone.
+  # The reasons for skips are in the programs' output, which ctest would cut off after 1 KiB.
+  # For a program that fails, the many cases that passed are omitted.
   # sed stays until ctest ends: without a reader, an interrupted ctest would die before its tests.
   in_group show_ctest --test-dir build --output-on-failure --no-tests=error --test-output-size-passed 10000000 \
     --output-junit "$PWD/$results/ctest.xml" -j "$(test_jobs)" "$@" || status=$?
@@ -57,7 +57,7 @@ show_ctest() {
 }
 
 write_docs() {
-  compgen -G 'build/test-results/*.json' >/dev/null || die "there are no test results: run './dev test' first."
+  compgen -G 'build/test-results/*.json' >/dev/null || die "no test results: run './dev test' first."
   python3 tests/docs/conformance_table.py write build/test-results docs/conformance.md
   ! compgen -G 'build/test-results/faults*.json' >/dev/null ||
     python3 -B tests/docs/faults_table.py write build/test-results/faults*.json docs/faults.md
@@ -67,7 +67,7 @@ format() {
   local check=$# files wrong failed=0
   [[ $* == "" || $* == --check ]] || misuse "format: expected nothing or --check, got: $*"
   setup_clang_format || die "--offline installs nothing, and clang-format $CLANG_FORMAT_PIN is missing."
-  # Not from git, which an unpacked archive or a container may not have.
+  # Without git, which an unpacked archive or a container may not have.
   mapfile -t files < <(find lockstep cli tests examples bench cmake fuzz python -path python/build -prune -o \
     -type f -regex '.*\.\(h\|cpp\|cu\|cuh\)' -print | sort)
   if ((!check)); then
@@ -93,8 +93,8 @@ sanitize() {
     die "the tests labelled '$3' failed under $2."
 }
 
-# Each target begins with its corpus and with what it found here before. libFuzzer says what is wrong with an
-# input that ends the program, and keeps the input.
+# Each target starts with its corpus and the inputs it found here before. libFuzzer reports an input that ends the
+# program, and keeps it.
 fuzz() {
   local dir=build/check/fuzz corpus name
   setup_clang
@@ -123,7 +123,7 @@ check() {
   ((${#parts[@]})) || parts=(format warnings asan tsan fuzz)
   for part in "${parts[@]}"; do
     [[ $part =~ ^(format|warnings|asan|tsan|fuzz)$ ]] ||
-      misuse "check: there is no part '$part'; the parts are: format warnings asan tsan fuzz"
+      misuse "check: unknown part '$part'; the parts are: format warnings asan tsan fuzz"
   done
   [[ ${parts[*]} == format ]] || setup_tests
   for part in "${parts[@]}"; do

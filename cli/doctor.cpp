@@ -1,4 +1,4 @@
-// `lockstep doctor`: what a run here would meet, as a table for people or as JSON for programs.
+// `lockstep doctor`: checks this machine and prints the findings as a table or as JSON.
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -36,7 +36,7 @@ const char* word_of(Verdict verdict) {
   return verdict == Verdict::ok ? "ok" : verdict == Verdict::note ? "note" : "bad";
 }
 
-// Lines of at most `width`. A word that is longer, such as a path, goes on in the next line.
+// Splits text into lines of at most `width`. A longer word, such as a path, continues on the next line.
 std::vector<std::string> wrapped(const std::string& text, std::size_t width) {
   std::vector<std::string> lines(1);
   std::istringstream words(text);
@@ -55,7 +55,7 @@ std::vector<std::string> wrapped(const std::string& text, std::size_t width) {
   return lines;
 }
 
-// Rows are shown as they are found: measuring takes seconds.
+// Prints each row as soon as it is found, because measuring takes seconds.
 class Table {
  public:
   void show(const Row& row) const {
@@ -71,7 +71,7 @@ class Table {
   }
 
   void show_heads_of_figures(int ranks) const {
-    std::cout << fmt::format("\n{} rank{}: a barrier, and all_reduce by the tensor's size; medians\n", ranks,
+    std::cout << fmt::format("\n{} rank{}: barrier, and all_reduce by tensor size; medians\n", ranks,
                              ranks == 1 ? "" : "s");
     for (const bool units : {false, true}) {
       std::cout << std::string(kIndent, ' ');
@@ -164,7 +164,7 @@ class Doctor {
 
  private:
   static Row proc_row(const std::error_code& error) {
-    return {"/proc", fmt::format("cannot be read: {}; much of what follows is unknown", error.message()),
+    return {"/proc", fmt::format("cannot be read: {}; checks below will be incomplete", error.message()),
             Verdict::bad, "mount -t proc proc /proc; lockstep run needs it too"};
   }
 
@@ -194,7 +194,7 @@ class Doctor {
                                 {"verdict", word_of(row.verdict)},
                                 {"hint", row.hint},
                                 {"values", row.values}});
-    // Names and other programs' output need not be UTF-8.
+    // Names and the output of other programs may not be UTF-8.
     std::cout << report.dump(2, ' ', false, Json::error_handler_t::replace) << '\n';
   }
 
@@ -207,26 +207,25 @@ class Doctor {
 
 void add_doctor(CLI::App& app, Action& action) {
   auto plan = std::make_shared<DoctorPlan>();
-  auto* doctor = app.add_subcommand(
-      "doctor",
-      "Tell what a run here would meet, and what could be better; with -n, how fast transports are");
+  auto* doctor =
+      app.add_subcommand("doctor", "Check this machine for problems; with -n, benchmark each transport");
   doctor->footer(
       "Example: lockstep doctor -n 4 --backend gloo,mpi\n"
-      "Every row has a verdict: ok, note (it may matter), bad (runs will suffer or fail), and a hint where\n"
-      "something can be done. The status is 1 when something is bad, else 0.");
-  auto* ranks = doctor->add_option("-n,--nproc", plan->ranks, "Measure each transport with so many ranks")
+      "Every row has a verdict: ok, note (it may matter) or bad (runs will be slow or fail), and a hint if\n"
+      "something can be done. The exit status is 1 if any row is bad, else 0.");
+  auto* ranks = doctor->add_option("-n,--nproc", plan->ranks, "Benchmark each transport with K ranks")
                     ->option_text("K")
                     ->check(CLI::Range(1, 4096));
   doctor
       ->add_option("--backend", plan->backends,
-                   fmt::format("Only these, with -n: {}; all that are there by default",
+                   fmt::format("Transports to benchmark: {} (default: all available)",
                                fmt::join(transport_names(), ",")))
       ->option_text("LIST")
       ->delimiter(',')
       ->needs(ranks);
   doctor
       ->add_option("--hosts", plan->hosts,
-                   "How many ranks the job that you mean has on each host: tells in which order they sum")
+                   "Number of ranks on each host of a planned job: show the order in which they sum")
       ->option_text("LIST")
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));
@@ -235,7 +234,7 @@ void add_doctor(CLI::App& app, Action& action) {
     const auto& known = transport_names();
     for (const auto& name : plan->backends)
       if (std::find(known.begin(), known.end(), name) == known.end())
-        throw ConfigError(fmt::format("--backend='{}' is not allowed: {} are", name, fmt::join(known, ", ")));
+        throw detail::bad_value("--backend", fmt::format("a list of {}", fmt::join(known, ", ")), name);
     action = [plan] { return Doctor(*plan).examine(); };
   });
 }

@@ -54,10 +54,10 @@ void read_what_is_there(int fd, std::string& output) {
 }  // namespace
 
 ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::milliseconds limit) {
-  // All that allocates is done before the fork: other threads may hold the allocator.
+  // Allocates everything before the fork, because another thread may hold the allocator's lock.
   auto arguments = command, variables = environment_of_child();
   const auto argv = pointers_to(arguments), envp = pointers_to(variables);
-  ::signal(SIGCHLD, SIG_DFL);  // a parent may ignore it, and then nobody can be waited for
+  ::signal(SIGCHLD, SIG_DFL);  // A parent may have ignored it, and then waitpid finds no child.
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
   const pid_t parent = ::getpid(), pid = ::fork();
@@ -65,10 +65,10 @@ ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::mil
     const int error = errno;
     ::close(ends[0]);
     ::close(ends[1]);
-    return {127, false, fmt::format("{} could not be started: {}\n", command[0], std::strerror(error))};
+    return {127, false, fmt::format("cannot start {}: {}\n", command[0], std::strerror(error))};
   }
   if (pid == 0) {
-    // It stays in our process group, so that Ctrl-C reaches it; launchers end their ranks at SIGTERM.
+    // The child stays in this process group, so that Ctrl-C reaches it. Launchers end their ranks at SIGTERM.
     ::prctl(PR_SET_PDEATHSIG, SIGTERM);
     if (::getppid() != parent) ::_exit(1);
     const int null = ::open("/dev/null", O_RDONLY);
@@ -77,7 +77,7 @@ ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::mil
     ::dup2(ends[1], STDERR_FILENO);
     ::execvpe(argv[0], argv.data(), envp.data());
     const char* why = ::strerrordesc_np(errno);
-    for (const char* part : {command[0].c_str(), " could not be started: ", why ? why : "?", "\n"}) {
+    for (const char* part : {"cannot start ", command[0].c_str(), ": ", why ? why : "?", "\n"}) {
       if (::write(STDERR_FILENO, part, std::strlen(part)) < 0) break;
     }
     ::_exit(127);
@@ -88,7 +88,7 @@ ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::mil
   ChildOutcome outcome;
   const auto deadline = Clock::now() + limit, last = deadline + std::chrono::seconds(5);
   int status = 0;
-  // The end of the child counts, not that of its output: what it left behind may hold the pipe.
+  // Waits for the child, not for the end of its output: processes it left behind may hold the pipe open.
   while (::waitpid(pid, &status, WNOHANG) == 0) {
     if (!outcome.late && Clock::now() >= deadline) {
       outcome.late = true;
@@ -98,7 +98,7 @@ ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::mil
     pollfd wait{ends[0], POLLIN, 0};
     ::poll(&wait, 1, 20);
     read_what_is_there(ends[0], outcome.output);
-    if ((wait.revents & POLLHUP) != 0) ::usleep(1000);  // nothing more will come, and poll returns at once
+    if ((wait.revents & POLLHUP) != 0) ::usleep(1000);  // No more output will come, and poll returns at once.
   }
   read_what_is_there(ends[0], outcome.output);
   ::close(ends[0]);
@@ -107,7 +107,7 @@ ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::mil
 }
 
 std::string ChildOutcome::complaint() const {
-  // The first line with an error in it names the cause; those after it are mostly consequences.
+  // The first line that mentions an error names the cause; the lines after it are mostly consequences.
   std::istringstream lines(output);
   std::string fallback;
   for (std::string line; std::getline(lines, line);) {

@@ -1,4 +1,4 @@
-// Runs a program for its output, for a limited time.
+// Runs a program with a time limit and captures its output.
 #pragma once
 
 #include <chrono>
@@ -8,18 +8,18 @@
 namespace lockstep::cli {
 
 struct ChildOutcome {
-  int status = -1;     // 128 + the signal's number for a signal; 127 where it could not be started
-  bool late = false;   // ended by us when its time was over
-  std::string output;  // standard output and error together
+  int status = -1;     // 128 + the signal's number if a signal ended it; 127 if it could not be started.
+  bool late = false;   // True if it was ended because its time was over.
+  std::string output;  // Standard output and standard error, interleaved.
 
-  // The line that says best what went wrong, for people.
+  // The line of the output that best describes the error.
   std::string complaint() const;
 };
 
-// What launched this process is none of the child's business: RANK and its like are not passed on.
+// Removes the variables of launchers (RANK and the like) from the child's environment.
 ChildOutcome run_child(const std::vector<std::string>& command, std::chrono::milliseconds limit);
 
-// Where PATH has this program; empty where it has not.
+// The path of this program in PATH; empty if there is none.
 std::string find_in_path(const std::string& name);
 
 }  // namespace lockstep::cli

@@ -1,4 +1,4 @@
-// The machine and its kernel: processors, memory, clock.
+// Checks the machine and its kernel: processors, memory, clock.
 #include <sys/mman.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
@@ -48,7 +48,7 @@ Shape shape_of_this_machine() {
   Shape shape;
   hwloc_topology_t topology = nullptr;
   if (hwloc_topology_init(&topology) != 0) return shape;
-  // The whole machine, not what the cgroup leaves of it: a comparison is wanted.
+  // The whole machine, not only what the cgroup allows, because both are compared.
   hwloc_topology_set_flags(topology, HWLOC_TOPOLOGY_FLAG_INCLUDE_DISALLOWED);
   if (hwloc_topology_load(topology) == 0) {
     auto count = [&](hwloc_obj_type_t type) { return std::max(0, hwloc_get_nbobjs_by_type(topology, type)); };
@@ -76,8 +76,8 @@ Row cores(int ranks) {
   if (quota) row.values["quota"] = *quota;
   if (ranks > usable) {
     row.verdict = Verdict::note;
-    row.finding += fmt::format("; {} ranks share them", ranks);
-    row.hint = fmt::format("more than {} wait for one another's cores", counted(usable, "rank"));
+    row.finding += fmt::format(", shared by {} ranks", ranks);
+    row.hint = fmt::format("with more than {}, ranks wait for each other's cores", counted(usable, "rank"));
   }
   return row;
 }
@@ -92,7 +92,7 @@ Row load() {
   row.values = {{"1min", average[0]}, {"5min", average[1]}, {"15min", average[2]}};
   if (average[0] > 0.5 * usable) {
     row.verdict = Verdict::note;
-    row.hint = "others compute here: ranks will wait for cores, and figures will vary";
+    row.hint = "other processes are busy here: ranks will wait for cores, and timings will vary";
   }
   return row;
 }
@@ -113,15 +113,15 @@ Row memory(int ranks) {
                                host::bytes_text(*cgroup.limit));
     available = std::min(available, *cgroup.limit - std::min(usage, *cgroup.limit));
   }
-  // LibTorch alone takes about 300 MiB of each rank's, more with CUDA.
+  // LibTorch alone takes about 300 MiB in each rank, more with CUDA.
   const auto count = static_cast<std::uint64_t>(std::max(ranks, 1));
   if (available < count * 300 * kMiB) {
     row.verdict = Verdict::bad;
-    row.hint = fmt::format("{} of LibTorch alone want {}", counted(static_cast<int>(count), "process"),
+    row.hint = fmt::format("{} with LibTorch need at least {}", counted(static_cast<int>(count), "process"),
                            host::bytes_text(count * 300 * kMiB));
   } else if (available < count * kGiB) {
     row.verdict = Verdict::note;
-    row.hint = "less than 1 GiB for each rank: small models only";
+    row.hint = "less than 1 GiB per rank: enough for small models only";
   }
   return row;
 }
@@ -140,24 +140,24 @@ Row swap() {
   row.finding = fmt::format("{} used of {}", host::bytes_text(total - unused), host::bytes_text(total));
   if (total - unused > 64 * kMiB) {
     row.verdict = Verdict::note;
-    row.hint = "memory was short here; a rank whose pages are swapped out holds up all";
+    row.hint = "memory has been short here; a rank whose pages are swapped out delays all ranks";
   }
   return row;
 }
 
 Row shared_memory() {
   struct statvfs space {};
-  Row row{"/dev/shm", "absent; Lockstep needs none, PyTorch's data loaders do"};
+  Row row{"/dev/shm", "absent; Lockstep does not need it, but PyTorch's data loaders do"};
   row.verdict = Verdict::note;
   row.values["bytes"] = 0;
   if (::statvfs("/dev/shm", &space) != 0) return row;
   const auto bytes = static_cast<std::uint64_t>(space.f_blocks) * space.f_frsize;
   row.values["bytes"] = bytes;
-  row.finding = host::bytes_text(bytes) + "; Lockstep needs none";
+  row.finding = host::bytes_text(bytes) + "; Lockstep does not need it";
   row.verdict = Verdict::ok;
   if (bytes < kGiB) {
     row.verdict = Verdict::note;
-    row.finding += ", PyTorch's data loaders and NCCL want more";
+    row.finding += ", but PyTorch's data loaders and NCCL need more";
     row.hint = "docker run --shm-size=8g, or --ipc=host";
   }
   return row;
@@ -167,11 +167,11 @@ Row huge_pages() {
   const auto modes =
       first_line_of("/sys/kernel/mm/transparent_hugepage/enabled");  // "always [madvise] never"
   const auto begin = modes.find('['), end = modes.find(']');
-  Row row{"huge pages", "not in this kernel"};
+  Row row{"huge pages", "not supported by this kernel"};
   const auto mode = begin < end && end != std::string::npos ? modes.substr(begin + 1, end - begin - 1) : "";
   row.values["mode"] = mode;
   if (mode.empty()) return row;
-  row.finding = mode == "never" ? "never: large tensors cost more page faults" : mode;
+  row.finding = mode == "never" ? "never: large tensors cause more page faults" : mode;
   if (mode == "never") {
     row.verdict = Verdict::note;
     row.hint = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled";
@@ -197,30 +197,28 @@ Row kernel() {
   } else {
     row.verdict = Verdict::bad;
     row.finding += fmt::format(", without {}", fmt::join(missing, ", "));
-    row.hint = "Linux 5.3 has both; in a container its seccomp profile may refuse them";
+    row.hint = "Linux 5.3 has both; a container's seccomp profile may block them";
   }
   return row;
 }
 
 Row clock() {
   const auto source = first_line_of("/sys/devices/system/clocksource/clocksource0/current_clocksource");
-  // Read without a system call.
+  // Clock sources that are read without a system call.
   static const std::set<std::string> cheap = {"tsc", "kvm-clock", "hyperv_clocksource_tsc_page",
                                               "arch_sys_counter"};
   timex state{};
   const bool known = ::adjtimex(&state) >= 0, synchronised = known && (state.status & STA_UNSYNC) == 0;
-  Row row{"clock", source.empty() ? "of unknown source" : source};
+  Row row{"clock", source.empty() ? "unknown source" : source};
   row.values = {{"source", source}, {"synchronised", synchronised}};
-  row.finding += synchronised ? ", synchronised"
-                 : known      ? ", not synchronised"
-                              : ", synchronised or not is unknown";
+  row.finding += synchronised ? ", synchronised" : known ? ", not synchronised" : ", synchronisation unknown";
   if (!source.empty() && !cheap.contains(source)) {
     row.verdict = Verdict::note;
     row.finding += "; reading it is slow";
-    row.hint = "dmesg | grep -i tsc says why the kernel left it";
+    row.hint = "dmesg | grep -i tsc shows why the kernel does not use it";
   } else if (!synchronised) {
     row.verdict = Verdict::note;
-    row.hint = "on several hosts run chrony or systemd-timesyncd, or their logs and traces disagree";
+    row.hint = "with several hosts, run chrony or systemd-timesyncd, or their logs and traces disagree";
   }
   return row;
 }
@@ -234,8 +232,8 @@ Row container() {
   for (const char* word : {"docker", "kubepods", "lxc", "containerd", "libpod"})
     if (sign.empty() && groups.find(word) != std::string::npos) sign = "cgroup of process 1";
   const auto first = first_line_of("/proc/1/comm");
-  Row row{"container", sign.empty() ? "no sign of one" : fmt::format("yes, by {}", sign)};
-  row.finding += ::getpid() == 1 ? "; this is process 1: lockstep run reaps what others leave"
+  Row row{"container", sign.empty() ? "not detected" : fmt::format("yes, by {}", sign)};
+  row.finding += ::getpid() == 1 ? "; this is process 1, so lockstep run reaps orphans"
                  : first.empty() ? ""
                                  : fmt::format("; process 1 is {}", first);
   row.values = {{"sign", sign}, {"process_1", first}};

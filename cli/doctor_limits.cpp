@@ -1,4 +1,4 @@
-// Limits of this shell, which the ranks inherit.
+// Checks the limits of this shell, which the ranks inherit.
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -40,7 +40,7 @@ std::string raise_hint(const char* option, const rlimit& limit, rlim_t wanted, c
 
 Row files(int ranks) {
   const auto limit = limit_of(RLIMIT_NOFILE);
-  // Each rank is connected to every other in every group, and the launcher holds some for each rank.
+  // Each rank connects to every other in every group, and the launcher holds some descriptors per rank.
   const rlim_t needed = std::max<rlim_t>(256, 128 + 8 * static_cast<rlim_t>(ranks));
   Row row{"open files",
           fmt::format("{}, hard limit {}", count_text(limit.rlim_cur), count_text(limit.rlim_max))};
@@ -54,9 +54,9 @@ Row files(int ranks) {
 
 Row processes(int ranks) {
   const auto limit = limit_of(RLIMIT_NPROC);
-  // Threads count, of all processes of this user: LibTorch's pools and the engines' own.
+  // The limit counts the threads of all processes of this user: LibTorch's pools and the engines' threads.
   const rlim_t needed = 128 + 32 * static_cast<rlim_t>(std::max(ranks, 1));
-  Row row{"processes", fmt::format("{} with their threads", count_text(limit.rlim_cur))};
+  Row row{"processes", fmt::format("{} including threads", count_text(limit.rlim_cur))};
   row.values = values_of(limit);
   if (limit.rlim_cur >= std::max<rlim_t>(needed, 1024)) return row;
   row.verdict = limit.rlim_cur < needed ? Verdict::bad : Verdict::note;
@@ -74,7 +74,7 @@ Row locked_memory() {
   row.values = values_of(limit);
   row.values["rdma"] = rdma;
   if (!rdma) {
-    if (limit.rlim_cur != RLIM_INFINITY) row.finding += "; only RDMA needs more, and there is none here";
+    if (limit.rlim_cur != RLIM_INFINITY) row.finding += "; enough without RDMA";
   } else if (limit.rlim_cur < (rlim_t{1} << 30)) {
     row.verdict = Verdict::bad;
     row.finding += ": NCCL and MPI cannot register memory for RDMA";
@@ -91,12 +91,12 @@ Row core_files() {
   Row row{"core dumps", {}};
   row.values = values_of(limit);
   row.values["pattern"] = pattern;
-  if (pattern.starts_with('|')) {  // the limit does not count then
+  if (pattern.starts_with('|')) {  // The limit is ignored then.
     row.finding = "piped to " + pattern.substr(1, pattern.find(' ') - 1);
     if (pattern.find("systemd-coredump") != std::string::npos) row.hint = "coredumpctl list shows them";
   } else if (limit.rlim_cur == 0) {
     row.verdict = Verdict::note;
-    row.finding = "none: a rank that crashes leaves no core file";
+    row.finding = "none: a crashing rank leaves no core file";
     row.hint = limit.rlim_max == 0 ? "raise 'core' in /etc/security/limits.conf" : "ulimit -c unlimited";
   } else {
     row.finding = fmt::format("to '{}', at most {}", pattern, bytes_text(limit.rlim_cur));

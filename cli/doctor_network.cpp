@@ -1,4 +1,4 @@
-// Interfaces, and what the host's own name means.
+// Checks network interfaces and the resolution of the host's name.
 #include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -30,7 +30,7 @@ namespace {
 struct Interface {
   bool up = false;
   bool loopback = false;
-  std::vector<std::string> addresses;  // those of the link alone are left out: no peer can be told them
+  std::vector<std::string> addresses;  // Without link-local ones, which peers cannot use.
   std::optional<int> megabits;
 };
 
@@ -67,7 +67,7 @@ std::map<std::string, Interface> interfaces() {
   for (auto& [name, interface] : found) interface.megabits = speed_of(name);
   return found;
 }
-
+// Interface of the default route; empty if there is none.
 // Of the default route; empty where there is none.
 std::string outward_interface() {
   std::ifstream routes("/proc/net/route");
@@ -108,21 +108,21 @@ Row network() {
 
   if (wish && !all.contains(*wish)) {
     row.verdict = Verdict::bad;
-    row.finding += fmt::format("; GLOO_SOCKET_IFNAME='{}' is none of them", *wish);
-    row.hint = "unset GLOO_SOCKET_IFNAME, or set it to one of them";
+    row.finding += fmt::format("; GLOO_SOCKET_IFNAME='{}' is not one of them", *wish);
+    row.hint = "unset GLOO_SOCKET_IFNAME, or set it to one of these interfaces";
   } else if (wish) {
     row.finding += fmt::format("; gloo uses {} (GLOO_SOCKET_IFNAME)", *wish);
   } else if (!outward.empty()) {
     row.finding += fmt::format("; gloo uses lo on one host, {} between hosts", outward);
   } else {
     row.verdict = Verdict::note;
-    row.finding += "; gloo uses lo; there is no default route to other hosts";
-    row.hint = "on several hosts set GLOO_SOCKET_IFNAME to the interface that reaches them";
+    row.finding += "; gloo uses lo, because there is no default route to other hosts";
+    row.hint = "with several hosts, set GLOO_SOCKET_IFNAME to the interface that reaches them";
   }
   return row;
 }
 
-// A name server that does not answer holds the caller for long: asked by a thread that is left behind.
+// An unresponsive name server blocks the caller for a long time, so a detached thread asks it.
 std::optional<std::set<std::string>> addresses_of(const std::string& name) {
   auto ask = std::make_shared<std::packaged_task<std::set<std::string>()>>([name] {
     std::set<std::string> found;
@@ -146,7 +146,7 @@ Row host_name() {
   Row row{"host name", {}};
   row.values["name"] = name;
   row.values["addresses"] = addresses.value_or(std::set<std::string>());
-  row.hint = "for runs on several hosts give --master an address, or mend /etc/hosts";
+  row.hint = "for runs on several hosts, pass an IP address to --master, or fix /etc/hosts";
   row.verdict = Verdict::note;
   if (!addresses) {
     row.finding = fmt::format("'{}' was not resolved within 2 s", name);
@@ -155,7 +155,7 @@ Row host_name() {
   } else if (std::all_of(addresses->begin(), addresses->end(),
                          [](const std::string& each) { return each.starts_with("127.") || each == "::1"; })) {
     row.finding =
-        fmt::format("'{}' is {}: this host alone knows itself by it", name, fmt::join(*addresses, ", "));
+        fmt::format("'{}' is {}, which other hosts cannot reach", name, fmt::join(*addresses, ", "));
   } else {
     row.finding = fmt::format("'{}' is {}", name, fmt::join(*addresses, ", "));
     row.verdict = Verdict::ok;

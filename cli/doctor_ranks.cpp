@@ -1,4 +1,4 @@
-// What `lockstep doctor -n` measures: each transport with ranks of lockstep-probe, started as a user's are.
+// The benchmarks of `lockstep doctor -n`: each transport with ranks of lockstep-probe, started like a user's.
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,19 +23,19 @@ Json figures_in(const std::string& output) {
   return Json::parse(output.substr(begin, output.find('\n', begin) - begin), nullptr, false);
 }
 
-// Starts ranks of the probe with the words of a launcher; without any it makes them itself, as threads.
+// Starts ranks of the probe with a launcher's command line; without one, the probe runs them as threads.
 Row measured(const std::string& name, const std::string& transport, int ranks,
              std::vector<std::string> command, const Installed& installed) {
   for (const auto& word : {installed.probe.string(), std::string("--measure"), transport,
                            std::string("--ranks"), std::to_string(ranks)})
     command.push_back(word);
   // The measurement takes about 2 s; starting many ranks on few cores takes longer. The probe's own deadlines
-  // come before this one, and say more.
+  // are shorter, and its errors say more.
   const auto limit = std::chrono::seconds(40) + std::chrono::milliseconds(500) * ranks;
   const auto outcome = run_child(command, limit);
   Row row{"transport " + name, {}};
   row.values = figures_in(outcome.output);
-  // An MPI that does not end well after all was measured has still served.
+  // An MPI run that was measured counts, even if it then ends badly.
   if (row.values.is_object() && row.values.contains("all_reduce_25MiB_GBps")) {
     row.finding = fmt::format(
         "barrier {:.1f} us; all_reduce of 4 B {:.1f} us, 4 KiB {:.1f} us, 1 MiB {:.2f} "
@@ -47,20 +47,20 @@ Row measured(const std::string& name, const std::string& transport, int ranks,
   }
   row.values = {{"transport", name}, {"ranks", ranks}, {"status", outcome.status}};
   row.verdict = Verdict::bad;
-  row.finding = outcome.late ? fmt::format("{} ranks did not end within {} s", ranks, limit.count() / 1000)
+  row.finding = outcome.late ? fmt::format("{} ranks did not finish within {} s", ranks, limit.count() / 1000)
                              : "failed: " + outcome.complaint();
-  row.hint = fmt::format("by hand: {}", fmt::join(command, " "));
+  row.hint = fmt::format("to reproduce: {}", fmt::join(command, " "));
   return row;
 }
 
 Row absent(const std::string& name, const std::string& finding) {
-  return {"transport " + name, finding, Verdict::bad, "leave it out of --backend, or see its row above"};
+  return {"transport " + name, finding, Verdict::bad, "omit it from --backend, or see its row above"};
 }
 
 std::vector<std::string> mpi_launcher(const std::string& flavour, const std::string& mpirun, int ranks) {
   std::vector<std::string> words = {mpirun, "-n", std::to_string(ranks)};
-  if (flavour ==
-      "openmpi") {  // refuses root, and more ranks than cores; two ranks it would bind to one core each
+  // Open MPI refuses root and more ranks than cores, and would bind each of two ranks to one core.
+  if (flavour == "openmpi") {
     for (const char* option : {"--oversubscribe", "--bind-to", "none"}) words.emplace_back(option);
     if (::geteuid() == 0) words.emplace_back("--allow-run-as-root");
   }
@@ -84,7 +84,7 @@ Row memory_copy_row() {
       from[static_cast<std::size_t>(i)] = static_cast<char>(i);
       const auto begin = Clock::now();
       std::memcpy(to.data(), from.data(), bytes);
-      asm volatile("" : : "r"(to.data()) : "memory");  // the copy is wanted, though nobody reads it
+      asm volatile("" : : "r"(to.data()) : "memory");  // Keeps the compiler from removing the copy.
       times.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
     }
     std::nth_element(times.begin(), times.begin() + 16, times.end());
@@ -97,21 +97,20 @@ Row memory_copy_row() {
 
 Rows transport_rows(const std::string& transport, int ranks, bool asked_for, const Installed& installed) {
   if (installed.probe.empty())
-    return {absent(transport, "not measured: there is no lockstep-probe that works")};
+    return {absent(transport, "not measured: lockstep-probe is missing or broken")};
   if (transport == "threads") return {measured(transport, transport, ranks, {}, installed)};
   Rows rows;
   if (transport == "mpi") {
     for (const auto& [flavour, mpirun] : installed.mpirun)
       rows.push_back(measured(flavour, transport, ranks, mpi_launcher(flavour, mpirun, ranks), installed));
     if (rows.empty() && asked_for)
-      rows.push_back(absent(transport, "no MPI has both its mpirun and its module here"));
+      rows.push_back(absent(transport, "no MPI with both its mpirun and its Lockstep module"));
   } else if (transport == "nccl" && installed.gpus < ranks) {
     if (asked_for)
       rows.push_back(absent(
-          transport, fmt::format("{} ranks need as many GPUs, and {} can be used", ranks, installed.gpus)));
+          transport, fmt::format("{} ranks need {} usable GPUs, found {}", ranks, ranks, installed.gpus)));
   } else if (transport == "cuda_ipc" && !installed.cuda_ipc) {
-    if (asked_for)
-      rows.push_back(absent(transport, "there is no GPU, or the library was built without CUDA"));
+    if (asked_for) rows.push_back(absent(transport, "no GPU, or the library was built without CUDA"));
   } else {
     rows.push_back(measured(
         transport, transport, ranks,

@@ -1,4 +1,4 @@
-// What is installed: LibTorch, CUDA, NCCL, MPI, SLURM.
+// Checks the installed software: LibTorch, CUDA, NCCL, MPI, SLURM.
 #include <unistd.h>
 
 #include <fstream>
@@ -19,7 +19,7 @@ namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 using namespace std::chrono_literals;
 
-// lib/lockstep of the build tree, or of where this was installed.
+// Finds a file in lib/lockstep of the build tree or of the installation.
 fs::path beside(const fs::path& program, const std::string& file) {
   const auto prefix = program.parent_path().parent_path();
   for (const auto& library : {prefix / LOCKSTEP_LIBDIR, prefix / "lib"})
@@ -37,9 +37,9 @@ Row libtorch(Installed& installed, Json& described) {
   const auto probe = beside(installed.program, "lockstep-probe");
   if (probe.empty()) {
     row.verdict = Verdict::bad;
-    row.finding = fmt::format("unknown: lockstep-probe, which asks it, is not in {}",
+    row.finding = fmt::format("unknown: lockstep-probe, which queries it, is not in {}",
                               (installed.program.parent_path().parent_path() / "lib/lockstep").string());
-    row.hint = "build or install Lockstep whole: ./dev build, cmake --install build";
+    row.hint = "build or install all of Lockstep: ./dev build, cmake --install build";
     return row;
   }
   const auto outcome = run_child({probe.string(), "--describe"}, 60s);
@@ -48,8 +48,8 @@ Row libtorch(Installed& installed, Json& described) {
   if (outcome.status != 0 || !described.is_object()) {
     described = Json::object();
     row.verdict = Verdict::bad;
-    row.finding = outcome.late ? "lockstep-probe, which asks it, did not answer within 60 s"
-                               : "lockstep-probe, which asks it, fails: " + outcome.complaint();
+    row.finding = outcome.late ? "lockstep-probe, which queries it, did not answer within 60 s"
+                               : "lockstep-probe, which queries it, failed: " + outcome.complaint();
     row.hint = "ldd " + probe.string() + " shows which libraries are missing";
     return row;
   }
@@ -61,8 +61,8 @@ Row libtorch(Installed& installed, Json& described) {
                             described.value("threads", 0), text_in(described, "path"));
   if (lockstep != kVersion) {
     row.verdict = Verdict::bad;
-    row.finding += fmt::format("; its lockstep is {}, this program's {}", lockstep, kVersion);
-    row.hint = "two installations are mixed: install Lockstep again";
+    row.finding += fmt::format("; built for lockstep {}, but this program is {}", lockstep, kVersion);
+    row.hint = "two installations are mixed: reinstall Lockstep";
   }
   return row;
 }
@@ -82,13 +82,13 @@ Row cuda(const Json& described) {
   if (version.empty()) {
     if (gpus.empty()) return row;
     row.verdict = Verdict::note;
-    row.finding += "; LibTorch is for the CPU and cannot use them";
+    row.finding += "; this LibTorch is CPU-only and cannot use them";
     row.hint = "build with a LibTorch that has CUDA: LOCKSTEP_TORCH=DIR ./dev build";
   } else if (gpus.empty()) {
     row.verdict = Verdict::note;
-    row.finding += "; LibTorch has CUDA and finds no GPU";
+    row.finding += "; LibTorch has CUDA but finds no GPU";
     row.hint = driver.empty() ? "install the GPU's driver, or run on the CPU"
-                              : "nvidia-smi -L, CUDA_VISIBLE_DEVICES and the container's options tell why";
+                              : "check nvidia-smi -L, CUDA_VISIBLE_DEVICES and the container's options";
   } else if (usable < static_cast<int>(gpus.size())) {
     row.verdict = Verdict::bad;
     row.finding += fmt::format("; LibTorch for CUDA {} can use {} of them", version, usable);
@@ -104,13 +104,13 @@ Row nccl(const Json& described, Installed& installed) {
   const bool transport = described.value("nccl_transport", false);
   row.values = {{"version", version}, {"transport", transport}};
   if (text_in(described, "cuda").empty()) {
-    row.finding = "absent: LibTorch is for the CPU";
+    row.finding = "absent: this LibTorch is CPU-only";
   } else {
-    row.finding = version.empty() ? "of unknown version, inside LibTorch" : version;
+    row.finding = version.empty() ? "unknown version, inside LibTorch" : version;
     if (usable > 0 && !transport) {
       row.verdict = Verdict::note;
-      row.finding += "; Lockstep was built without its transport";
-      row.hint = "install the headers of CUDA and NCCL and build Lockstep again";
+      row.finding += "; Lockstep was built without the NCCL transport";
+      row.hint = "install the CUDA and NCCL headers and rebuild Lockstep";
     }
   }
   installed.gpus = transport ? usable : 0;
@@ -118,7 +118,7 @@ Row nccl(const Json& described, Installed& installed) {
   return row;
 }
 
-// "openmpi" or "mpich" by what the program says of itself; empty where it is neither.
+// "openmpi" or "mpich", from the output of --version; empty if it is neither.
 std::string flavour_of(const std::string& version) {
   return version.find("Open MPI") != std::string::npos || version.find("OpenRTE") != std::string::npos
              ? "openmpi"
@@ -126,7 +126,7 @@ std::string flavour_of(const std::string& version) {
                                                       : "";
 }
 
-// The line that has the number: "mpirun (Open MPI) 4.1.4", "Version: 4.0.2".
+// The version number from a line such as "mpirun (Open MPI) 4.1.4" or "Version: 4.0.2".
 std::string version_in(const std::string& text) {
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {
@@ -141,7 +141,7 @@ Row mpi(const std::string& flavour, const char* name, Installed& installed) {
   Row row{name, {}};
   const auto module = beside(installed.program, "liblockstep_mpi_" + flavour + ".so");
   std::string mpirun, version;
-  // Debian's names first: there mpirun is either of them.
+  // Debian's names first: there mpirun may be either of them.
   for (const auto& each : {"mpirun." + flavour, std::string("mpirun"), std::string("mpiexec")}) {
     const auto path = find_in_path(each);
     if (path.empty() || !mpirun.empty()) continue;
@@ -150,16 +150,16 @@ Row mpi(const std::string& flavour, const char* name, Installed& installed) {
   }
   row.values = {{"module", module.string()}, {"mpirun", mpirun}, {"version", version}};
   const auto launcher = mpirun.empty() ? "no mpirun in PATH" : fmt::format("{} {}", mpirun, version);
-  row.finding = fmt::format("{}, {}", launcher, module.empty() ? "no module in Lockstep" : "module there");
+  row.finding = fmt::format("{}, {}", launcher, module.empty() ? "no module in Lockstep" : "module found");
   if (mpirun.empty() && module.empty()) row.finding = "absent";
   if (!mpirun.empty() && !module.empty()) installed.mpirun[flavour] = mpirun;
   if (!mpirun.empty() && module.empty()) {
     row.verdict = Verdict::note;
     row.hint =
-        fmt::format("for the backend mpi install its development files (lib{}-dev) and build again", flavour);
+        fmt::format("for the backend mpi, install its development files (lib{}-dev) and rebuild", flavour);
   } else if (mpirun.empty() && !module.empty()) {
     row.verdict = Verdict::note;
-    row.hint = fmt::format("for the backend mpi install its programs ({})",
+    row.hint = fmt::format("for the backend mpi, install its programs ({})",
                            flavour == "openmpi" ? "openmpi-bin" : "mpich");
   }
   return row;
@@ -179,7 +179,7 @@ Row slurm() {
       row.verdict = Verdict::note;
       row.finding = fmt::format("{} does not work: {}", srun,
                                 outcome.late ? "no answer within 10 s" : outcome.complaint());
-      row.hint = "only if you mean to use it: see slurm.conf, or SLURM_CONF";
+      row.hint = "if you intend to use it, check slurm.conf or SLURM_CONF";
     }
   }
   if (!job.empty())

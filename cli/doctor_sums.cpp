@@ -1,4 +1,4 @@
-// In which order the ranks of a job sum, by how many of them are on each host.
+// Reports the order in which the ranks of a job sum, given the number of ranks on each host.
 #include <charconv>
 #include <numeric>
 #include <sstream>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kMost = 1 << 16;
 
-// SLURM's "2(x3),1" is 2, 2, 2, 1. Empty where it is something else.
+// Parses SLURM's notation: "2(x3),1" is 2, 2, 2, 1. Empty for anything else.
 std::vector<int> tasks_per_node(const std::string& text) {
   std::vector<int> tasks;
   std::istringstream in(text);
@@ -49,8 +49,8 @@ Rows sum_rows(int ranks, std::vector<int> per_host) {
   const bool in_turn = !where.empty() && env::text("SLURM_DISTRIBUTION").value_or("").starts_with("cyclic");
   if (per_host.empty()) {
     row.finding =
-        "of ranks on one host, and of the same power of two of ranks on each host: the tree over ranks; "
-        "--hosts 2,1 tells for others";
+        "on one host, and with the same power of two of ranks on each host: the tree over ranks; "
+        "use --hosts 2,1 to show other layouts";
     return {row};
   }
 
@@ -68,8 +68,9 @@ Rows sum_rows(int ranks, std::vector<int> per_host) {
   row.values = {{"ranks", per_host}, {"follows_tree", hosts.follow_tree()}};
   if (!hosts.follow_tree()) {
     row.verdict = Verdict::note;
-    row.hint = in_turn ? "srun --distribution=block puts one host's ranks after another's"
-                       : "the same power of two of ranks on each host, or fewer on the last, has them";
+    row.hint = in_turn ? "srun --distribution=block places consecutive ranks on the same host"
+                       : "to sum by the tree, use the same power of two of ranks on each host, or fewer on "
+                         "the last";
   }
   return {row};
 }

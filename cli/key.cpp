@@ -10,13 +10,14 @@ namespace lockstep::cli {
 
 void add_key(CLI::App& app, Action& action) {
   auto path = std::make_shared<std::string>();
-  auto* key = app.add_subcommand("key", "Make a key for a job on several hosts: lockstep key --output FILE");
+  auto* key =
+      app.add_subcommand("key", "Create a key for a job on several hosts: lockstep key --output FILE");
   key->footer(
       "Example: lockstep key --output job.key, then on every host: lockstep run --key-file job.key ...\n"
-      "Whoever has the key can join the job and end it: bring it to the other hosts as you would a "
+      "Anyone who has the key can join the job and end it: copy it to the other hosts as you would a "
       "password.");
   key->add_option("-o,--output", *path,
-                  "A new file for it, which only you can read; without: standard output")
+                  "Write the key to this new file, readable only by you (default: standard output)")
       ->type_name("FILE");
   key->callback([&action, path] {
     action = [path] {
@@ -27,7 +28,7 @@ void add_key(CLI::App& app, Action& action) {
       std::string text = control::make_key_text();
       std::cout << text << std::flush;
       control::forget(text);
-      if (!std::cout) throw std::runtime_error("the key could not be written to standard output");
+      if (!std::cout) throw std::runtime_error("cannot write the key to standard output");
       return 0;
     };
   });

@@ -20,13 +20,13 @@ void check_verb(const CLI::App& app, const std::vector<std::string>& arguments) 
     verbs += fmt::format("\n  {:10} {}", verb->get_name(), verb->get_description());
   }
   throw lockstep::ConfigError(fmt::format(
-      "{}; the verbs are:{}\n`lockstep VERB --help` tells more",
-      arguments.empty() ? "a verb is missing" : fmt::format("'{}' is not a verb", arguments[0]), verbs));
+      "{}; the verbs are:{}\nRun `lockstep VERB --help` for details",
+      arguments.empty() ? "missing verb" : fmt::format("unknown verb '{}'", arguments[0]), verbs));
 }
 
 int with_output_written(int status) {
   if (std::cout.flush()) return status;
-  std::cerr << "lockstep: the standard output cannot be written\n";
+  std::cerr << "lockstep: cannot write to standard output\n";
   return 2;
 }
 
@@ -46,7 +46,7 @@ int main(int argc, char** argv) {
     std::vector<std::string> arguments(argv + 1, argv + argc);
     check_verb(app, arguments);
     lockstep::cli::tidy_run(app, arguments);
-    std::reverse(arguments.begin(), arguments.end());  // as CLI11 takes them
+    std::reverse(arguments.begin(), arguments.end());  // CLI11 takes them in reverse.
     app.parse(arguments);
     return with_output_written(action());
   } catch (const CLI::ParseError& error) {

@@ -1,4 +1,4 @@
-// The program lockstep-probe: what `lockstep doctor` cannot know itself, because it links no LibTorch.
+// lockstep-probe: collects what `lockstep doctor` cannot, because doctor does not link LibTorch.
 //
 //   lockstep-probe --describe                       LibTorch and the GPUs, one line of JSON
 //   lockstep-probe --measure threads --ranks 4      times of a transport, one line of JSON
@@ -36,7 +36,7 @@ using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
 constexpr std::int64_t kKiB = 1024, kMiB = 1024 * kKiB;
-constexpr auto kShare = 300ms;  // of each figure: five of them end within a few seconds
+constexpr auto kShare = 300ms;  // Time for each figure: all five take a few seconds.
 
 // ---- --describe ----
 
@@ -49,7 +49,7 @@ bool call(void* library, const char* name, Arguments... arguments) {
   return function != nullptr && function(arguments...) == 0;
 }
 
-// Through the driver's library, so that GPUs are seen that LibTorch cannot use, and no toolkit is needed.
+// Calls the driver library directly, to see GPUs that LibTorch cannot use without needing the toolkit.
 void describe_driver(Json& found) {
   found["driver"] = nullptr;
   found["gpus"] = Json::array();
@@ -102,9 +102,9 @@ double seconds_of(const std::function<void()>& once) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-// Every rank calls it; rank 0's median.
+// Collective: every rank calls it. Returns rank 0's median.
 double median_seconds(lockstep::Group group, const std::function<void()>& once) {
-  once();  // connections and buffers are made at first use
+  once();  // Connections and buffers are created at first use.
   std::vector<double> times = {seconds_of(once)};
   const double share = std::chrono::duration<double>(kShare).count();
   const int more =
@@ -122,14 +122,15 @@ Json figures_of(lockstep::World& world, const std::string& transport) {
   const auto device = transport == "nccl" || transport == "cuda_ipc" ? world.device() : at::Device(at::kCPU);
   auto finish = [&](lockstep::Work work) {
     work.wait();
-    if (device.is_cuda()) torch::cuda::synchronize(device.index());  // wait() holds the stream, not us
+    if (device.is_cuda()) torch::cuda::synchronize(device.index());  // wait() blocks only the stream.
   };
   auto tensor_of = [&](std::int64_t bytes) { return at::zeros({bytes / 4}, at::device(device)); };
 
   auto ones = at::ones({1}, at::device(device));
   finish(group.all_reduce(ones));
   if (const auto sum = ones.item<float>(); sum != static_cast<float>(world.size()))
-    throw lockstep::Error(fmt::format("{} ranks that each gave 1 have the sum {}", world.size(), sum));
+    throw lockstep::Error(
+        fmt::format("all_reduce of ones over {0} ranks: expected {0}, got {1}", world.size(), sum));
 
   Json figures = {{"transport", transport}, {"ranks", world.size()}};
   figures["barrier_us"] = rounded(1e6 * median_seconds(group, [&] { finish(group.barrier()); }));
@@ -166,21 +167,22 @@ int measure(const std::string& transport, int num_ranks) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("What `lockstep doctor` asks about LibTorch and the transports.", "lockstep-probe");
+  CLI::App app("Reports on LibTorch and the transports for `lockstep doctor`.", "lockstep-probe");
   bool described = false;
   std::string transport;
   int num_ranks = 1;
-  auto* describe_option = app.add_flag("--describe", described, "LibTorch and the GPUs, as JSON");
+  auto* describe_option =
+      app.add_flag("--describe", described, "Print LibTorch's and the GPUs' properties as JSON");
   app.add_option("--measure", transport,
-                 "A transport's times, as JSON: threads, shm, gloo, mpi, nccl or cuda_ipc")
+                 "Benchmark a transport and print JSON: threads, shm, gloo, mpi, nccl or cuda_ipc")
       ->excludes(describe_option);
-  app.add_option("--ranks", num_ranks, "How many ranks there are; for threads, how many to start")
+  app.add_option("--ranks", num_ranks, "Number of ranks; for threads, the number to start")
       ->check(CLI::Range(1, 4096));
   CLI11_PARSE(app, argc, argv);
   try {
     if (described) return describe();
     if (!transport.empty()) return measure(transport, num_ranks);
-    throw lockstep::ConfigError("nothing was asked for: --describe or --measure TRANSPORT is allowed");
+    throw lockstep::ConfigError("missing option: expected --describe or --measure TRANSPORT");
   } catch (const std::exception& error) {
     std::cerr << "lockstep-probe: error: " << error.what() << std::endl;
     return 1;

@@ -28,11 +28,14 @@ struct Request {
   detail::LaunchOptions options;
   std::string master, master_address, master_port, key_file;
   std::optional<int> node;
-  std::string profile, profile_directory = "profile";  // which steps; none where it is empty
+  std::string profile, profile_directory = "profile";  // The steps to profile; empty: no profile.
 };
 
-ConfigError not_allowed(const std::string& option, const std::string& value, const std::string& allowed) {
-  return ConfigError(fmt::format("{}='{}' is not allowed: {} is", option, value, allowed));
+using detail::bad_value;
+
+// The error of an option that another option rules out, or of a file it cannot use.
+ConfigError unusable(std::string_view option, std::string_view why) {
+  return ConfigError(fmt::format("{}: {}", option, why));
 }
 
 std::optional<int> whole(const std::string& text, int lowest, int highest) {
@@ -45,7 +48,7 @@ std::optional<int> whole(const std::string& text, int lowest, int highest) {
 
 int whole_or_throw(const std::string& option, const std::string& text, int lowest, int highest) {
   if (const auto value = whole(text, lowest, highest)) return *value;
-  throw not_allowed(option, text, fmt::format("a whole number from {} to {}", lowest, highest));
+  throw bad_value(option, fmt::format("an integer from {} to {}", lowest, highest), text);
 }
 
 template <typename T>
@@ -58,7 +61,7 @@ T one_of(const std::string& option, const std::string& text,
     names += i == 0 ? "" : i + 1 == choices.size() ? " or " : ", ";
     names += name;
   }
-  throw not_allowed(option, text, names);
+  throw bad_value(option, names, text);
 }
 
 int ranks_here(const std::string& text) {
@@ -67,53 +70,53 @@ int ranks_here(const std::string& text) {
     return gpus > 0 ? gpus : host::available_cores();
   }
   if (const auto value = whole(text, 1, kMostRanks)) return *value;
-  throw not_allowed("-n", text, fmt::format("a whole number from 1 to {}, or auto,", kMostRanks));
+  throw bad_value("-n", fmt::format("an integer from 1 to {}, or auto", kMostRanks), text);
 }
 
 void check_variable(const std::string& option, const std::string& text, const std::string& name) {
   if (name.empty())
-    throw not_allowed(option, text, option == "--env" ? "NAME=VALUE" : "the name of a variable");
+    throw bad_value(option, option == "--env" ? "NAME=VALUE" : "the name of a variable", text);
   if (detail::is_launchers_variable(name))
-    throw ConfigError(fmt::format("{}='{}' is not allowed: {} is set by lockstep run{}", option, text, name,
-                                  name == "OMP_NUM_THREADS" ? "; --threads says to what" : ""));
+    throw unusable(option, fmt::format("cannot change {}, which lockstep run sets itself{}", name,
+                                       name == "OMP_NUM_THREADS" ? "; use --threads" : ""));
 }
 
-// A rank that is named must be there. On several hosts only the head knows how many there are.
+// Rejects a rank that does not exist. With several hosts only the coordinator knows how many ranks there are.
 void check_rank(const detail::LaunchOptions& options, const std::string& option, int rank) {
   if (options.num_nodes == 1 && rank >= options.num_ranks)
-    throw ConfigError(fmt::format("{} names rank {}, and there are only ranks 0 to {}", option, rank,
-                                  options.num_ranks - 1));
+    throw bad_value(option, fmt::format("ranks from 0 to {}", options.num_ranks - 1), std::to_string(rank));
 }
 
 void resolve_hosts(Request& request) {
   auto& options = request.options;
   const bool apart = !request.master_address.empty() || !request.master_port.empty();
   if (apart && !request.master.empty())
-    throw ConfigError("--master and --master-addr, --master-port say the same thing: give one of them");
+    throw unusable("--master",
+                   "cannot be combined with --master-addr and --master-port; give one or the other");
   if (apart && (request.master_address.empty() || request.master_port.empty()))
-    throw ConfigError("--master-addr and --master-port belong together: --master HOST:PORT is both");
+    throw ConfigError(
+        "--master-addr and --master-port: expected both or neither; --master HOST:PORT sets both");
   if (options.num_nodes == 1) {
     if (request.node.value_or(0) != 0)
-      throw ConfigError(
-          fmt::format("--node-rank={} is not allowed: with one host (--nnodes 1) 0 is", *request.node));
-    // An address that is given is not needed, but whoever gives it means one.
+      throw bad_value("--node-rank", "0 with one host (--nnodes 1)", std::to_string(*request.node));
+    // The address is not used on one host, but a bad one is still reported.
     if (apart) whole_or_throw("--master-port", request.master_port, 1, 65535);
     if (!request.master.empty()) detail::parse_endpoint("--master", request.master);
     return;
   }
   if (!request.node)
-    throw ConfigError(
-        fmt::format("--nnodes {} needs --node-rank: which of the hosts this one is, from 0 to {}",
-                    options.num_nodes, options.num_nodes - 1));
+    throw unusable("--nnodes", fmt::format("{} hosts need --node-rank, this host's number from 0 to {}",
+                                           options.num_nodes, options.num_nodes - 1));
   if (*request.node >= options.num_nodes)
-    throw ConfigError(fmt::format("--node-rank={} is not allowed: with --nnodes {} it is from 0 to {}",
-                                  *request.node, options.num_nodes, options.num_nodes - 1));
+    throw bad_value(
+        "--node-rank",
+        fmt::format("an integer from 0 to {} with --nnodes {}", options.num_nodes - 1, options.num_nodes),
+        std::to_string(*request.node));
   options.node = *request.node;
   if (request.master.empty() && !apart)
-    throw ConfigError(
-        fmt::format("--nnodes {} needs --master HOST:PORT: an address of the host with --node-rank 0, and a "
-                    "free port of it",
-                    options.num_nodes));
+    throw unusable("--nnodes", fmt::format("{} hosts need --master HOST:PORT, an address and a free port of "
+                                           "the host with --node-rank 0",
+                                           options.num_nodes));
   if (apart) {
     options.master_address = request.master_address;
     options.master_port = whole_or_throw("--master-port", request.master_port, 1, 65535);
@@ -124,11 +127,11 @@ void resolve_hosts(Request& request) {
   const auto key = control::job_key(request.key_file);
   if (!key)
     throw ConfigError(
-        "several hosts need a key that all of them have, so that no stranger can join:\n"
-        "  lockstep key --output job.key    once; then copy it to every host, for you alone (0600)\n"
+        "--nnodes: several hosts need a shared key, so that nothing else can join the job:\n"
+        "  lockstep key --output job.key    once; then copy it to every host, readable only by you (0600)\n"
         "  --key-file job.key               on every host");
   options.key = *key;
-  // Jobs that were given the same key by SLURM's users differ in this.
+  // Distinguishes jobs that share one key, as SLURM users' jobs may.
   options.job = fmt::format("run {} {}.{}", options.num_nodes, env::text("SLURM_JOB_ID").value_or("-"),
                             env::text("SLURM_STEP_ID").value_or("-"));
 }
@@ -140,31 +143,31 @@ void check(Request& request) {
   check_rank(options, "--show", options.show.highest());
   std::error_code error;
   if (!options.directory.empty() && !std::filesystem::is_directory(options.directory, error))
-    throw ConfigError(fmt::format("--chdir='{}' is not allowed: {}", options.directory,
-                                  error && error != std::errc::no_such_file_or_directory
-                                      ? error.message()
-                                      : "there is no such folder"));
+    throw unusable("--chdir",
+                   fmt::format("cannot use '{}': {}", options.directory,
+                               error && error != std::errc::no_such_file_or_directory ? error.message()
+                                                                                      : "no such directory"));
   for (const auto& [name, value] : options.set_environment)
     if (const auto& unset = options.unset_environment;
         std::find(unset.begin(), unset.end(), name) != unset.end())
-      throw ConfigError(fmt::format("--env and --unset-env both name {}: give one of them", name));
+      throw ConfigError(fmt::format("--env and --unset-env: both name {}; give one of them", name));
   const bool named = !options.flight_record.empty();
   if (!named) options.flight_record = env::text("LOCKSTEP_FLIGHT_RECORD").value_or("");
-  // After the failure it would be too late to say so.
+  // Checked now: after a failure it would be too late to report it.
   if (const auto folder = std::filesystem::path(options.flight_record).parent_path();
       !folder.empty() && !std::filesystem::is_directory(folder, error))
-    throw not_allowed(named ? "--flight-record" : "LOCKSTEP_FLIGHT_RECORD", options.flight_record,
-                      "a file in a folder that is there");
+    throw bad_value(named ? "--flight-record" : "LOCKSTEP_FLIGHT_RECORD", "a file in an existing directory",
+                    options.flight_record);
   if (!options.metrics.empty()) {
-    // As it is seen from here, wherever the ranks start. Only rank 0's host must have it, and that is not
-    // known yet.
+    // Resolved here, because the ranks may start in another directory. Only rank 0's host needs the folder,
+    // and which host that is is not known yet.
     options.metrics = std::filesystem::absolute(options.metrics).lexically_normal().string();
     if (options.node == 0) detail::check_metric_folder("--metrics", options.metrics);
   }
   if (!options.interface.empty()) {
     const auto names = detail::network_interfaces();
     if (std::find(names.begin(), names.end(), options.interface) == names.end())
-      throw not_allowed("--interface", options.interface, fmt::format("one of {}", fmt::join(names, ", ")));
+      throw bad_value("--interface", fmt::format("one of {}", fmt::join(names, ", ")), options.interface);
   }
 }
 
@@ -172,14 +175,14 @@ class Help : public CLI::Formatter {
  public:
   Help() { column_width(30); }
   std::string make_usage(const CLI::App*, std::string) const override {
-    return "Usage: lockstep run -n K [OPTIONS] [--] PROGRAM [ARGUMENTS...]\n";
+    return "Usage: lockstep run -n N [OPTIONS] [--] PROGRAM [ARGUMENTS...]\n";
   }
   std::string make_help(const CLI::App* run, std::string name, CLI::AppFormatMode mode) const override {
     return CLI::detail::find_and_replace(CLI::Formatter::make_help(run, name, mode), "\n\n\n", "\n\n");
   }
 };
 
-// Adds options to `run`, one line each: names, what follows them in the help, what it means, what to do.
+// Adds options to `run`. Each takes its names, its value's name in the help, a description and a setter.
 class Adder {
  public:
   explicit Adder(CLI::App* run) : run_(run) {}
@@ -214,69 +217,66 @@ class Adder {
 void add_rank_options(Adder& add, Request& request) {
   auto& options = request.options;
   add.group("Ranks");
-  add.value("-n,--nproc", "K|auto", "How many ranks this host has; auto: one per GPU, else one per core",
+  add.value("-n,--nproc", "N|auto",
+            "Number of ranks on this host, or auto for one per GPU (one per core\nwithout GPUs)",
             [&](const auto& text) { options.num_ranks = ranks_here(text); })
       ->required();
-  add.value(
-      "--threads", "K",
-      "Threads of each rank, which finds them as OMP_NUM_THREADS and\nLOCKSTEP_THREADS; by default what "
-      "LOCKSTEP_THREADS says, else\nOMP_NUM_THREADS, else cores / ranks",
-      [&](const auto& text) {
-        options.threads = whole_or_throw("--threads", text, 1, detail::kMostThreads);
-      });
+  add.value("--threads", "K",
+            "Threads per rank, exported as OMP_NUM_THREADS and LOCKSTEP_THREADS\n(default: LOCKSTEP_THREADS, "
+            "else OMP_NUM_THREADS, else cores / ranks)",
+            [&](const auto& text) {
+              options.threads = whole_or_throw("--threads", text, 1, detail::kMostThreads);
+            });
   add.value("--bind", "auto|cores|none",
-            "Each rank to its own cores; auto: where there are enough of them and\nno CPU quota",
+            "Bind each rank to its own cores; auto: if there are enough cores and no\nCPU quota",
             [&](const auto& text) {
               using detail::Bind;
               options.bind = one_of<Bind>(
                   "--bind", text, {{"auto", Bind::automatic}, {"cores", Bind::cores}, {"none", Bind::none}});
             });
-  add.repeated("--env", "NAME=VALUE", "Set a variable for the ranks; may be given several times",
-               [&](const auto& text) {
-                 const auto equals = text.find('=');
-                 const auto name = equals == std::string::npos ? "" : text.substr(0, equals);
-                 check_variable("--env", text, name);
-                 options.set_environment.emplace_back(name, text.substr(equals + 1));
-               });
-  add.repeated("--unset-env", "NAME", "Do not pass a variable on; may be given several times",
+  add.repeated("--env", "NAME=VALUE", "Set a variable for the ranks; repeatable", [&](const auto& text) {
+    const auto equals = text.find('=');
+    const auto name = equals == std::string::npos ? "" : text.substr(0, equals);
+    check_variable("--env", text, name);
+    options.set_environment.emplace_back(name, text.substr(equals + 1));
+  });
+  add.repeated("--unset-env", "NAME", "Remove a variable from the ranks' environment; repeatable",
                [&](const auto& text) {
                  check_variable("--unset-env", text, text.find('=') == std::string::npos ? text : "");
                  options.unset_environment.push_back(text);
                });
-  add.value("--chdir", "DIR", "Start the ranks in this folder",
+  add.value("--chdir", "DIR", "Start the ranks in this directory",
             [&](const auto& text) { options.directory = text; });
-  add.value("--stdin", "RANK|none", "Which rank gets the standard input; 0 by default",
-            [&](const auto& text) {
-              if (text == "none")
-                options.stdin_rank.reset();
-              else if (const auto rank = whole(text, 0, kMostRanks * kMostNodes - 1))
-                options.stdin_rank = rank;
-              else
-                throw not_allowed("--stdin", text, "a rank or none");
-            });
+  add.value("--stdin", "RANK|none", "Rank that receives standard input (default: 0)", [&](const auto& text) {
+    if (text == "none")
+      options.stdin_rank.reset();
+    else if (const auto rank = whole(text, 0, kMostRanks * kMostNodes - 1))
+      options.stdin_rank = rank;
+    else
+      throw bad_value("--stdin", "a rank or none", text);
+  });
 }
 
 void add_output_options(Adder& add, Request& request) {
   auto& options = request.options;
   add.group("Output");
-  add.value("--show", "RANKS", "Whose output is shown: all, none, or a list such as 0,2 or 0-3",
+  add.value("--show", "RANKS", "Ranks whose output is shown: all, none, or a list such as 0,2 or 0-3",
             [&](const auto& text) { options.show = detail::RankSet::parse("--show", text); });
-  add.value("--prefix", "auto|always|never", "The rank before each line; auto: unless there is only one",
-            [&](const auto& text) {
+  add.value("--prefix", "auto|always|never",
+            "Prefix each line with its rank; auto: if there are several ranks", [&](const auto& text) {
               using detail::Prefix;
               options.prefix = one_of<Prefix>(
                   "--prefix", text,
                   {{"auto", Prefix::automatic}, {"always", Prefix::always}, {"never", Prefix::never}});
             });
   add.value("--log-dir", "DIR",
-            "Also keep each rank's output as it is, in DIR/rank-K.log, and after the\nR-th restart in "
-            "DIR/rank-K.restart-R.log;\nfiles that are there are gone on with",
+            "Also write each rank's raw output to DIR/rank-K.log, and after restart R\nto "
+            "DIR/rank-K.restart-R.log; existing files are appended to",
             [&](const auto& text) { options.log_directory = text; });
   add.value(
       "--status", "auto|always|never",
-      "A line at the bottom with step, speed, loss and the slowest rank; auto: on a\nterminal; always: "
-      "elsewhere "
-      "too, as a line every 10 s",
+      "Show step, speed, loss and the slowest rank at the bottom; auto: on a\nterminal; always: also "
+      "elsewhere, as a line every 10 s",
       [&](const auto& text) {
         using detail::StatusLine;
         options.status = one_of<StatusLine>(
@@ -284,17 +284,18 @@ void add_output_options(Adder& add, Request& request) {
             {{"auto", StatusLine::automatic}, {"always", StatusLine::always}, {"never", StatusLine::never}});
       });
   add.value("--metrics", "DIR",
-            "Where World::log_metric writes: DIR/metrics.jsonl and TensorBoard's event\nfiles; else what "
-            "LOCKSTEP_METRICS says",
+            "Write the values of World::log_metric to DIR/metrics.jsonl and TensorBoard\nevent files "
+            "(default: LOCKSTEP_METRICS)",
             [&](const auto& text) { options.metrics = text; });
-  add.value("--metrics-format", "jsonl|csv", "jsonl by default", [&](const auto& text) {
-    detail::parse_metric_format("--metrics-format", text);
-    options.metrics_format = text;
-  });
-  add.flag("-q,--quiet", "No line at the start", options.quiet);
+  add.value("--metrics-format", "jsonl|csv", "Format of the metrics file (default: jsonl)",
+            [&](const auto& text) {
+              detail::parse_metric_format("--metrics-format", text);
+              options.metrics_format = text;
+            });
+  add.flag("-q,--quiet", "Omit the line at the start", options.quiet);
 }
 
-// Such as 10:20; whether it makes sense is another matter.
+// True for text that looks like 10:20; profiled_steps checks the numbers.
 bool is_window(const std::string& text) {
   const auto colon = text.find(':');
   return colon != std::string::npos && colon > 0 && colon + 1 < text.size() &&
@@ -306,7 +307,7 @@ std::string profiled_steps(const std::string& text) {
   const auto first = whole(text.substr(0, colon), 1, 1000000000);
   const auto last = colon == std::string::npos ? std::nullopt
                                                : whole(text.substr(colon + 1), first.value_or(1), 1000000000);
-  if (!first || !last) throw not_allowed("--profile", text, "FIRST:LAST, steps from 1, such as 10:20,");
+  if (!first || !last) throw bad_value("--profile", "FIRST:LAST, steps counted from 1, such as 10:20", text);
   return text;
 }
 
@@ -314,73 +315,76 @@ void add_profile_options(Adder& add, Request& request) {
   add.group("Profile");
   add.value(
       "--profile", "FIRST:LAST",
-      "Record these steps of every rank (--profile=5:15; --profile alone: 10:20),\nthen say where the time "
+      "Profile these steps of every rank (--profile=5:15; --profile alone: 10:20)\nand report where the time "
       "went; the program must call world.step(n)",
       [&](const auto& text) { request.profile = profiled_steps(text); });
-  add.value("--profile-dir", "DIR",
-            "Where trace.json.gz, summary.json, report.html and each rank's file go;\nprofile by default",
-            [&](const auto& text) { request.profile_directory = text; });
+  add.value(
+      "--profile-dir", "DIR",
+      "Directory for trace.json.gz, summary.json, report.html and each rank's\nprofile (default: profile)",
+      [&](const auto& text) { request.profile_directory = text; });
 }
 
 void add_failure_options(Adder& add, Request& request) {
   auto& options = request.options;
   add.group("Failures (times: 250ms, 30s, 5m, 2h; a plain number is seconds)");
-  add.value("--timeout", "TIME", "How long a collective may take", [&](const auto& text) {
+  add.value("--timeout", "TIME", "Fail a collective that takes longer than TIME", [&](const auto& text) {
     options.timeout = fmt::format("{}ms", env::parse_duration("--timeout", text).count());
   });
-  add.value("--join-timeout", "TIME", "How long hosts and ranks are waited for at the start",
+  add.value("--join-timeout", "TIME", "Wait at most TIME for hosts and ranks at the start",
             [&](const auto& text) { options.join_timeout = env::parse_duration("--join-timeout", text); });
-  add.value("--grace", "TIME", "Between the signal that ends the ranks and SIGKILL; 5s by default",
+  add.value("--grace", "TIME", "Time between terminating the ranks and SIGKILL (default: 5s)",
             [&](const auto& text) { options.grace = env::parse_duration("--grace", text); });
-  add.value("--stop-grace", "TIME", "How long a rank may be stopped (SIGSTOP); 5s by default",
+  add.value("--stop-grace", "TIME",
+            "Fail the job if a rank stays stopped (SIGSTOP) longer than TIME\n(default: 5s)",
             [&](const auto& text) { options.stop_grace = env::parse_duration("--stop-grace", text); });
   add.value(
       "--flight-record", "FILE|none",
-      "Where the last 1,000 operations of each rank are saved after a failure,\nfor `lockstep trace flight`; "
-      "by default what LOCKSTEP_FLIGHT_RECORD says,\nelse DIR/flight.json with --log-dir DIR, else a new "
-      "file in TMPDIR or /tmp",
+      "Save the last 1,000 operations of each rank to FILE after a failure, for\n`lockstep trace flight` "
+      "(default: LOCKSTEP_FLIGHT_RECORD, else\nDIR/flight.json with --log-dir DIR, else a new file in TMPDIR "
+      "or /tmp)",
       [&](const auto& text) {
-        if (text.empty()) throw not_allowed("--flight-record", text, "the name of a file, or none,");
+        if (text.empty()) throw bad_value("--flight-record", "a file name or none", text);
         options.flight_record = text;
       });
   add.value(
-      "--max-restarts", "K", "Start all ranks again after a failure, at most K times; 0 by default",
+      "--max-restarts", "K", "Restart all ranks after a failure, at most K times (default: 0)",
       [&](const auto& text) { options.max_restarts = whole_or_throw("--max-restarts", text, 0, 1000000); });
 }
 
 void add_host_options(Adder& add, Request& request) {
   auto& options = request.options;
-  add.group("Several hosts (the same command on each, but for --node-rank)");
-  add.value("--nnodes", "K", "How many hosts",
+  add.group("Several hosts (run the same command on each host, except for --node-rank)");
+  add.value("--nnodes", "K", "Number of hosts",
             [&](const auto& text) { options.num_nodes = whole_or_throw("--nnodes", text, 1, kMostNodes); });
-  add.value("--node-rank", "K", "Which of them this is, from 0",
+  add.value("--node-rank", "K", "This host's number, from 0",
             [&](const auto& text) { request.node = whole_or_throw("--node-rank", text, 0, kMostNodes - 1); });
-  add.value("--master", "HOST:PORT", "Where host 0 is reached; it listens there and nowhere else",
+  add.value("--master", "HOST:PORT", "Address of host 0, which listens only there",
             [&](const auto& text) { request.master = text; });
-  add.value("--master-addr", "HOST", "With --master-port: another way of saying --master",
+  add.value("--master-addr", "HOST", "With --master-port: the same as --master",
             [&](const auto& text) { request.master_address = text; });
-  add.value("--master-port", "PORT", "", [&](const auto& text) { request.master_port = text; });
-  add.value("--key-file", "FILE", "The job's key, made by `lockstep key`; else the variable LOCKSTEP_KEY",
+  add.value("--master-port", "PORT", "Port of --master-addr",
+            [&](const auto& text) { request.master_port = text; });
+  add.value("--key-file", "FILE", "The job's key from `lockstep key` (default: the variable LOCKSTEP_KEY)",
             [&](const auto& text) { request.key_file = text; });
-  add.value("--interface", "NAME", "The network interface that the ranks use",
+  add.value("--interface", "NAME", "Network interface used by the ranks",
             [&](const auto& text) { options.interface = text; });
 }
 
-// Files of an earlier run would be taken for this one's.
+// Files of an earlier run would be merged into this run's profile.
 void clear_profile(const std::filesystem::path& directory) {
   std::error_code error;
   std::filesystem::create_directories(directory, error);
   if (!std::filesystem::is_directory(directory))
-    throw ConfigError(fmt::format("--profile-dir='{}' is not allowed: {}", directory.string(),
-                                  error ? error.message() : "it is not a folder"));
+    throw unusable("--profile-dir", fmt::format("cannot use '{}': {}", directory.string(),
+                                                error ? error.message() : "not a directory"));
   for (const auto& entry : std::filesystem::directory_iterator(directory)) {
     const auto name = entry.path().filename().string();
     if (profile::is_rank_file(entry.path()) || name == "trace.json.gz" || name == "summary.json" ||
         name == "report.html")
       std::filesystem::remove(entry.path(), error);
     if (error)
-      throw ConfigError(fmt::format("--profile-dir='{}' is not allowed: {} cannot be removed: {}",
-                                    directory.string(), name, error.message()));
+      throw unusable("--profile-dir",
+                     fmt::format("cannot remove '{}/{}': {}", directory.string(), name, error.message()));
   }
 }
 
@@ -392,16 +396,16 @@ int run_and_tell(Request& request) {
   options.set_environment.emplace_back("LOCKSTEP_PROFILE", request.profile);
   options.set_environment.emplace_back("LOCKSTEP_PROFILE_DIR", directory.string());
   const int status = detail::launch(options);
-  if (options.node > 0) {  // where hosts share the folder, only one of them may write there
+  if (options.node > 0) {  // Where hosts share the folder, only one of them may write there.
     std::cerr << fmt::format(
-        "lockstep: this host's profiles are in {}; host 0 puts together what it finds there\n",
+        "lockstep: this host's profiles are in {}; host 0 merges the profiles it finds there\n",
         request.profile_directory);
     return status;
   }
   try {
     show_profile(request.profile_directory);
   } catch (const std::exception& error) {
-    std::cerr << fmt::format("lockstep: there is no profile: {}\n", error.what());
+    std::cerr << fmt::format("lockstep: cannot write the profile: {}\n", error.what());
     return status == 0 ? 1 : status;
   }
   return status;
@@ -425,50 +429,49 @@ void tidy_run(const CLI::App& app, std::vector<std::string>& arguments) {
     if (!is_short) std::replace(name.begin(), name.end(), '_', '-');
     if (name == "--nproc-per-node") name = "--nproc";
     argument.replace(0, name_end, name);
-    if (argument == "--profile") {  // CLI11 would take the program for its value
+    if (argument == "--profile") {  // CLI11 would take the program as its value.
       const bool given = i + 1 < arguments.size() && is_window(arguments[i + 1]);
       argument += "=" + (given ? arguments[i + 1] : "10:20");
       if (given) arguments.erase(arguments.begin() + static_cast<std::ptrdiff_t>(i) + 1);
     }
     const CLI::Option* option = run->get_option_no_throw(name);
-    if (option == nullptr) return;  // CLI11 says so
+    if (option == nullptr) return;  // CLI11 reports it.
     if (is_short && argument.size() > 3 && argument[2] == '=') argument.erase(2, 1);
     if (option->get_items_expected_max() > 0 && argument.size() == name.size())
-      ++i;  // its value stands apart
+      ++i;  // The value is a separate argument.
   }
 }
 
 void add_run(CLI::App& app, Action& action) {
   auto request = std::make_shared<Request>();
-  auto* run =
-      app.add_subcommand("run", "Start a program as the ranks of a job, and stay until they have ended");
+  auto* run = app.add_subcommand("run", "Run PROGRAM as N ranks and wait for them to finish");
   run->formatter(std::make_shared<Help>());
   run->footer(
       "\nExamples:\n"
       "  lockstep run -n 4 ./train --lr 0.1\n"
       "  lockstep run -n 8 --nnodes 2 --node-rank 0 --master node0:29500 --key-file job.key ./train\n\n"
       "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its\n"
-      "environment. When one fails the others are told and ended, and its status is this program's. SIGINT\n"
-      "and SIGTERM go to every rank, a second one kills. torchrun's spellings are understood: "
-      "--nproc_per_node,\n"
-      "--node_rank, --master_addr, --master_port, --max_restarts.\n");
+      "environment. If a rank fails, the others are terminated and `lockstep run` exits with its status.\n"
+      "SIGINT and SIGTERM are forwarded to every rank; a second one kills them. torchrun's spellings work\n"
+      "too: --nproc_per_node, --node_rank, --master_addr, --master_port, --max_restarts.\n");
   Adder add(run);
   add_rank_options(add, *request);
   add_output_options(add, *request);
   add_profile_options(add, *request);
   add_failure_options(add, *request);
   add_host_options(add, *request);
-  run->set_help_flag("-h,--help", "This text")->group("Output");  // again: after the others
-  // From the program's name on everything belongs to the program.
+  // Set again, so that it is listed after the others.
+  run->set_help_flag("-h,--help", "Print this help")->group("Output");
+  // Everything after the program's name belongs to the program.
   run->prefix_command();
   run->callback([&action, request, run] {
     auto& options = request->options;
     options.command = run->remaining();
     if (options.command.empty())
-      throw ConfigError("which program? Usage: lockstep run -n K [OPTIONS] PROGRAM [ARGUMENTS...]");
+      throw ConfigError("missing program; usage: lockstep run -n N [OPTIONS] PROGRAM [ARGUMENTS...]");
     if (options.command[0].starts_with('-'))
-      throw ConfigError(
-          fmt::format("'{}' is not an option of run; lockstep run --help lists them", options.command[0]));
+      throw ConfigError(fmt::format("unknown option '{}' of run; `lockstep run --help` lists the options",
+                                    options.command[0]));
     check(*request);
     action = [request] { return run_and_tell(*request); };
   });

@@ -33,7 +33,7 @@ PipelineSchedule schedule_of(const SchedulePlan& plan) {
   std::ostringstream text;
   if (std::ifstream in(plan.file, std::ios::binary);
       std::filesystem::is_directory(plan.file) || !in || !(text << in.rdbuf()))
-    throw ConfigError(fmt::format("'{}' cannot be read, or is empty", plan.file));
+    throw ConfigError(fmt::format("cannot read '{}', or it is empty", plan.file));
   return schedule_from_csv(text.str(), plan.file);
 }
 
@@ -63,14 +63,14 @@ int show(const SchedulePlan& plan) {
   double* const given[] = {&times.forward, &times.input_backward, &times.weight_backward, &times.transfer};
   for (std::size_t i = 0; i < plan.times.size(); ++i) *given[i] = plan.times[i];
   const auto run = simulate_schedule(schedule, times);
-  if (run.makespan == 0) throw ConfigError("--times of 0 for everything give nothing to draw");
+  if (run.makespan == 0) throw ConfigError("--times: expected at least one time above 0");
   const auto title = fmt::format("{}: {} ranks, {} stages, {} micro-batches; bubble {:.4f}, inside {:.4f}",
                                  schedule.name, schedule.num_ranks(), schedule.num_stages(),
                                  schedule.microbatches, run.bubble, run.bubble_inside);
   if (!plan.svg.empty()) {
     std::ofstream out(plan.svg, std::ios::binary);
     out << drawn_as_svg(schedule, run, title);
-    if (!out.flush()) throw ConfigError(fmt::format("'{}' cannot be written", plan.svg));
+    if (!out.flush()) throw ConfigError(fmt::format("cannot write '{}'", plan.svg));
   }
   if (plan.json) {
     std::cout << json_of(schedule, run).dump(1) << '\n';
@@ -93,50 +93,50 @@ void add_schedule(CLI::App& app, Action& action) {
       "schedule", "Draw and check pipeline schedules: lockstep schedule show 1f1b -p 4 -m 8");
   schedule->require_subcommand(1);
   auto* shown =
-      schedule->add_subcommand("show", "Check a schedule, simulate it, and draw what each rank does when");
+      schedule->add_subcommand("show", "Check a schedule, simulate it and draw each rank's timeline");
   shown->footer(
       "Example: lockstep schedule show zbv -p 4 -m 8 --svg zbv.svg\n"
-      "0F3 is stage 0, forward, micro-batch 3; B is backward, I its input part, W its weight part. The "
-      "bubble is the part\n"
-      "of all ranks' time in which they idle; inside: between a rank's own first and last action, of the one "
-      "that idles most.");
+      "0F3 is stage 0, forward, micro-batch 3; B is backward, I its input part, W its weight part. The\n"
+      "bubble is the fraction of all ranks' time in which they idle. `inside` is the same between a rank's\n"
+      "own first and last action, for the rank that idles most.");
   auto* name =
       shown->add_option("name", plan->name, fmt::format("One of {}", fmt::join(schedule_names(), ", ")))
           ->option_text("NAME");
-  auto* file = shown
-                   ->add_option("--file", plan->file,
-                                "Read it there: a line for each rank, 0F0,0F1,... as PyTorch writes it")
-                   ->option_text("FILE")
-                   ->excludes(name);
-  shown->add_option("-p,--ranks", plan->options.ranks, "Ranks; 4 by default")
+  auto* file =
+      shown
+          ->add_option("--file", plan->file,
+                       "Read the schedule from FILE: a line per rank, 0F0,0F1,... as PyTorch writes it")
+          ->option_text("FILE")
+          ->excludes(name);
+  shown->add_option("-p,--ranks", plan->options.ranks, "Number of ranks (default: 4)")
       ->option_text("P")
       ->check(CLI::Range(1, 4096))
       ->excludes(file);
-  shown->add_option("-m,--microbatches", plan->options.microbatches, "Micro-batches; 8 by default")
+  shown->add_option("-m,--microbatches", plan->options.microbatches, "Number of micro-batches (default: 8)")
       ->option_text("M")
       ->check(CLI::Range(1, 65536))
       ->excludes(file);
   shown
       ->add_option("--stages-per-rank", plan->options.stages_per_rank,
-                   "Of interleaved1f1b and loopedbfs; 2 by default")
+                   "For interleaved1f1b and loopedbfs (default: 2)")
       ->option_text("V")
       ->check(CLI::Range(1, 64))
       ->excludes(file);
   shown
       ->add_option("--times", plan->times,
-                   "Of forward, the two parts of backward, a transfer; 1,1,1,0 by default")
+                   "Time of forward, of the two parts of backward and of a transfer (default: 1,1,1,0)")
       ->option_text("F[,I[,W[,T]]]")
       ->delimiter(',')
       ->expected(1, 4)
       ->check(CLI::NonNegativeNumber);
-  shown->add_flag("--transfers", plan->transfers, "With sends and receives");
-  auto* csv = shown->add_flag("--csv", plan->csv, "Print it in the form that --file reads");
-  shown->add_flag("--json", plan->json, "Print actions, bubble and peak activations of stages as JSON")
+  shown->add_flag("--transfers", plan->transfers, "Include sends and receives");
+  auto* csv = shown->add_flag("--csv", plan->csv, "Print the schedule in the format that --file reads");
+  shown->add_flag("--json", plan->json, "Print actions, bubble and the stages' peak activations as JSON")
       ->excludes(csv);
-  shown->add_option("--svg", plan->svg, "Draw it there")->option_text("FILE");
+  shown->add_option("--svg", plan->svg, "Draw the schedule to FILE")->option_text("FILE");
   shown->callback([&action, plan] {
     if (plan->name.empty() && plan->file.empty())
-      throw ConfigError(fmt::format("a schedule is missing: {} are allowed, or --file FILE",
+      throw ConfigError(fmt::format("missing schedule: expected one of {}, or --file FILE",
                                     fmt::join(schedule_names(), ", ")));
     action = [plan] { return show(*plan); };
   });

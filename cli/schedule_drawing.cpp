@@ -9,7 +9,7 @@ namespace lockstep::cli {
 namespace {
 
 struct Look {
-  int terminal;  // of the 256 colours
+  int terminal;  // Index into the 256-colour palette.
   const char* svg;
 };
 
@@ -25,14 +25,14 @@ Look look_of(PipelineOp op) {
 
 bool takes_time(PipelineOp op) { return op < PipelineOp::send_forward; }
 
-// Without the stage where a rank has but one: the row tells.
+// Omits the stage if each rank has only one, because the row identifies it.
 std::string label_of(const PipelineSchedule& schedule, PipelineAction action) {
   const auto text = to_string(action);
   return schedule.num_stages() == schedule.num_ranks() ? text.substr(std::to_string(action.stage).size())
                                                        : text;
 }
 
-// visit(rank, number, action) for what has a length.
+// Calls visit(rank, number, action) for each action that takes time.
 template <typename Visit>
 void each_drawn(const PipelineSchedule& schedule, const SimulatedSchedule& run, Visit visit) {
   for (std::size_t r = 0; r < schedule.ranks.size(); ++r)
@@ -42,7 +42,7 @@ void each_drawn(const PipelineSchedule& schedule, const SimulatedSchedule& run, 
         visit(r, n, action);
 }
 
-// So many columns, or points, a unit of time that every label fits.
+// The smallest number of columns, or points, per unit of time that fits every label.
 double scale_for(const PipelineSchedule& schedule, const SimulatedSchedule& run, double letter,
                  double space) {
   double scale = 0;

@@ -1,4 +1,4 @@
-// A pipeline schedule as a picture: time from left to right, a row for each rank.
+// Draws a pipeline schedule: time from left to right, one row per rank.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace lockstep::cli {
 
-// For terminals. Every action is as wide as it takes time; colors: where the terminal has them.
+// For terminals: an action's width is proportional to its time. colors: use the terminal's colours.
 std::string drawn_as_text(const PipelineSchedule& schedule, const SimulatedSchedule& run, bool colors);
 std::string drawn_as_svg(const PipelineSchedule& schedule, const SimulatedSchedule& run,
                          const std::string& title);

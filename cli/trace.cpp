@@ -1,4 +1,4 @@
-// lockstep trace: what a job left behind, for a person to read.
+// lockstep trace: explains a job's flight record and profile.
 #include <algorithm>
 #include <ctime>
 #include <filesystem>
@@ -29,23 +29,23 @@ std::string read_whole(const std::string& file) {
   std::error_code error;
   const auto status = std::filesystem::status(file, error);
   if (!std::filesystem::exists(status))
-    throw ConfigError(fmt::format("'{}' cannot be read: there is no such file", file));
+    throw ConfigError(fmt::format("cannot read '{}': no such file", file));
   if (std::filesystem::is_directory(status))
-    throw ConfigError(fmt::format("'{}' is a folder, not a file", file));
+    throw ConfigError(fmt::format("cannot read '{}': it is a directory", file));
   const auto too_large = [&] {
-    return ConfigError(fmt::format("'{}' is larger than any flight record: at most 1 GiB is allowed", file));
+    return ConfigError(fmt::format("'{}' is too large for a flight record: expected at most 1 GiB", file));
   };
   if (std::filesystem::is_regular_file(status) && std::filesystem::file_size(file, error) > kMostBytes)
     throw too_large();
   std::ifstream in(file, std::ios::binary);
   std::string text;
   std::vector<char> piece(1 << 16);
-  while (in && text.size() <= kMostBytes) {  // what is no file has no size, and need not end
+  while (in && text.size() <= kMostBytes) {  // A pipe or device has no size and may never end.
     in.read(piece.data(), static_cast<std::streamsize>(piece.size()));
     text.append(piece.data(), static_cast<std::size_t>(in.gcount()));
   }
   if (text.size() > kMostBytes) throw too_large();
-  if (!in.eof() || text.empty()) throw ConfigError(fmt::format("'{}' cannot be read, or is empty", file));
+  if (!in.eof() || text.empty()) throw ConfigError(fmt::format("cannot read '{}', or it is empty", file));
   return text;
 }
 
@@ -63,7 +63,7 @@ std::string time_of_day(std::int64_t ns) {
 }
 
 std::string took(const FlightEntry& entry) {
-  if (entry.ended_ns == 0) return "not ended";
+  if (entry.ended_ns == 0) return "unfinished";
   const auto time = detail::duration_text(entry.ended_ns - entry.began_ns);
   return entry.failed ? "failed, " + time : time;
 }
@@ -103,14 +103,15 @@ int explain(const FlightPlan& plan) {
     std::string known;
     for (const auto& [rank, flight] : record.ranks)
       known += (known.empty() ? "" : ", ") + std::to_string(rank);
-    throw ConfigError(fmt::format("--rank={} is not allowed: '{}' has the ranks {}", *plan.rank, plan.file,
-                                  known.empty() ? "of no host" : known));
+    throw detail::bad_value(
+        "--rank", fmt::format("one of the ranks in '{}': {}", plan.file, known.empty() ? "none" : known),
+        std::to_string(*plan.rank));
   }
   std::cout << detail::judge(record).text << '\n';
   if (record.failure) std::cout << "the job's failure: " << record.failure->text() << '\n';
   if (static_cast<int>(record.ranks.size()) < record.world_size)
-    std::cout << fmt::format("of {} ranks {} are recorded: the others' hosts were lost\n", record.world_size,
-                             record.ranks.size());
+    std::cout << fmt::format("{1} of {0} ranks recorded; the hosts of the rest were lost\n",
+                             record.world_size, record.ranks.size());
   for (const auto& [rank, flight] : record.ranks)
     if (!plan.rank || plan.rank == rank) show(record, rank, plan.last);
   return 0;
@@ -119,17 +120,17 @@ int explain(const FlightPlan& plan) {
 void add_flight(CLI::App& trace, Action& action) {
   auto plan = std::make_shared<FlightPlan>();
   auto* flight = trace.add_subcommand(
-      "flight", "Explain a flight record: which rank diverged first, and what each did last");
+      "flight", "Explain a flight record: which rank diverged first, and each rank's last operations");
   flight->footer(
       "Example: lockstep run -n 4 --flight-record flight.json ./train || lockstep trace flight flight.json\n"
       "Times are this host's local time.");
-  flight->add_option("file", plan->file, "What `lockstep run` saved after a failure")
+  flight->add_option("file", plan->file, "File saved by `lockstep run` after a failure")
       ->option_text("FILE")
       ->required();
-  flight->add_option("--rank", plan->rank, "Only the operations of this rank")
+  flight->add_option("--rank", plan->rank, "Show only this rank's operations")
       ->option_text("R")
       ->check(CLI::NonNegativeNumber);
-  flight->add_option("--last", plan->last, "How many operations of each rank; 5 by default")
+  flight->add_option("--last", plan->last, "Number of operations shown per rank (default: 5)")
       ->option_text("N")
       ->check(CLI::Range(0, control::FlightRing::kKept));
   flight->callback([&action, plan] { action = [plan] { return explain(*plan); }; });
@@ -138,8 +139,7 @@ void add_flight(CLI::App& trace, Action& action) {
 }  // namespace
 
 void add_trace(CLI::App& app, Action& action) {
-  auto* trace =
-      app.add_subcommand("trace", "What a job left behind, explained: its profile, its flight record");
+  auto* trace = app.add_subcommand("trace", "Explain what a job recorded: its profile or its flight record");
   trace->require_subcommand(1);
   add_flight(*trace, action);
   add_trace_profile(*trace, action);

@@ -1,4 +1,4 @@
-// One function per verb: adds it to the command line and sets what is to be done when it was chosen.
+// One function per verb. It adds the verb to the command line and sets `action` when the verb is chosen.
 #pragma once
 
 #include <functional>
@@ -9,7 +9,7 @@
 
 namespace lockstep::cli {
 
-using Action = std::function<int()>;  // the exit status
+using Action = std::function<int()>;  // Returns the exit status.
 
 void add_run(CLI::App& app, Action& action);
 void add_key(CLI::App& app, Action& action);
@@ -18,11 +18,11 @@ void add_schedule(CLI::App& app, Action& action);
 void add_trace(CLI::App& app, Action& action);
 void add_trace_profile(CLI::App& trace, Action& action);
 
-// What the ranks have left there, put together and told. Throws ConfigError.
+// Merges the ranks' profiles in this folder and prints the summary. Throws ConfigError.
 int show_profile(const std::string& directory);
 
-// What stands before the program in `run`'s arguments, as CLI11 takes it: torchrun's spellings become ours,
-// and the "--" of `run -n 2 -- PROGRAM`, which CLI11 reads in another way, goes.
+// Rewrites the arguments before the program of `run` for CLI11: replaces torchrun's spellings by ours, and
+// removes the "--" of `run -n 2 -- PROGRAM`, which CLI11 would interpret differently.
 void tidy_run(const CLI::App& app, std::vector<std::string>& arguments);
 
 }  // namespace lockstep::cli

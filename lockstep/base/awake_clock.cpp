@@ -18,23 +18,24 @@ using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
 constexpr nanoseconds kBeat = milliseconds(100);
-// A thread that is this late has not merely waited for a processor.
+// A thread that is later than this has been stopped, not merely waiting for a core.
 constexpr nanoseconds kLate = milliseconds(500);
-// As the last beat: nobody beats, so that nothing can be missed.
+// Value of the last beat while no thread beats, so that nothing can be missed.
 constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
 
 std::int64_t steady() { return nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-// A thread that notes ten times a second that the process runs. The kernel counts no stopped time for us.
+// A thread that records ten times a second that the process runs, because the kernel does not count stopped
+// time.
 class Heart {
  public:
   static Heart& get() {
-    static auto* heart = new Heart;  // never destroyed: its thread has no end
+    static auto* heart = new Heart;  // Never destroyed, because its thread never ends.
     return *heart;
   }
 
   std::int64_t awake(std::int64_t now) const {
-    // In this order: between the two a stop may be counted twice for a moment, but never not at all.
+    // In this order: if a stop is recorded in between, it may briefly be counted twice, but is never missed.
     const auto beat = last_.load(std::memory_order_acquire);
     const auto stopped = stopped_.load(std::memory_order_acquire);
     return now - stopped - missed(beat, now);
@@ -46,9 +47,10 @@ class Heart {
     try {
       std::thread([this] { run(); }).detach();
       last_ = steady();
-      ::pthread_atfork(nullptr, nullptr, [] { get().last_ = kNever; });  // the thread is not in the child
+      // The thread does not exist in the child.
+      ::pthread_atfork(nullptr, nullptr, [] { get().last_ = kNever; });
     } catch (const std::system_error&) {
-      // No more threads: then stopped time counts.
+      // No more threads: stopped time then counts.
     }
   }
 
@@ -75,7 +77,7 @@ class Heart {
 AwakeClock::time_point AwakeClock::now() noexcept { return moment().awake; }
 
 AwakeClock::Moment AwakeClock::moment() noexcept {
-  const Heart& heart = Heart::get();  // before the look: it begins to beat at the first
+  const Heart& heart = Heart::get();  // First: the first call starts the beat.
   const auto now = std::chrono::steady_clock::now();
   return {time_point(nanoseconds(heart.awake(nanoseconds(now.time_since_epoch()).count()))), now};
 }

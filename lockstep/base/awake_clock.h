@@ -1,5 +1,5 @@
-// A clock that stands still while this process is stopped (Ctrl-Z, SIGSTOP, a debugger): a deadline of it
-// does not pass meanwhile. Good for std::condition_variable::wait_until and its like.
+// A clock that does not advance while this process is stopped (Ctrl-Z, SIGSTOP, a debugger), so that its
+// deadlines do not pass meanwhile. Works with std::condition_variable::wait_until and similar functions.
 #pragma once
 
 #include <chrono>
@@ -11,11 +11,11 @@ struct AwakeClock {
   using rep = duration::rep;
   using period = duration::period;
   using time_point = std::chrono::time_point<AwakeClock>;
-  static constexpr bool is_steady = false;  // may go back by as much as is found to have been missed
+  static constexpr bool is_steady = false;  // May go back by the stopped time, once it is found.
 
   static time_point now() noexcept;
 
-  // One look at the time, for whoever needs it on both.
+  // One reading of both clocks.
   struct Moment {
     time_point awake;
     std::chrono::steady_clock::time_point steady;

@@ -17,14 +17,14 @@ struct Crew::State {
 
   std::mutex mutex;
   std::condition_variable over;
-  Threads running, done;    // done: nothing of their bodies is left
-  std::size_t joining = 0;  // of those that were done
+  Threads running, done;    // done: their bodies have been destroyed.
+  std::size_t joining = 0;  // Number of finished threads being joined.
   const ::pid_t process = ::getpid();
 
-  // A child that was forked has none of the threads, and nothing to join.
+  // A forked child has none of the threads, and nothing to join.
   bool in_child() const { return process != ::getpid(); }
 
-  // Who runs has a share: there are those alone that are done, and perhaps this very thread is one of them.
+  // Each running thread holds a reference, so only finished threads are left, possibly including this one.
   ~State() {
     if (in_child()) {
       new Threads(std::move(done));
@@ -41,7 +41,7 @@ struct Crew::State {
     over.notify_all();
   }
 
-  // Gives up the lock meanwhile: a thread's last steps are not ours.
+  // Releases the lock meanwhile, because a thread's last steps are outside this class's control.
   void join_done(std::unique_lock<std::mutex>& lock) {
     if (done.empty() || in_child()) return;
     Threads mine;
@@ -82,7 +82,7 @@ bool Crew::wait(std::chrono::milliseconds limit) const {
   const auto end = std::chrono::steady_clock::now() + limit;
   const bool all = state_->over.wait_until(lock, end, [&] { return state_->running.size() <= own; });
   state_->join_done(lock);
-  // What somebody else joins has not ended either.
+  // Threads that another caller is joining have not ended either.
   return state_->over.wait_until(lock, end, [&] { return state_->joining == 0; }) && all;
 }
 

@@ -1,5 +1,5 @@
-// Threads beside a program's own. Who must be without them, as what they touch may go with the process, waits
-// until they have ended, what they keep for themselves (thread_local) included.
+// Background threads of the library. Code that must run without them, for example because they use memory
+// that is about to be freed, waits until they have ended, including their thread_local objects.
 #pragma once
 
 #include <chrono>
@@ -11,14 +11,14 @@ namespace lockstep::detail {
 class Crew {
  public:
   Crew();
-  // On a thread of its own, which takes no signals. False where no more threads can be had.
+  // Runs the body on a new thread that receives no signals. False if no thread can be created.
   bool start(std::function<void()> body);
-  // Until all but the calling one have ended and let go of what their bodies held; false at the limit, which
-  // counts for the bodies alone: what threads keep for themselves is given up without one.
+  // Waits until all threads except the calling one have ended and destroyed their bodies. False at the limit,
+  // which applies to the bodies only: thread_local objects are waited for without one.
   bool wait(std::chrono::milliseconds limit) const;
 
  private:
-  struct State;  // which threads have a share of: a Crew may go before them
+  struct State;  // Shared with the threads, because a Crew may be destroyed before them.
   const std::shared_ptr<State> state_;
 };
 

@@ -24,8 +24,7 @@ std::optional<std::int64_t> integer(const char* name, std::int64_t lowest, std::
   const char* end = value->data() + value->size();
   auto [stop, error] = std::from_chars(value->data(), end, number);
   if (error != std::errc{} || stop != end || number < lowest || number > highest)
-    throw ConfigError(fmt::format("{}='{}' is not allowed: a whole number from {} to {} is", name, *value,
-                                  lowest, highest));
+    throw detail::bad_value(name, fmt::format("an integer from {} to {}", lowest, highest), *value);
   return number;
 }
 
@@ -38,17 +37,15 @@ bool flag(const char* name, bool fallback) {
     if (lower == yes) return true;
   for (const char* no : {"0", "false", "no", "off"})
     if (lower == no) return false;
-  throw ConfigError(
-      fmt::format("{}='{}' is not allowed: 1, true, yes, on or 0, false, no, off is", name, *value));
+  throw detail::bad_value(name, "1, true, yes, on or 0, false, no, off", *value);
 }
 
 milliseconds parse_duration(std::string_view what, std::string_view value) {
   constexpr double kLongest = 30.0 * 24 * 3600;
   auto bad = [&] {
-    return ConfigError(
-        fmt::format("{}='{}' is not allowed: a time above 0 and up to 30 days is, such as 250ms, 30s, 5m or "
-                    "2h (a plain number is seconds)",
-                    what, value));
+    return detail::bad_value(
+        what, "a time above 0 and at most 30 days, such as 250ms, 30s, 5m or 2h (a plain number is seconds)",
+        value);
   };
   double number = 0;
   const char* end = value.data() + value.size();
@@ -60,7 +57,7 @@ milliseconds parse_duration(std::string_view what, std::string_view value) {
                    : unit == "m"               ? number * 60
                    : unit == "h"               ? number * 3600
                                                : -1;
-  // Below a millisecond would round to nothing, which elsewhere means "no limit".
+  // Below a millisecond would round to 0, which elsewhere means "no limit".
   if (!(seconds >= 1e-3) || seconds > kLongest) throw bad();
   return milliseconds(static_cast<std::int64_t>(seconds * 1e3));
 }

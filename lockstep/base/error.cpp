@@ -34,5 +34,9 @@ void assertion_failed(const char* condition, const char* file, int line, std::st
                           condition, file, line));
 }
 
+ConfigError bad_value(std::string_view what, std::string_view expected, std::string_view value) {
+  return ConfigError(fmt::format("{}: expected {}, got '{}'", what, expected, value));
+}
+
 }  // namespace detail
 }  // namespace lockstep

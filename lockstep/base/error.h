@@ -1,10 +1,10 @@
-// Errors of the library. Every error is an Error; what kind says who can mend it:
+// Errors thrown by the library. All of them derive from Error; the type says who can fix the problem:
 //
 //   try { group.all_reduce(t).wait(); }
 //   catch (const lockstep::CommError& e) { std::cerr << e.what(); save(); throw; }
 //
-// ConfigError: the caller can fix it; the text says what was given and what is allowed.
-// CommError:   a peer, the network or a deadline; kind() says which, details() has the parts of the text.
+// ConfigError: the caller can fix it. The text states what was expected and what was given.
+// CommError:   a peer, the network or a deadline failed. kind() says which; details() has the text's parts.
 #pragma once
 
 #include <chrono>
@@ -28,25 +28,25 @@ class ConfigError : public Error {
 
 class CommError : public Error {
  public:
-  // Why the operation failed. Kinds may be added; none changes its meaning.
+  // Why the operation failed. New kinds may be added; existing ones keep their meaning.
   enum class Kind : std::uint8_t {
-    deadline,   // It was not complete within its deadline.
-    peer_died,  // A rank that it needs ended, threw, left, gave it up, or is on a host that is lost.
-    mismatch,   // The ranks' calls differ, or wait for one another in several groups.
+    deadline,   // The operation did not complete within its deadline.
+    peer_died,  // A rank it depends on exited, threw, left the group, gave up, or was on a lost host.
+    mismatch,   // The ranks made different calls.
     engine,     // Any other error of the transport or of this process.
     device,     // A GPU or its driver reported an error.
-    stopped,    // The program ended it (World::fail, leaving the World), or the launcher has gone.
+    stopped,    // The program ended it (World::fail, leaving the World), or the launcher is gone.
   };
 
-  // Ranks are those of the group, as the caller numbers them.
+  // Ranks are group ranks, as the caller numbers them.
   struct Details {
-    std::string cause;      // what happened, one sentence without a full stop
+    std::string cause;      // What happened: one sentence without a full stop.
     std::string operation;  // "all_reduce"
     std::string group;      // "world"
     int rank = 0;
     int size = 1;
-    std::optional<int> peer;     // the rank that failed, or that we waited for, where known
-    std::uint64_t sequence = 0;  // counts the collectives of the group, or its sends and receives
+    std::optional<int> peer;     // The rank that failed, or that this rank was waiting for, if known.
+    std::uint64_t sequence = 0;  // Counts the group's collectives, or its sends and receives.
     std::string tensor;          // "float32 [10, 4]"
     std::string tag;
     std::string call_site;  // "train.cpp:42"
@@ -66,7 +66,7 @@ std::string_view name(CommError::Kind kind);
 
 namespace detail {
 
-// Base of exceptions inside engines that know which kind of CommError they become.
+// Base of exceptions thrown inside engines that know which kind of CommError they become.
 class Kinded {
  public:
   explicit Kinded(CommError::Kind kind) : kind_(kind) {}
@@ -77,18 +77,21 @@ class Kinded {
   CommError::Kind kind_;
 };
 
-// An engine's error of that kind.
+// An engine's error with a known kind.
 class KindedError : public Error, public Kinded {
  public:
   KindedError(CommError::Kind kind, const std::string& text) : Error(text), Kinded(kind) {}
 };
 
 [[noreturn]] void assertion_failed(const char* condition, const char* file, int line, std::string_view text);
+
+// The error for a bad option, variable or argument: "<what>: expected <expected>, got '<value>'".
+ConfigError bad_value(std::string_view what, std::string_view expected, std::string_view value);
 }  // namespace detail
 
 }  // namespace lockstep
 
-// A broken invariant of the library itself: throws Error, never ends the process.
+// Checks an invariant of the library itself. Throws Error; never ends the process.
 #define LOCKSTEP_ASSERT(condition, text)                                            \
   do {                                                                              \
     if (!(condition)) [[unlikely]]                                                  \

@@ -1,5 +1,5 @@
-// Memory that somebody may still use who cannot be stopped is kept until the process ends. It stays
-// reachable: a leak checker sees that it is meant.
+// Keeps memory until the process ends that an unstoppable user may still access. It stays reachable, so that
+// leak checkers see that this is intended.
 #pragma once
 
 #include <any>

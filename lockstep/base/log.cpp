@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::array kNames = {"debug", "info", "warn", "error", "off"};
 
-// A bad value must not throw from the first log line, deep inside something else: it falls back.
+// A bad value must not throw from the first log line, deep inside other code: it falls back to the default.
 LogLevel level_from_environment() {
   auto value = env::text("LOCKSTEP_LOG");
   for (std::size_t i = 0; value && i < kNames.size(); ++i)
@@ -33,7 +33,7 @@ struct Sink {
   std::shared_ptr<LogSink> sink;
 };
 
-// Never destroyed: threads may log while static objects go.
+// Never destroyed: threads may log during static destruction.
 Sink& sink() {
   static auto* value = new Sink;
   return *value;
@@ -68,7 +68,7 @@ void log_line(LogLevel at, std::string_view line) noexcept {
     if (target) return (*target)(at, line);
     auto text = fmt::format("[lockstep{}{}] {}: {}\n", prefix.empty() ? "" : " ", prefix,
                             kNames[static_cast<std::size_t>(at)], line);
-    // One write, so that lines of several ranks on one terminal stay whole.
+    // A single write, so that lines of several ranks on one terminal are not mixed.
     [[maybe_unused]] auto written = ::write(STDERR_FILENO, text.data(), text.size());
   } catch (...) {
   }

@@ -1,5 +1,5 @@
-// A line to the person who runs the job. To standard error, one write per line, or to a sink of the
-// program's own. LOCKSTEP_LOG=debug|info|warn|error|off sets what is shown; warn by default.
+// Log lines for the user: to standard error, one write per line, or to the program's own sink.
+// LOCKSTEP_LOG=debug|info|warn|error|off sets the level; warn by default.
 #pragma once
 
 #include <functional>
@@ -15,7 +15,7 @@ enum class LogLevel { debug, info, warn, error, off };
 
 using LogSink = std::function<void(LogLevel, std::string_view)>;
 
-// Both may be called at any time from any thread. A null sink brings standard error back.
+// Thread-safe; may be called at any time. A null sink restores standard error.
 void set_log_level(LogLevel level);
 void set_log_sink(LogSink sink);
 
@@ -23,7 +23,7 @@ namespace detail {
 
 bool log_enabled(LogLevel level) noexcept;
 void log_line(LogLevel level, std::string_view line) noexcept;
-// Shown before each line of this thread: "rank 2".
+// Prefix of this thread's lines: "rank 2".
 void set_log_prefix(std::string prefix);
 
 template <typename... Args>
@@ -31,7 +31,7 @@ void log(LogLevel level, fmt::format_string<Args...> format, Args&&... args) noe
   if (!log_enabled(level)) return;
   try {
     log_line(level, fmt::format(format, std::forward<Args>(args)...));
-  } catch (...) {  // a log line is never worth an exception
+  } catch (...) {  // A log line is never worth an exception.
   }
 }
 

@@ -1,4 +1,4 @@
-// While one of these lives, threads that this one starts take no signals: those are for the program's own.
+// While an object exists, threads started by the current thread receive no signals: those are the program's.
 #pragma once
 
 #include <signal.h>

@@ -8,11 +8,11 @@ namespace lockstep::detail {
 namespace {
 
 std::mutex mutex;
-std::shared_ptr<SpanSink> process_sink;          // under the mutex
-std::atomic<std::uint64_t> process_version = 1;  // counts its changes
+std::shared_ptr<SpanSink> process_sink;          // Guarded by the mutex.
+std::atomic<std::uint64_t> process_version = 1;  // Incremented at each change.
 
 thread_local std::shared_ptr<SpanSink> thread_sink;
-// What this thread saw last of the process's: a lock for each span would be one for all threads.
+// Cached copy of the process's sink, so that a span does not need a lock shared by all threads.
 thread_local std::shared_ptr<SpanSink> seen;
 thread_local std::uint64_t seen_version = 0;
 

@@ -1,5 +1,5 @@
-// Where a thread's time goes, for whoever profiles: a Span from here to the end of its scope. Nobody listens
-// most of the time: then it costs one load.
+// Profiling: a Span covers the time from its construction to the end of its scope. Without a listener, which
+// is the usual case, it costs one load.
 #pragma once
 
 #include <atomic>
@@ -11,20 +11,20 @@
 namespace lockstep::detail {
 
 enum class SpanKind : std::uint8_t {
-  operation,      // LibTorch's own
-  communication,  // from its start to its end, whoever waits; not nested in anything
-  wait,           // this thread starts an operation, or waits for one
-  data,           // this thread waits for data
+  operation,      // LibTorch's own.
+  communication,  // From its start to its end, whether or not a thread waits; not nested.
+  wait,           // This thread starts an operation, or waits for one.
+  data,           // This thread waits for data.
   optimizer,
   pipeline,
   bucket,
-  range,  // the program's own
+  range,  // The program's own.
 };
 constexpr int kSpanKinds = 8;
 
-// Of a wait: which operation for.
+// Identifies the operation being waited for.
 struct SpanOf {
-  std::int64_t group = 0;  // its key; 0: not said
+  std::int64_t group = 0;  // The group's key; 0: unknown.
   std::uint64_t sequence = 0;
   bool message = false;
 };
@@ -33,20 +33,20 @@ class SpanSink {
  public:
   virtual ~SpanSink() = default;
   virtual void begin(SpanKind kind, std::string_view name, std::int64_t bytes, SpanOf of) noexcept = 0;
-  virtual void end() noexcept = 0;                        // of the last that this thread began
-  virtual void flops(std::int64_t /*count*/) noexcept {}  // of the last that this thread began
-  // Something to know of the run: a pipeline's schedule, how much memory is what. The last word counts.
+  virtual void end() noexcept = 0;                        // Ends the last span that this thread began.
+  virtual void flops(std::int64_t /*count*/) noexcept {}  // Of the last span that this thread began.
+  // A fact about the run: a pipeline's schedule, a use of memory. The last value counts.
   virtual void note(std::string_view what, std::string_view value) noexcept = 0;
 };
 
 inline constinit std::atomic<int> span_sinks = 0;
 
-// Of this thread's rank: the thread's own, else the process's.
+// The sink for this thread: its own, else the process's.
 std::shared_ptr<SpanSink> span_sink() noexcept;
 inline bool spans_wanted() noexcept { return span_sinks.load(std::memory_order_relaxed) != 0; }
 
 enum class SpanScope { thread, process };
-// As long as it lives, spans of this thread, or of all threads without a sink of their own, go to the sink.
+// While it exists, spans of this thread, or of all threads without their own sink, go to the sink.
 class SpanListening {
  public:
   SpanListening(std::shared_ptr<SpanSink> sink, SpanScope scope);
@@ -74,7 +74,7 @@ class Span {
 
  private:
   void open(SpanKind kind, std::string_view name, std::int64_t bytes, SpanOf of) noexcept;
-  std::shared_ptr<SpanSink> sink_;  // it may be the last that holds it
+  std::shared_ptr<SpanSink> sink_;  // May be the last reference.
 };
 
 }  // namespace lockstep::detail

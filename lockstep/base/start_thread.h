@@ -1,4 +1,4 @@
-// A thread or process of the library's own, or an error that says which one could not be had.
+// Starts a thread of the library, or throws an error that names what could not be started.
 #pragma once
 
 #include <cerrno>
@@ -9,14 +9,14 @@
 
 namespace lockstep::detail {
 
-// Of a thread or a process. The text names the limits where one of them was the cause.
+// For a thread or a process. The text names the limits if one of them was the cause.
 inline std::system_error not_created(const std::string& what, int error) {
   return {error, std::generic_category(),
-          what + " could not be created" +
+          what + " cannot be created" +
               (error == EAGAIN ? " (the limits are pids.max of the cgroup and ulimit -u)" : "")};
 }
 
-// `task` names what the thread is for: "the ranks' output". Throws std::system_error.
+// `task` is the thread's purpose: "the ranks' output". Throws std::system_error.
 template <typename F>
 std::thread start_thread(const std::string& task, F&& body) {
   try {

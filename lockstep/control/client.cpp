@@ -24,7 +24,7 @@ namespace {
 
 constexpr milliseconds kLookAtAgent(250);
 
-// getpid() is a system call, and World::step() asks in every step.
+// Cached, because getpid() is a system call, and World::step() needs it in every step.
 std::atomic<int> this_process = 0;
 
 int process_id() {
@@ -37,7 +37,7 @@ int process_id() {
 
 std::shared_ptr<Client> Client::make(Fd agent) {
   std::shared_ptr<Client> client(new Client(std::move(agent)));
-  // It keeps the client: both are there until the process ends, or the agent does.
+  // The thread keeps the client alive until the process or the agent ends.
   detail::start_thread("the connection to the agent", [client] { client->listen(); }).detach();
   return client;
 }
@@ -67,7 +67,7 @@ bool Client::write(const Frame& frame) {
     pollfd writable{socket_.get(), POLLOUT, 0};
     ::poll(&writable, 1, 100);
     if (Clock::now() <= deadline) continue;
-    // After half a message nothing that follows would be understood.
+    // After half a message, later ones could not be parsed.
     if (sent > 0) ::shutdown(socket_.get(), SHUT_RDWR);
     return false;
   }
@@ -90,7 +90,7 @@ Welcome Client::join(const Hello& hello, milliseconds timeout,
   std::unique_lock lock(mutex_);
   auto settled = [&] { return welcome_ || refused_ || failure_; };
   if (!changed_.wait_until(lock, deadline, settled)) {
-    // The head tells everybody who is missing, and us with them.
+    // The coordinator then reports the missing ranks to every rank, including this one.
     lock.unlock();
     write({.kind = Kind::missing, .rank = hello.rank});
     lock.lock();
@@ -115,13 +115,13 @@ void Client::leave() noexcept {
     }
     write({.kind = Kind::leave, .rank = rank_});
   } catch (const std::exception& error) {
-    log(LogLevel::warn, "leaving the job: {}", error.what());
+    log(LogLevel::warn, "cannot leave the job properly: {}", error.what());
   }
 }
 
 StoreReply Client::ask(const StoreRequest& request, Clock::time_point deadline,
                        const std::function<bool()>& failed) {
-  if (in_child()) throw Error("this process was forked from a rank, and is none itself");
+  if (in_child()) throw Error("this process was forked from a rank and is not a rank itself");
   request.check();
   std::unique_lock lock(mutex_);
   const auto id = next_id_++;
@@ -141,16 +141,16 @@ StoreReply Client::ask(const StoreRequest& request, Clock::time_point deadline,
   if (failure_) throw_failure();
   if (refused_) throw ConfigError(*refused_);
   if (failed()) throw Error("the job has failed");
-  if (!written || gone_) throw Error("the connection to the control plane is gone");
+  if (!written || gone_) throw Error("the connection to the control plane is closed");
   lock.unlock();
-  // Else the head would keep it for a rank that asks again and again.
+  // Cancels the request; otherwise the coordinator would keep it for a rank that asks repeatedly.
   if (request.call == StoreCall::get || request.call == StoreCall::wait)
     write({.kind = Kind::store,
            .rank = rank_,
            .id = id,
            .payload = StoreRequest{.call = StoreCall::forget, .number = id}.encode()});
-  // "timeout": engines look for that word and try again.
-  throw Error(fmt::format("a wait in the store hit its timeout for: {}", fmt::join(request.keys, ", ")));
+  // Engines look for the word "timeout" and try again.
+  throw Error(fmt::format("store: timeout for: {}", fmt::join(request.keys, ", ")));
 }
 
 std::shared_ptr<StatusWriter> Client::status() const {
@@ -163,14 +163,14 @@ void Client::tell(const GroupMade& group) noexcept {
   try {
     write({.kind = Kind::group, .rank = rank_, .payload = group.encode()});
   } catch (const std::exception& error) {
-    log(LogLevel::warn, "telling the agent of a group: {}", error.what());
+    log(LogLevel::warn, "cannot announce a group to the agent: {}", error.what());
   }
 }
 
 void Client::tell(const Fault& fault) noexcept {
   try {
     write({.kind = Kind::fault, .rank = rank_, .payload = fault.encode()});
-  } catch (const std::exception&) {  // the rank is in trouble already
+  } catch (const std::exception&) {  // the rank is failing already
   }
 }
 
@@ -236,7 +236,7 @@ void Client::listen() {
     }
     if (const int signal = stop_signal_.exchange(0))
       write({.kind = Kind::stop, .rank = rank_, .payload = Writer().number(signal).take()});
-    if (ended && ::poll(polled, 1, 0) == 0) break;  // what it said before that is heard first
+    if (ended && ::poll(polled, 1, 0) == 0) break;  // Read its last messages first.
     if (polled[0].revents == 0) continue;
     try {
       auto received = receive_fd(socket_.get(), bytes);
@@ -251,7 +251,7 @@ void Client::listen() {
     }
   }
   agent_is_gone();
-  // By the thread that holds it: the next World of this process may find another agent.
+  // By the thread that holds the lock: the next World of this process may connect to another agent.
   if (holding_) board_->let_go(rank_);
 }
 
@@ -291,7 +291,7 @@ void Client::receive(Frame frame, Fd descriptor) {
       stop_at_ = in.number(0, INT64_MAX);
       break;
     }
-    default: break;  // of a later version
+    default: break;  // Of a later version.
   }
   std::lock_guard lock(mutex_);
   changed_.notify_all();
@@ -303,7 +303,7 @@ void Client::attach(const Attach& attach, Fd descriptor) {
   {
     std::lock_guard lock(mutex_);
     attach_ = attach;
-    // Not as it calls itself: it may live in another pid namespace.
+    // Not the pid that the agent reports: it may live in another pid namespace.
     agent_process_ = peer_of(socket_.get()).pid;
     const auto process = look_at(agent_process_);
     if (process)
@@ -314,7 +314,7 @@ void Client::attach(const Attach& attach, Fd descriptor) {
     try {
       board = board_ = std::make_shared<Board>(descriptor.release(), size_);
     } catch (const std::system_error& error) {
-      log(LogLevel::warn, "this rank does without the page that says where it is: {}", error.what());
+      log(LogLevel::warn, "cannot map this rank's status page, continuing without it: {}", error.what());
       return;
     }
     rank = rank_;
@@ -369,8 +369,8 @@ void Client::agent_is_gone() {
   if (failure) fail(std::move(*failure));
 }
 
-// The end of the connection tells, unless a copy of it is held by somebody whom the agent's process has
-// started. An agent inside a rank that is stopped tells nobody anything.
+// The connection's end reports it, unless a descendant of the agent's process holds a copy of the connection.
+// An agent inside a stopped rank reports nothing.
 bool Client::agent_has_ended() {
   std::optional<Failure> failure;
   {
@@ -380,7 +380,7 @@ bool Client::agent_has_ended() {
     if (!process || process->ending || process->start != agent_start_) return true;
     if (process->state != 'T') {
       if (agent_stopped_)
-        log(LogLevel::warn, "the agent of this host (process {}) goes on", attach_->agent_pid);
+        log(LogLevel::warn, "the agent of this host (process {}) resumed", attach_->agent_pid);
       agent_stopped_.reset();
       return false;
     }

@@ -1,4 +1,4 @@
-// A rank's end of the control plane: one connection to the agent of its host, and a thread that listens.
+// A rank's side of the control plane: a connection to the agent of its host, and a listening thread.
 #pragma once
 
 #include <atomic>
@@ -18,27 +18,28 @@
 
 namespace lockstep::control {
 
-// The agent could not be reached, or the job cannot be joined for lack of others.
+// The agent cannot be reached, or the job cannot be joined because ranks are missing.
 class JoinError : public Error {
  public:
   using Error::Error;
 };
 
-// The agent went away before it said a word: it was about to end. Another one may be there.
+// The agent closed the connection before sending anything: it was about to end. Another agent may be running.
 class AgentGone : public Error {
  public:
   using Error::Error;
 };
 
-// In a child of fork() it does nothing: the rank is the parent.
+// In a child of fork() it does nothing: only the parent is the rank.
 class Client final : public Channel {
  public:
-  // Takes a connection to the agent. The thread that listens runs until the process ends: it holds the lock
-  // by which the agent knows that this rank lives.
+  // Takes a connection to the agent. The listening thread runs until the process ends, because it holds the
+  // lock by which the agent knows that this rank is alive.
   static std::shared_ptr<Client> make(Fd agent);
 
-  // Comes, and waits for all. on_failure is called from the listening thread, at most once, when the job has
-  // failed. ConfigError when ranks contradict one another, JoinError when some do not come, AgentGone.
+  // Joins the job and waits for all ranks. on_failure is called from the listening thread, at most once, when
+  // the job has failed. Throws ConfigError if ranks contradict each other, JoinError if some do not join, or
+  // AgentGone.
   Welcome join(const Hello& hello, std::chrono::milliseconds timeout,
                std::function<void(const Failure&)> on_failure);
   void leave() noexcept;
@@ -49,16 +50,17 @@ class Client final : public Channel {
   std::shared_ptr<StatusWriter> status() const;
 
   void tell(const GroupMade& group) noexcept;
-  // Before the process ends: returns when it has been written.
+  // For a process about to end: returns once the message has been written.
   void tell(const Fault& fault) noexcept;
 
-  // Whether the job is to stop: true on every rank at the same call, counted from 0.
+  // True if the job must stop; turns true at the same call, counted from 0, on every rank.
   bool stop_requested();
-  void request_stop(int signal) noexcept;  // safe in a signal handler
-  // The failure that the agent has told, or tells within the limit.
+  void request_stop(int signal) noexcept;  // Async-signal-safe.
+  // The failure reported by the agent, now or within the limit.
   std::optional<Failure> failure(std::chrono::milliseconds limit = {});
-  bool usable() const;  // for another World of this process
-  // Whether `lockstep run` started this rank: it shows the job's failure. False until the agent has answered.
+  bool usable() const;  // True if another World of this process may use it.
+  // True if `lockstep run` started this rank, so that it shows the job's failure. False until the agent has
+  // answered.
   bool is_launched() const;
   int rank() const;
   ~Client() override;
@@ -72,7 +74,7 @@ class Client final : public Channel {
   void agent_is_gone();
   bool agent_has_ended();
   bool write(const Frame& frame);
-  // A child of fork(): the connection is its parent's, and so are threads that may hold any lock here.
+  // In a child of fork() the connection belongs to the parent, and so do threads that may hold any lock here.
   bool in_child() const;
   Failure failure_of_agent(std::string cause) const;
   [[noreturn]] void throw_failure() const;
@@ -80,7 +82,7 @@ class Client final : public Channel {
   const int process_;
   Fd socket_;
   std::mutex write_mutex_;
-  std::atomic<int> stop_signal_ = 0;  // from a signal handler
+  std::atomic<int> stop_signal_ = 0;  // Set by a signal handler.
   Fd stop_event_;
 
   mutable std::mutex mutex_;
@@ -98,8 +100,8 @@ class Client final : public Channel {
   std::map<std::uint32_t, std::optional<StoreReply>> replies_;
   std::int64_t stop_count_ = 0, stop_at_ = -1;
   bool stop_prepared_ = false;
-  int agent_process_ = 0;          // as this process sees it; 0: it does not, and /proc says nothing of it
-  std::uint64_t agent_start_ = 0;  // another process may have its number later
+  int agent_process_ = 0;          // Its pid as seen by this process; 0: not visible in /proc.
+  std::uint64_t agent_start_ = 0;  // Guards against reuse of the pid.
   std::optional<Clock::time_point> agent_stopped_;
 };
 

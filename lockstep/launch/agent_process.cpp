@@ -37,9 +37,10 @@ using Clock = std::chrono::steady_clock;
 using control::Fd;
 using std::chrono::milliseconds;
 
-// For ranks that were told of a failure to end by themselves, with their own last words.
+// Time for ranks notified of a failure to end by themselves and print their own errors.
 constexpr milliseconds kAfterVerdict{1000};
-// For a process that was killed; one that is inside the kernel may take longer, and is not waited for.
+// Time for a killed process to end; a process blocked inside the kernel may take longer and is not waited
+// for.
 constexpr milliseconds kAfterKill{10000};
 
 std::string random_name() {
@@ -68,7 +69,7 @@ class AgentProcess {
 
   int run() {
     if (!options_.quiet && !agent_.address().empty())
-      say(fmt::format("node {} of {}, meeting the others at {}", options_.node, options_.num_nodes,
+      say(fmt::format("node {} of {}, coordinator at {}", options_.node, options_.num_nodes,
                       agent_.address()));
     while (!status_) {
       wait(paused_since_ ? -1 : agent_.orders_fd());
@@ -76,7 +77,7 @@ class AgentProcess {
         agent_.leave_hosts();
         return 128 + SIGKILL;
       }
-      if (paused_since_) continue;  // what is to be done, and what time is left, waits with the ranks
+      if (paused_since_) continue;  // Orders and deadlines wait while the ranks are paused.
       for (auto& order : agent_.take_orders()) std::visit([this](auto& what) { handle(what); }, order);
       keep_deadlines();
       if (started_ && ranks_.running().empty()) {
@@ -86,13 +87,13 @@ class AgentProcess {
     }
     if (started_) end_leftovers();
     output_.finish();
-    // However slow the reader is, unless the person has had enough.
+    // Waits for a slow reader, unless the user has sent a signal.
     if (num_signals_ > 0) give_up_at_ = Clock::now() + options_.grace;
     const int before = num_signals_;
     while (!output_is_done_ && num_signals_ == before && !launcher_gone_ &&
            !(give_up_at_ && Clock::now() >= *give_up_at_))
       output_is_done_ = wait(output_.done_fd());
-    // A job whose output is lost has not done what was asked of it.
+    // A job whose output was lost has not fully succeeded.
     return *status_ == 0 && output_is_done_ && output_.has_lost() ? 1 : *status_;
   }
 
@@ -113,7 +114,7 @@ class AgentProcess {
       options.link = control::Link{options_.master_address, options_.master_port, options_.master_port,
                                    options_.key, options_.job};
     options.say = [this](const std::string& line) { say(line); };
-    // It may see that a large rank is ending before the kernel has put its memory away and tells us.
+    // The agent may notice the end of a large rank before the kernel has freed its memory and sent SIGCHLD.
     options.explain = [this](const control::Ended& how) { return explain(how); };
     options.flight = [this](control::FlightRecord record) { flights_.take(std::move(record)); };
     if (options_.status != StatusLine::never)
@@ -127,7 +128,7 @@ class AgentProcess {
 
   void say(const std::string& line) { output_.say("lockstep: " + line); }
 
-  // Until something has happened, or a deadline is there; whether it was this descriptor.
+  // Waits for an event or a deadline. Returns true if fd became readable.
   bool wait(int fd) {
     std::array<pollfd, 4> waits = {{{launcher_, POLLIN, 0},
                                     {signals_.get(), POLLIN, 0},
@@ -145,7 +146,7 @@ class AgentProcess {
     return waits[2].revents != 0;
   }
 
-  // ---- what the person wants ------------------------------------------------------------------------------
+  // ---- requests of the launcher ---------------------------------------------------------------------------
 
   void listen_to_launcher() {
     Message message;
@@ -177,10 +178,10 @@ class AgentProcess {
 
   void take_signal(int signal) {
     if (signal == SIGUSR1 || signal == SIGUSR2) return ranks_.send(signal);
-    resume();  // ranks that are to end must run
+    resume();  // Ranks must run in order to end.
     if (num_signals_++ == 0) return agent_.stop(signal);
     kill_all();
-    if (!started_) status_ = 128 + signal;  // other hosts may not be there to agree
+    if (!started_) status_ = 128 + signal;  // Other hosts may not have joined yet, so they cannot agree.
   }
 
   void pause() {
@@ -201,10 +202,10 @@ class AgentProcess {
     output_.hold_status(false);
   }
 
-  // ---- what the agent wants -------------------------------------------------------------------------------
+  // ---- orders of the agent --------------------------------------------------------------------------------
 
   void handle(const control::Start& start) {
-    save_flight();  // of the attempt before
+    save_flight();  // Of the previous attempt.
     output_.begin_attempt(start.attempt, start.world_size);
     if (start.attempt == 0 && !options_.quiet) say(start_line(start));
     terminate_at_ = kill_at_ = give_up_at_ = std::nullopt;
@@ -230,7 +231,7 @@ class AgentProcess {
   }
 
   void handle(const control::Failed& failed) {
-    // One that we have killed was told of already.
+    // The failure of a rank that this process killed has already been reported.
     if (!ranks_.was_killed(failed.failure.rank))
       output_.tell_failure("lockstep: " + failed.failure.text(), failed.failure.rank);
     failed_rank_ = failed.failure.rank;
@@ -249,7 +250,7 @@ class AgentProcess {
     status_ = finish.status;
   }
 
-  // ---- the ranks' end -------------------------------------------------------------------------------------
+  // ---- end of the ranks -----------------------------------------------------------------------------------
 
   void reap() {
     ranks_.reap([this](const LocalRanks::Rank& rank, control::Ended how) {
@@ -260,7 +261,7 @@ class AgentProcess {
   }
 
   std::string explain(const control::Ended& how) const {
-    // A rank that is a shell passes the signal of what it ran on as a status.
+    // A rank that is a shell reports the signal that ended its child as a status.
     const bool was_killed = how.signal == SIGKILL || how.status == 128 + SIGKILL;
     return was_killed ? memory_.note() : "";
   }
@@ -274,7 +275,7 @@ class AgentProcess {
     }
     if (kill_at_ && now >= *kill_at_) {
       for (const auto& rank : ranks_.running())
-        say(fmt::format("rank {} (pid {}) has not ended within {} s: it is killed", rank.number, rank.pid,
+        say(fmt::format("rank {} (pid {}) did not end within {} s; killing it", rank.number, rank.pid,
                         static_cast<double>(options_.grace.count()) / 1000));
       kill_all();
     }
@@ -287,14 +288,15 @@ class AgentProcess {
     if (!give_up_at_) give_up_at_ = Clock::now() + kAfterKill;
   }
 
-  // Those that do not even end when killed are inside the kernel: a file system or a device hangs.
+  // Processes that do not end even when killed are blocked inside the kernel: a file system or a device
+  // hangs.
   void give_up() {
     give_up_at_.reset();
     for (const auto& rank : ranks_.give_up()) {
       control::Ended how;
       how.pid = rank.pid;
-      how.note = "it does not react to SIGKILL";
-      say(fmt::format("rank {} (pid {}) does not react to SIGKILL: a device or a file system hangs",
+      how.note = "it does not respond to SIGKILL";
+      say(fmt::format("rank {} (pid {}) does not respond to SIGKILL: a device or a file system hangs",
                       rank.number, rank.pid));
       agent_.rank_ended(rank.number, how);
     }
@@ -303,12 +305,12 @@ class AgentProcess {
   void end_leftovers() {
     started_ = false;
     for (pid_t pid : end_descendants(kAfterKill, [this] { reap(); }))
-      say(fmt::format("process {} could not be ended", pid));
-    // Their exceptions follow from the failure that was shown, or say the same.
+      say(fmt::format("cannot end process {}", pid));
+    // These exceptions follow from the failure that was shown, or repeat it.
     std::erase(aborted_, failed_rank_.value_or(-1));
     std::sort(aborted_.begin(), aborted_.end());
     if (failed_rank_ && !aborted_.empty())
-      say(fmt::format("after that {} ended by an exception: {}",
+      say(fmt::format("{} then ended with an exception: {}",
                       plural(static_cast<int>(aborted_.size()), "rank"), fmt::join(aborted_, ", ")));
     failed_rank_.reset();
     aborted_.clear();
@@ -319,19 +321,19 @@ class AgentProcess {
   const LaunchOptions& options_;
   const int launcher_;
   LocalRanks ranks_;
-  const Fd signals_;  // before there are threads
+  const Fd signals_;  // Created before any thread.
   std::string agent_name_;
   OutOfMemory memory_;
   Output output_;
   FlightKeeper flights_;
-  control::Agent agent_;  // after the output: it says things until it ends
+  control::Agent agent_;  // Destroyed before output_, because it logs until it ends.
 
-  bool started_ = false;  // ranks were started, and their end has not been told
+  bool started_ = false;  // True while ranks have been started and their end has not been reported.
   std::optional<Clock::time_point> terminate_at_, kill_at_, give_up_at_;
   std::optional<Clock::time_point> paused_since_;  // Ctrl-Z
   int num_signals_ = 0;
-  std::optional<int> failed_rank_;  // of the job's failure, once it is known; -1: it is of no rank
-  std::vector<int> aborted_;        // ranks of this host that ended by SIGABRT
+  std::optional<int> failed_rank_;  // Rank of the job's failure, once known; -1 if no rank failed.
+  std::vector<int> aborted_;        // Ranks of this host that ended with SIGABRT.
   bool launcher_gone_ = false, output_is_done_ = false;
   std::optional<int> status_;
 };
@@ -348,11 +350,12 @@ void end_all() {
 int guard(const LaunchOptions& options, Inherited inherited) {
   ::prctl(PR_SET_NAME, "lockstep-agent");
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
-  // The end of the channel tells that the launcher has ended, unless this process is stopped by then.
+  // The channel's end reports that the launcher has ended, unless this process is stopped: SIGCONT resumes
+  // it.
   ::prctl(PR_SET_PDEATHSIG, SIGCONT);
   ::setpgid(0, 0);
   try {
-    // Never destroyed when it is left early: its threads may be held by a terminal that does not read.
+    // Leaked if its output is not done: its threads may be blocked by a terminal that does not read.
     auto* agent_process = new AgentProcess(options, inherited);
     const int status = agent_process->run();
     if (agent_process->has_shown_everything())

@@ -1,6 +1,6 @@
-// The process "lockstep-agent", between `lockstep run` and the ranks: it has the host's agent, starts the
-// ranks, shows their output, waits for them and ends what they leave behind. It outlives a launcher that is
-// killed, by as long as it takes to end every process that stems from it; the launcher does the same for it.
+// The process "lockstep-agent", between `lockstep run` and the ranks. It runs the host's agent, starts the
+// ranks, shows their output, waits for them and ends their leftover descendants. If the launcher is killed,
+// this process ends all its descendants and exits; the launcher does the same for it.
 #pragma once
 
 #include <csignal>
@@ -10,20 +10,20 @@
 
 namespace lockstep::detail {
 
-// Between the two, over a socket that keeps messages apart.
+// Messages between the two, over a socket that preserves message boundaries.
 struct Message {
-  // From the launcher: signal, pause, resume. To it: paused, and input, when a rank here reads what is typed.
+  // From the launcher: signal, pause, resume. To it: paused, and input once a rank here reads terminal input.
   enum class Kind { signal, pause, resume, paused, input } kind{};
-  int signal = 0;  // that the launcher got
+  int signal = 0;  // The signal that the launcher received.
 };
 
 struct Inherited {
-  control::Fd launcher;  // ends when it does
-  int stdin_fd = -1;     // for the rank that has a standard input; -1: none has
-  sigset_t signals{};    // blocked when the launcher was started: the ranks' mask
+  control::Fd launcher;  // Reaches end-of-file when the launcher ends.
+  int stdin_fd = -1;     // Standard input for the rank that gets it; -1 if no rank does.
+  sigset_t signals{};    // Signals blocked when the launcher was started: the ranks' mask.
 };
 
-// Called in a new process that is one of the launcher's; returns its exit status.
+// Runs in a new child process of the launcher. Returns its exit status.
 int guard(const LaunchOptions& options, Inherited inherited);
 
 }  // namespace lockstep::detail

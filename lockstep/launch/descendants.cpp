@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 
 std::vector<pid_t> numbers_in(const fs::path& folder) {
   std::vector<pid_t> numbers;
-  std::error_code error;  // it may go while it is read
+  std::error_code error;  // The folder may vanish while it is read.
   for (fs::directory_iterator entry(folder, error), end; !error && entry != end; entry.increment(error)) {
     const std::string name = entry->path().filename();
     pid_t number = 0;
@@ -34,7 +34,7 @@ std::vector<pid_t> numbers_in(const fs::path& folder) {
   return numbers;
 }
 
-// A kernel may have been built without the lists of children.
+// The kernel may have been built without the lists of children.
 bool kernel_lists_children() {
   static const bool lists = ::access("/proc/thread-self/children", R_OK) == 0;
   return lists;
@@ -47,13 +47,13 @@ void check_proc() {
   const auto self = fs::read_symlink("/proc/self", error).string();
   if (self == std::to_string(::getpid())) return;
   const auto mount = "mount -t proc proc /proc (unshare: --mount-proc)";
-  // Of an outer namespace it may not know this process at all.
+  // A /proc of an outer namespace may not list this process at all.
   if (std::error_code none; self.empty() && !fs::exists("/proc/stat", none))
     throw ConfigError(
-        fmt::format("there is no /proc, by which ranks and what they start are found: {}", mount));
+        fmt::format("no /proc, which is needed to find ranks and their descendants: {}", mount));
   throw ConfigError(fmt::format(
-      "/proc is of another pid namespace: this process is {} here and '{}' there; mount that of this "
-      "namespace: {}",
+      "/proc is of another pid namespace: this process is {} here and '{}' there; mount this namespace's "
+      "/proc: {}",
       ::getpid(), self, mount));
 }
 
@@ -78,7 +78,7 @@ std::vector<pid_t> descendants(const std::vector<pid_t>& spare) {
   std::vector<pid_t> found = {::getpid()};
   for (std::size_t i = 0; i < found.size(); ++i)
     for (pid_t child : children(found[i]))
-      // Whatever /proc says, never this process itself.
+      // Never this process itself, whatever /proc lists.
       if (child != ::getpid() && std::find(spare.begin(), spare.end(), child) == spare.end())
         found.push_back(child);
   found.erase(found.begin());

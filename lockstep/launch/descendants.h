@@ -1,7 +1,7 @@
-// The processes that stem from this one, and their end.
+// Finds and ends the descendants of this process.
 //
-// What a rank starts may leave its process group, its session and its parent. It cannot leave a process that
-// is a subreaper (PR_SET_CHILD_SUBREAPER): orphans become that one's children.
+// A process started by a rank may leave its process group, its session and its parent. It cannot escape an
+// ancestor that is a subreaper (PR_SET_CHILD_SUBREAPER), because orphans become the subreaper's children.
 #pragma once
 
 #include <sys/types.h>
@@ -12,17 +12,18 @@
 
 namespace lockstep::detail {
 
-// ConfigError where /proc is missing or of another pid namespace: its numbers are those of strangers then.
+// Throws ConfigError if /proc is missing or of another pid namespace, where pids belong to unrelated
+// processes.
 void check_proc();
 
 std::vector<pid_t> children(pid_t pid);
 
-// Those that live, at every depth. Those in `spare` are left out, with what stems from them.
+// The live descendants at every depth, except those in `spare` and their descendants.
 std::vector<pid_t> descendants(const std::vector<pid_t>& spare = {});
 
-// Ends all of them. They are stopped first, so that none can start another meanwhile. `reap` is called now
-// and then to wait for children. Returns those that have not ended within the limit: of another user, or
-// inside the kernel.
+// Ends all descendants. They are stopped first, so that none can start another one meanwhile. Calls `reap`
+// repeatedly to wait for children. Returns those that did not end within the limit, because they belong to
+// another user or are blocked inside the kernel.
 std::vector<pid_t> end_descendants(std::chrono::milliseconds limit, const std::function<void()>& reap,
                                    const std::vector<pid_t>& spare = {});
 

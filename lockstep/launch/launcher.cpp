@@ -35,8 +35,9 @@ using std::chrono::milliseconds;
 
 constexpr std::chrono::duration<int, std::milli> kLookAtStopped(100);
 
-// A terminal belongs to the foreground, and the ranks are in groups of their own: what is typed is read here
-// and passed on. Reading stops while the rank does not take it.
+// Relays terminal input to a rank. Only the foreground process group may read a terminal, and each rank is in
+// its own group, so the launcher reads and passes the input on. It stops reading while the rank does not
+// consume it.
 class TerminalRelay {
  public:
   explicit TerminalRelay(Fd to) : to_(std::move(to)) { ::fcntl(to_.get(), F_SETFL, O_NONBLOCK); }
@@ -49,7 +50,7 @@ class TerminalRelay {
     if (!held_.empty()) return {to_.get(), POLLOUT, 0};
     return {in_foreground() ? STDIN_FILENO : -1, POLLIN, 0};
   }
-  // Behind, the terminal is not ours to read; nobody tells when that changes.
+  // In the background the terminal must not be read, and no event reports a change, so it is polled.
   int patience() const { return to_ && wanted_ && held_.empty() && !in_foreground() ? 500 : -1; }
 
   void move() {
@@ -72,19 +73,20 @@ class TerminalRelay {
  private:
   static bool in_foreground() {
     const pid_t group = ::tcgetpgrp(STDIN_FILENO);
-    return group < 0 || group == ::getpgrp();  // below 0: a terminal that controls nobody here
+    // Below 0: the terminal is not this session's controlling terminal.
+    return group < 0 || group == ::getpgrp();
   }
 
   Fd to_;
-  bool wanted_ = false;  // a rank of this host reads it
+  bool wanted_ = false;  // True once a rank of this host reads the input.
   std::string held_;
 };
 
 class Launcher {
  public:
   explicit Launcher(const LaunchOptions& options) : stop_grace_(options.stop_grace) {
-    ::signal(SIGCHLD, SIG_DFL);  // a parent may ignore it, and then nobody can be waited for
-    // Closed standard descriptors would be given to the first pipe that is made.
+    ::signal(SIGCHLD, SIG_DFL);  // A parent may have ignored it, and then waitpid finds no child.
+    // Opens closed standard descriptors; otherwise the first pipe would get their numbers.
     while (true) {
       const int fd = ::open("/dev/null", O_RDWR | O_CLOEXEC);
       if (fd < 0 || fd > STDERR_FILENO) {
@@ -94,13 +96,13 @@ class Launcher {
       ::fcntl(fd, F_SETFD, 0);
     }
     ::prctl(PR_SET_CHILD_SUBREAPER, 1);
-    before_us_ = children(::getpid());  // of a shell that became this program
+    before_us_ = children(::getpid());  // Children of a shell that became this program by exec.
 
     Inherited inherited;
     ::pthread_sigmask(SIG_SETMASK, nullptr, &inherited.signals);
     signals_ = take_signals({SIGCHLD, SIGTSTP}, kForwarded);
-    // Blocked, not ignored, which the ranks would inherit: writing to nobody, to a terminal from behind, or
-    // beyond the size that a file may have.
+    // Blocked, not ignored, because the ranks would inherit ignored signals: writing to a pipe without a
+    // reader, to a terminal from the background, or beyond the file size limit.
     sigset_t harmless;
     ::sigemptyset(&harmless);
     for (int signal : {SIGPIPE, SIGTTOU, SIGXFSZ}) ::sigaddset(&harmless, signal);
@@ -159,7 +161,7 @@ class Launcher {
     return process && process->state == 'T';
   }
 
-  // Somebody wants the job to end. The agent process must run for that; it is killed if it is stopped after all.
+  // A signal asks the job to end. The agent process must run for that; if it stays stopped, it is killed.
   void make_sure_it_ends() {
     const auto process = control::look_at(agent_process_);
     const bool held =
@@ -176,26 +178,26 @@ class Launcher {
     ::kill(agent_process_, SIGKILL);
   }
 
-  // Nobody else can end the job while the guardian is stopped (SIGSTOP). It has the time that a rank has.
-  // SIGCHLD tells when that begins.
+  // While the agent process is stopped (SIGSTOP), nothing else can end the job. It gets the same grace as a
+  // rank. SIGCHLD reports when it stops.
   void check_agent_process() {
     if (killed_) return;  // it is no longer stopped, but does not run either
     const auto now = Clock::now(), before = std::exchange(looked_at_, now);
     if (!agent_process_is_stopped()) {
       if (stopped_since_)
-        tell(fmt::format("lockstep: the agent (pid {}) runs again after {:.1f} s\n", agent_process_,
+        tell(fmt::format("lockstep: the agent (pid {}) resumed after {:.1f} s\n", agent_process_,
                          Seconds(now - *stopped_since_).count()));
       stopped_since_.reset();
       return;
     }
     if (!stopped_since_) {
       stopped_since_ = now;
-      tell(fmt::format(
-          "lockstep: the agent (pid {}) is stopped (SIGSTOP): the job is ended in {:.1f} s unless it "
-          "runs again\n",
-          agent_process_, Seconds(stop_grace_).count()));
+      tell(
+          fmt::format("lockstep: the agent (pid {}) is stopped (SIGSTOP): the job ends in {:.1f} s unless it "
+                      "resumes\n",
+                      agent_process_, Seconds(stop_grace_).count()));
     } else if (now - before > 5 * kLookAtStopped) {
-      *stopped_since_ += now - before;  // this process was stopped too
+      *stopped_since_ += now - before;  // This process was stopped too.
     }
     if (now - *stopped_since_ < stop_grace_) return;
     why_killed_ = fmt::format("was stopped (SIGSTOP) for {:.1f} s, longer than --stop-grace allows",
@@ -203,13 +205,13 @@ class Launcher {
     kill_agent_process();
   }
 
-  // Unless the reader takes nothing: waiting for it would hold up the end of the job.
+  // Skips the line if standard error is not writable: waiting for its reader would delay the end of the job.
   static void tell(const std::string& line) {
     pollfd out{STDERR_FILENO, POLLOUT, 0};
     if (::poll(&out, 1, 0) > 0) write_all(STDERR_FILENO, line);
   }
 
-  // What the agent process has to say; nothing where it has ended, which SIGCHLD tells too.
+  // Reads a message from the agent process; nothing if it has ended, which SIGCHLD reports too.
   std::optional<Message::Kind> listen() {
     Message message;
     const auto got = ::recv(channel_.get(), &message, sizeof message, MSG_DONTWAIT);
@@ -222,11 +224,12 @@ class Launcher {
   }
 
   void send(Message message) {
-    // An agent process that is stopped takes nothing.
+    // A stopped agent process does not read; the message is dropped if its buffer is full.
     ::send(channel_.get(), &message, sizeof message, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 
-  // Ctrl-Z: first the ranks, then this process, as its parent expects; whatever continues it continues them.
+  // Ctrl-Z: stops the ranks first, then this process, as its parent expects. Continuing this process
+  // continues them.
   void stop_with_ranks() {
     send({Message::Kind::pause});
     for (pollfd answer{channel_.get(), POLLIN, 0}; ::poll(&answer, 1, 2000) > 0;) {
@@ -237,12 +240,13 @@ class Launcher {
     sigset_t stop;
     ::sigemptyset(&stop);
     ::sigaddset(&stop, SIGTSTP);
-    ::pthread_sigmask(SIG_UNBLOCK, &stop, nullptr);  // stopped here
+    ::pthread_sigmask(SIG_UNBLOCK, &stop, nullptr);  // Stops here.
     ::pthread_sigmask(SIG_BLOCK, &stop, nullptr);
     send({Message::Kind::resume});
   }
 
-  // The job's status once the agent process has ended. As a container's first process we get strangers' orphans.
+  // Returns the job's status once the agent process has ended. As a container's first process, this also
+  // reaps orphans.
   std::optional<int> reap() {
     std::optional<siginfo_t> end;
     for (siginfo_t info{}; ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG) == 0 && info.si_pid != 0; info = {})
@@ -251,7 +255,7 @@ class Launcher {
     if (end->si_code == CLD_EXITED) return end->si_status;
     control::Ended how;
     how.signal = end->si_status;
-    // First of all, and with a write that may fail: whatever becomes of the line, no rank is left.
+    // Ends the descendants before writing the line, which may fail, so that no rank is left behind.
     end_descendants(
         milliseconds(10000),
         [] {
@@ -259,7 +263,7 @@ class Launcher {
           }
         },
         before_us_);
-    write_all(STDERR_FILENO, fmt::format("lockstep: the agent (pid {}) {}; the ranks were ended\n",
+    write_all(STDERR_FILENO, fmt::format("lockstep: the agent (pid {}) {}; the ranks were terminated\n",
                                          agent_process_, why_killed_.empty() ? how.text() : why_killed_));
     return 128 + end->si_status;
   }
@@ -270,10 +274,10 @@ class Launcher {
   TerminalRelay relay_;
   pid_t agent_process_ = -1;
   int num_stop_signals_ = 0;
-  std::optional<Clock::time_point> stopped_since_;  // the agent process
+  std::optional<Clock::time_point> stopped_since_;  // Since when the agent process has been stopped.
   Clock::time_point looked_at_ = Clock::now();
-  bool killed_ = false;     // the guardian, by this process
-  std::string why_killed_;  // empty: that is plain
+  bool killed_ = false;     // True once this process has killed the agent process.
+  std::string why_killed_;  // Why this process killed the agent process; empty if it did not.
 };
 
 }  // namespace

@@ -25,12 +25,12 @@ using control::Fd;
 std::pair<Fd, Fd> make_pipe() {
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0)
-    throw std::system_error(errno, std::generic_category(), "a pipe could not be made");
+    throw std::system_error(errno, std::generic_category(), "cannot create a pipe");
   return {Fd(ends[0]), Fd(ends[1])};
 }
 
-// Two pipes and a connection for each rank are more than many systems allow by default. Returns the limit
-// that the ranks are to have.
+// Two pipes and a connection per rank exceed many systems' default limit. Returns the original limit, which
+// the ranks get.
 rlim_t allow_open_files(int num_ranks) {
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);
@@ -52,7 +52,7 @@ control::Ended how_it_ended(const siginfo_t& info) {
   return how;
 }
 
-// With its group, which is not there yet where the rank has only just been started.
+// Signals the rank and its process group, which may not exist yet if the rank has just been started.
 void send_to(const LocalRanks::Rank& rank, int signal) {
   if (::getpgid(rank.pid) != rank.pid) ::kill(rank.pid, signal);
   ::kill(-rank.pid, signal);
@@ -125,14 +125,14 @@ void LocalRanks::check_start() {
   int error = 0;
   const auto got = ::read(exec_errors_.get(), &error, sizeof error);
   if (got < 0 && errno == EAGAIN) return;
-  exec_errors_.reset();  // every rank has become the program, or one could not
+  exec_errors_.reset();  // Every rank has executed the program, or one failed to.
   if (got > 0)
-    throw ConfigError(fmt::format("'{}' could not be started: {}", options_.command[0],
+    throw ConfigError(fmt::format("cannot start '{}': {}", options_.command[0],
                                   why_not_started(options_, program_, error)));
 }
 
 void LocalRanks::reap(const HasEnded& ended) {
-  check_start();  // before it looks like the end of a program
+  check_start();  // First, so that a failed exec does not look like the end of a program.
   for (siginfo_t info{}; ::waitid(P_ALL, 0, &info, WEXITED | WNOHANG) == 0 && info.si_pid != 0; info = {}) {
     const auto rank = std::find_if(ranks_.begin(), ranks_.end(),
                                    [&](const Rank& each) { return each.running && each.pid == info.si_pid; });

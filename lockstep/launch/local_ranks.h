@@ -1,4 +1,4 @@
-// The ranks of this host: starting them, signals to them, waiting for them.
+// The ranks of this host: starts, signals and waits for them.
 #pragma once
 
 #include <sys/resource.h>
@@ -21,40 +21,40 @@ namespace lockstep::detail {
 class LocalRanks {
  public:
   struct Rank {
-    int number = 0;  // in the world
+    int number = 0;  // World rank.
     pid_t pid = -1;
     bool running = false;
-    bool killed = false;  // by us
+    bool killed = false;  // True if this process killed it.
   };
 
-  // Finds the program and its cores, and allows the files that are needed. stdin_fd: for the rank that has a
-  // standard input, -1 where there is none; signals: the mask that the ranks are to have. Throws ConfigError.
+  // Finds the program, assigns cores and raises the limit on open files. stdin_fd: for the rank that reads
+  // standard input, or -1. signals: the ranks' signal mask. Throws ConfigError.
   LocalRanks(const LaunchOptions& options, int stdin_fd, const sigset_t& signals);
 
   const Placement& placement() const { return placement_; }
 
   using Started = std::function<void(const Rank&)>;
   void start(const control::Start& start, const std::string& agent, Output& output, const Started& started);
-  bool reads_input() const;  // one of them has the standard input
+  bool reads_input() const;  // True if one of them has the standard input.
 
-  // Readable when it is known whether the program could be started; check_start() throws ConfigError where it
-  // could not.
+  // Readable once it is known whether the program started; check_start() throws ConfigError if it did not.
   int start_fd() const { return exec_errors_.get(); }
   void check_start();
 
-  // Waits for those that have ended, also for processes that others have left to us.
+  // Reaps ended ranks, and orphans that became children of this process.
   using HasEnded = std::function<void(const Rank&, const control::Ended&)>;
   void reap(const HasEnded& ended);
 
   std::vector<Rank> running() const;
   bool was_killed(int number) const;
 
-  // Each goes to the ranks that run, with what they started, as far as that has not left their groups.
+  // The functions below reach the running ranks and those of their descendants that are still in their
+  // groups.
   void send(int signal);
-  void wake_for(int signal);  // and continues those that are stopped, so that they get it
+  void wake_for(int signal);  // Also continues stopped ranks, so that they receive it.
   void kill();
   void kill_stopped();
-  // Those that run on are no longer waited for.
+  // Stops waiting for the ranks that still run and returns them.
   std::vector<Rank> give_up();
 
  private:
@@ -65,7 +65,7 @@ class LocalRanks {
   const sigset_t signals_;
   const std::string program_;
   const Placement placement_;
-  const rlim_t open_files_;  // that the ranks may have
+  const rlim_t open_files_;  // The limit on open files that the ranks get.
   const control::Fd null_;
   control::Fd exec_errors_;
   std::vector<Rank> ranks_;

@@ -19,11 +19,11 @@ int free_port() {
   const control::Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_ANY);  // free on every address; nothing listens
+  address.sin_addr.s_addr = htonl(INADDR_ANY);  // Free on every address; nothing listens.
   socklen_t length = sizeof address;
   if (!fd || ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
       ::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0)
-    throw std::system_error(errno, std::generic_category(), "no port of this host is free");
+    throw std::system_error(errno, std::generic_category(), "cannot find a free port on this host");
   return ntohs(address.sin_port);
 }
 
@@ -39,16 +39,16 @@ std::pair<std::string, int> parse_endpoint(const std::string& what, const std::s
     auto [stop, error] = std::from_chars(text.data() + colon + 1, end, port);
     good = error == std::errc{} && stop == end && port >= 1 && port <= 65535;
   }
-  // An IPv6 address has colons of its own.
+  // An IPv6 address contains colons itself.
   if (good && host.front() == '[' && host.back() == ']')
     host = host.substr(1, host.size() - 2);
   else
     good = good && host.find(':') == std::string::npos;
   if (!good || host.empty())
-    throw ConfigError(
-        fmt::format("{}='{}' is not allowed: HOST:PORT is, with a port from 1 to 65535, such as "
-                    "node1:29500, 10.0.0.1:29500 or [fd00::1]:29500",
-                    what, text));
+    throw bad_value(what,
+                    "HOST:PORT with a port from 1 to 65535, such as node1:29500, 10.0.0.1:29500 or "
+                    "[fd00::1]:29500",
+                    text);
   return {host, port};
 }
 

@@ -1,4 +1,4 @@
-// Ports and interfaces, as far as a launcher cares.
+// Ports and network interfaces for the launcher.
 #pragma once
 
 #include <string>
@@ -7,14 +7,14 @@
 
 namespace lockstep::detail {
 
-// A port of this host that was free a moment ago. Nobody listens there: programs that make a store of their
-// own at MASTER_PORT can.
+// Returns a port of this host that was free a moment ago. Nothing listens on it, so programs that create
+// their own store at MASTER_PORT can bind it.
 int free_port();
 
-// The same on every host that was told the same port.
+// A port next to the given one; the same on every host.
 int port_beside(int port);
 
-// "host:29500", "[fe80::1]:29500"; `what` names it in the ConfigError that says what is wrong.
+// Parses "host:29500" or "[fe80::1]:29500"; `what` names the option in the ConfigError.
 std::pair<std::string, int> parse_endpoint(const std::string& what, const std::string& text);
 
 std::vector<std::string> network_interfaces();

@@ -25,9 +25,7 @@ RankSet RankSet::parse(std::string_view what, std::string_view text) {
     if (good && at != end && *at == '-') good = (++at, number(last));
     more = at != end && *at == ',';
     if (!good || last < first || (at != end && !more))
-      throw ConfigError(fmt::format(
-          "{}='{}' is not allowed: all, none or a list of ranks such as 0,2 or 0-3 is", what, text));
-    if (more) ++at;
+      throw bad_value(what, "all, none or a list of ranks such as 0,2 or 0-3", text);
     set.ranges_.emplace_back(first, last);
   }
   return set;

@@ -1,4 +1,4 @@
-// What `lockstep run` was asked for.
+// The options of `lockstep run`.
 #pragma once
 
 #include <chrono>
@@ -10,38 +10,38 @@
 
 namespace lockstep::detail {
 
-// Some of the world's ranks.
+// A set of world ranks.
 class RankSet {
  public:
   static RankSet all() { return RankSet(true); }
   static RankSet none() { return RankSet(false); }
-  // "all", "none", "0,2", "0-3"; `what` names it in the ConfigError that says what is wrong.
+  // Parses "all", "none", "0,2" or "0-3"; `what` names the option in the ConfigError.
   static RankSet parse(std::string_view what, std::string_view text);
 
   bool contains(int rank) const;
-  int highest() const;  // of those that were listed; -1 where none were
+  int highest() const;  // Highest rank listed; -1 for all and none.
 
  private:
   explicit RankSet(bool all) : all_(all) {}
   bool all_ = false;
-  std::vector<std::pair<int, int>> ranges_;  // both ends included
+  std::vector<std::pair<int, int>> ranges_;  // Inclusive ranges.
 };
 
-constexpr int kMostThreads = 4096;  // of a rank
+constexpr int kMostThreads = 4096;  // Per rank.
 
-enum class Prefix { automatic, always, never };      // automatic: where there is more than one rank
+enum class Prefix { automatic, always, never };      // automatic: if there is more than one rank
 enum class StatusLine { automatic, always, never };  // automatic: on a terminal
 enum class Bind { automatic, cores, none };
 
 struct LaunchOptions {
-  std::vector<std::string> command;  // the program and its arguments
+  std::vector<std::string> command;  // The program and its arguments.
 
-  int num_ranks = 1;  // on this host
+  int num_ranks = 1;  // Number of ranks on this host.
   int node = 0, num_nodes = 1;
-  std::string master_address;  // with several hosts: where the first one's agent is found
+  std::string master_address;  // Several hosts: the address of the first host's agent.
   int master_port = 0;
-  std::string key;  // with several hosts: 32 bytes that all of them have
-  std::string job;  // with several hosts: the same text on all of them
+  std::string key;  // Several hosts: the 32-byte key that all of them share.
+  std::string job;  // Several hosts: a text that is the same on all of them.
   std::string interface;
 
   std::vector<std::pair<std::string, std::string>> set_environment;
@@ -53,19 +53,19 @@ struct LaunchOptions {
   RankSet show = RankSet::all();
   Prefix prefix = Prefix::automatic;
   StatusLine status = StatusLine::automatic;
-  bool quiet = false;  // no line at the start
+  bool quiet = false;  // Omit the line at the start.
 
-  std::string metrics;         // the folder for what ranks log, as LOCKSTEP_METRICS; empty: not set by us
-  std::string metrics_format;  // likewise
+  std::string metrics;         // Folder for metrics, exported as LOCKSTEP_METRICS; empty: not exported.
+  std::string metrics_format;  // Likewise.
 
-  int threads = 0;  // of each rank; 0: LOCKSTEP_THREADS, OMP_NUM_THREADS, else cores / ranks
+  int threads = 0;  // Per rank; 0: LOCKSTEP_THREADS, else OMP_NUM_THREADS, else cores / ranks.
   Bind bind = Bind::automatic;
 
-  std::string flight_record;  // the file; "none": not written; empty: in log_directory, else a new one
-  std::string timeout;        // of each collective, as LOCKSTEP_TIMEOUT takes it; empty: not set by us
+  std::string flight_record;  // File name; "none": not written; empty: in log_directory, else a new file.
+  std::string timeout;        // Of each collective, as LOCKSTEP_TIMEOUT; empty: not exported.
   std::optional<std::chrono::milliseconds> join_timeout;
-  std::chrono::milliseconds grace{5000};       // between the first signal and SIGKILL
-  std::chrono::milliseconds stop_grace{5000};  // how long a rank may be stopped
+  std::chrono::milliseconds grace{5000};       // Between the first signal and SIGKILL.
+  std::chrono::milliseconds stop_grace{5000};  // How long a rank may stay stopped.
   int max_restarts = 0;
 };
 

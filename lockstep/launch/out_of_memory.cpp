@@ -25,7 +25,7 @@ std::string OutOfMemory::note() const {
   const auto system = host::system_memory();
   if (system.oom_kills > of_system_)
     return fmt::format(
-        "probably out of memory: the kernel has ended a process for want of it ({} of the system's {} "
+        "probably out of memory: the kernel killed a process to free memory ({} of the system's {} "
         "are free now)",
         host::bytes_text(system.available), host::bytes_text(system.total));
   return {};

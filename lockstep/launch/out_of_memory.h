@@ -1,4 +1,4 @@
-// Whether a rank was killed for want of memory: the kernel says so only in its counters.
+// Determines whether a rank was killed because memory ran out, which the kernel reports only in its counters.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@ namespace lockstep::detail {
 class OutOfMemory {
  public:
   OutOfMemory() { begin(); }
-  void begin();  // what happened before does not count
-  // For a rank that has just been killed: "out of memory: ...", or nothing.
+  void begin();  // Ignores earlier kills.
+  // For a rank that has just been killed: "out of memory: ...", or empty.
   std::string note() const;
 
  private:
-  mutable std::mutex mutex_;  // the agent asks too, from its thread
+  mutable std::mutex mutex_;  // The agent calls note() from its own thread.
   std::optional<std::uint64_t> of_cgroup_, of_system_;
 };
 

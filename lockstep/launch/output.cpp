@@ -23,17 +23,17 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using control::Fd;
 
-constexpr std::size_t kLongestLine = 64 << 10;  // longer ones are cut into pieces
+constexpr std::size_t kLongestLine = 64 << 10;  // Longer lines are split.
 constexpr std::size_t kLastLines = 20, kLongestLastLine = 4 << 10;
 constexpr std::chrono::milliseconds kPromptAfter{200};
-// A line that is written over and over ("\r": a progress bar) is shown this often, each time as a line: the
-// ranks share the screen, and nobody can go back in it.
+// A line rewritten in place ("\r": a progress bar) is shown this often, each time as a new line: the ranks
+// share the screen, so the cursor cannot go back.
 constexpr std::chrono::seconds kProgressEvery{1};
-// The status line: often enough on a terminal, seldom where every one stays. Of a job that tells nothing
-// more, the last one is not shown for ever.
+// Interval of the status line: short on a terminal, long where each one stays. A status that is not refreshed
+// is removed after kStatusStale.
 constexpr std::chrono::milliseconds kStatusEvery{200}, kStatusStale{1500};
 constexpr std::chrono::seconds kStatusLineEvery{10};
-// Whoever still holds a pipe when all of ours have ended is a stranger: it is not waited for.
+// How long to keep reading a pipe after all known writers have ended: an unrelated process may still hold it.
 constexpr std::chrono::seconds kPatienceWithStrangers{1};
 
 Fd checked(int fd, const char* what) {
@@ -48,7 +48,7 @@ void signal_event(int fd) {
 
 Fd open_log(const std::string& name) {
   Fd log(::open(name.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
-  if (!log) throw ConfigError(fmt::format("the log '{}' cannot be written: {}", name, std::strerror(errno)));
+  if (!log) throw ConfigError(fmt::format("--log-dir: cannot write '{}': {}", name, std::strerror(errno)));
   return log;
 }
 
@@ -56,22 +56,22 @@ Fd open_log(const std::string& name) {
 
 struct Output::Stream {
   Fd fd;
-  int number = 0;  // of the rank
+  int number = 0;  // World rank.
   std::shared_ptr<Rank> rank;
   Channel channel = Channel::out;
   bool shown = true;
-  bool prompts = false;                       // the beginning of a line is worth showing
-  std::string line;                           // what there is of it
-  std::size_t displayed = 0;                  // how much of it is on the screen already
-  Clock::time_point begun{}, since{};         // its first and its last byte
-  bool overwritten = false;                   // it has been, and `line` is what was written last
-  bool open = false;                          // its beginning is on the screen, and may be gone on with
-  Clock::time_point progress{};               // when it was last shown as it was then
-  std::optional<Clock::time_point> deadline;  // everybody who should hold the other end has ended
+  bool prompts = false;                       // True if an unfinished line is worth showing.
+  std::string line;                           // The current line so far.
+  std::size_t displayed = 0;                  // Number of its bytes that are on the screen already.
+  Clock::time_point begun{}, since{};         // Times of its first and its last byte.
+  bool overwritten = false;                   // True if it was overwritten; `line` is the latest text.
+  bool open = false;                          // True if its beginning is on the screen and may be continued.
+  Clock::time_point progress{};               // Last time a state of it was shown.
+  std::optional<Clock::time_point> deadline;  // Set once every known writer has ended.
 
   bool is_progress() const { return overwritten || line.ends_with('\r'); }
   std::string_view rest() const { return std::string_view(line).substr(displayed); }
-  // When what there is of the line is shown though it has not ended; never where it is nobody's business.
+  // When the unfinished line is shown; never if it is not worth showing.
   std::optional<Clock::time_point> due() const {
     if (line.size() <= displayed || !(prompts || is_progress())) return std::nullopt;
     return is_progress() ? std::max(since + kPromptAfter, progress + kProgressEvery) : since + kPromptAfter;
@@ -87,8 +87,8 @@ Output::Output(const LaunchOptions& options)
     std::error_code error;
     std::filesystem::create_directories(options.log_directory, error);
     if (error)
-      throw ConfigError(fmt::format("--log-dir '{}' is not allowed: it cannot be made: {}",
-                                    options.log_directory, error.message()));
+      throw ConfigError(
+          fmt::format("--log-dir: cannot create directory '{}': {}", options.log_directory, error.message()));
   }
   epoll_event event{EPOLLIN, {nullptr}};
   ::epoll_ctl(poll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
@@ -118,7 +118,7 @@ void Output::begin_attempt(int attempt, int world_size) {
   });
 }
 
-// Many times a second, also while a terminal or a pipe takes nothing: only the last one waits for that.
+// Called many times a second, even while the terminal or pipe is blocked: only the latest text is queued.
 void Output::show_status(std::string text) {
   {
     std::lock_guard lock(mutex_);
@@ -176,7 +176,7 @@ void Output::tell_failure(std::string line, int rank) {
     for (auto& stream : streams_)
       if (stream->number == rank) read(*stream);
     screen_.say(line);
-    // The lines of a rank that is alone stand right above.
+    // The lines of a single rank were shown raw and are directly above.
     if (!screen_.raw() || !options_.show.contains(rank)) show_last_lines(rank);
   });
 }
@@ -198,7 +198,7 @@ void Output::run() {
   while (!finishing_ || !streams_.empty()) {
     const int count =
         ::epoll_wait(poll_.get(), events.data(), static_cast<int>(events.size()), milliseconds_to_wait());
-    // Streams first: what was written before the launcher said something stands before it.
+    // Streams first, so that output written before a launcher message is shown before it.
     for (int i = 0; i < count; ++i)
       if (auto* stream = static_cast<Stream*>(events[static_cast<std::size_t>(i)].data.ptr))
         read_some(*stream);
@@ -240,7 +240,7 @@ int Output::milliseconds_to_wait() const {
 }
 
 void Output::read(Stream& stream) {
-  constexpr int kMost = 64;  // more than a pipe holds; somebody may write faster than we read
+  constexpr int kMost = 64;  // More than a pipe holds; a writer may be faster than this reader.
   for (int i = 0; i < kMost && read_some(stream); ++i) {
   }
 }
@@ -261,7 +261,8 @@ bool Output::read_some(Stream& stream) {
 void Output::take(Stream& stream, std::string_view bytes) {
   Rank& rank = *stream.rank;
   if (rank.log && !write_all(rank.log.get(), bytes)) {
-    screen_.say(fmt::format("lockstep: the log '{}' ends here: {}", rank.log_name, std::strerror(errno)));
+    screen_.say(
+        fmt::format("lockstep: cannot continue the log '{}': {}", rank.log_name, std::strerror(errno)));
     rank.log.reset();
   }
   if (stream.shown && screen_.raw()) screen_.bytes(stream.channel, stream.number, bytes);
@@ -296,7 +297,7 @@ void Output::end_line(Stream& stream) {
   stream.open = stream.overwritten = false;
 }
 
-// "\r" and then something else: what was there is gone, but for what is shown of it now.
+// Text after "\r" replaces the line, except for what is shown of it now.
 void Output::overwrite_line(Stream& stream) {
   while (stream.line.ends_with('\r')) stream.line.pop_back();
   stream.displayed = std::min(stream.displayed, stream.line.size());
@@ -315,7 +316,7 @@ void Output::overwrite_line(Stream& stream) {
 
 void Output::end_stream(Stream& stream) {
   if (!stream.line.empty()) end_line(stream);
-  // Closing alone does not do it: a rank that is being started has a copy for a moment.
+  // Closing is not enough: a rank that is being started briefly holds a copy.
   ::epoll_ctl(poll_.get(), EPOLL_CTL_DEL, stream.fd.get(), nullptr);
   stream.fd.reset();
 }

@@ -1,5 +1,5 @@
-// Reads what the ranks write and shows it, on a thread of its own: a terminal that is slow, or held by
-// Ctrl-S, holds up the ranks that write to it and nobody else.
+// Reads the ranks' output and shows it on its own thread. A terminal that is slow, or paused by Ctrl-S,
+// blocks only the ranks that write to it.
 #pragma once
 
 #include <atomic>
@@ -24,27 +24,27 @@ namespace lockstep::detail {
 class Output {
  public:
   explicit Output(const LaunchOptions& options);
-  ~Output();  // waits until everything has been shown
+  ~Output();  // Waits until everything has been shown.
   Output(const Output&) = delete;
   Output& operator=(const Output&) = delete;
 
-  // Any thread may call these; they take effect in the order of the calls.
-  void begin_attempt(int attempt, int world_size);  // forgets the ranks of the one before
-  // The ends of a rank's pipes that are read. ConfigError where its log cannot be written.
+  // Thread-safe; calls take effect in call order.
+  void begin_attempt(int attempt, int world_size);  // Forgets the ranks of the previous attempt.
+  // Takes the read ends of a rank's pipes. Throws ConfigError if its log cannot be written.
   void add_rank(int rank, control::Fd out, control::Fd err);
-  void say(std::string line);  // the launcher's own line: "lockstep: ..."
-  // The line, and below it the last lines of a rank, if it is one of this host.
+  void say(std::string line);  // A line of the launcher itself: "lockstep: ...".
+  // Shows the line, and below it the rank's last lines if it is on this host.
   void tell_failure(std::string line, int rank);
-  // The job in one line, below everything: on a terminal as it is now, elsewhere (if it is wanted there) now
+  // Shows the job's status below the output: continuously on a terminal; elsewhere, if enabled, as a line now
   // and then.
   void show_status(std::string text);
-  void hold_status(bool hold);  // the ranks are stopped: the terminal is somebody else's
-  // Nobody is left who could write: what is in the pipes is shown, and they are closed.
+  void hold_status(bool hold);  // The ranks are stopped, and another job has the terminal.
+  // Call when no writer is left: shows what is in the pipes and closes them.
   void ranks_are_gone();
-  // No more of the above; done_fd() is readable when everything has been shown.
+  // No calls of the above may follow. done_fd() becomes readable once everything has been shown.
   void finish();
   int done_fd() const { return done_.get(); }
-  bool has_lost() const { return lost_; }  // something could not be written
+  bool has_lost() const { return lost_; }  // True if some output could not be written.
 
  private:
   struct Rank {
@@ -57,8 +57,8 @@ class Output {
   void post(std::function<void()> task);
   void run();
   void run_tasks();
-  void read(Stream& stream);       // what there is for now
-  bool read_some(Stream& stream);  // false where there is nothing for now, or nothing any more
+  void read(Stream& stream);       // Reads what is available now.
+  bool read_some(Stream& stream);  // Returns false if nothing is available now, or the stream has ended.
   void take(Stream& stream, std::string_view bytes);
   void end_line(Stream& stream);
   void overwrite_line(Stream& stream);
@@ -70,14 +70,14 @@ class Output {
   int milliseconds_to_wait() const;
 
   const LaunchOptions& options_;
-  int attempt_ = 0;  // of whoever adds ranks
+  int attempt_ = 0;  // Used by the thread that adds ranks.
   control::Fd wake_, done_, poll_;
   std::mutex mutex_;
   std::vector<std::function<void()>> tasks_;
-  std::optional<std::string> told_status_;  // the last one, while a task for it is among them
+  std::optional<std::string> told_status_;  // The latest status, while a task to show it is queued.
   std::atomic<bool> lost_ = false;
 
-  // The thread's own.
+  // Used only by the output thread.
   Screen screen_;
   std::map<int, std::shared_ptr<Rank>> ranks_;
   std::vector<std::unique_ptr<Stream>> streams_;
@@ -85,7 +85,7 @@ class Output {
   std::string status_;
   bool status_held_ = false;
   std::chrono::steady_clock::time_point status_at_{},
-      status_due_{};  // when it was told; when it may be drawn again
+      status_due_{};  // When the status was set; when it may be drawn again.
 
   std::thread thread_;
 };

@@ -27,13 +27,13 @@ using Bitmap = std::unique_ptr<hwloc_bitmap_s, Free>;
 
 Topology load(const std::string& description) {
   hwloc_topology_t made = nullptr;
-  if (hwloc_topology_init(&made) != 0) throw Error("hwloc could not be initialised");
+  if (hwloc_topology_init(&made) != 0) throw Error("cannot initialise hwloc");
   Topology topology(made);
   if (!description.empty() && hwloc_topology_set_synthetic(made, description.c_str()) != 0)
-    throw Error(fmt::format("hwloc does not understand the topology '{}'", description));
-  if (hwloc_topology_load(made) != 0) throw Error("hwloc could not read this machine's topology");
+    throw Error(fmt::format("hwloc cannot parse the topology '{}'", description));
+  if (hwloc_topology_load(made) != 0) throw Error("hwloc cannot read this machine's topology");
   if (description.empty()) {
-    // Only what this process may use.
+    // Only the processors this process may use.
     const Bitmap mine(hwloc_bitmap_alloc());
     if (hwloc_get_cpubind(made, mine.get(), HWLOC_CPUBIND_PROCESS) == 0)
       hwloc_topology_restrict(made, mine.get(), 0);
@@ -53,8 +53,8 @@ std::string list_of(const hwloc_bitmap_s* set) {
   return text;
 }
 
-// As OpenMP reads it: with spaces around, and it may be a list, of which the first number is for the
-// outermost level.
+// Parses the variable as OpenMP does: spaces are allowed, and the value may be a list whose first number
+// applies to the outermost level.
 int threads_from(const char* variable, const std::string& text) {
   constexpr const char* kSpaces = " \t\n";
   const auto begin = std::min(text.find_first_not_of(kSpaces), text.size());
@@ -63,13 +63,12 @@ int threads_from(const char* variable, const std::string& text) {
   auto [stop, error] = std::from_chars(text.data() + begin, end, threads);
   stop = std::find_if(stop, end, [&](char c) { return std::strchr(kSpaces, c) == nullptr; });
   if (error != std::errc{} || (stop != end && *stop != ',') || threads < 1 || threads > kMostThreads)
-    throw ConfigError(
-        fmt::format("{}='{}' is not allowed: a whole number from 1 to {} is; --threads goes before it",
-                    variable, text, kMostThreads));
+    throw ConfigError(fmt::format("{}: expected an integer from 1 to {}, got '{}'; --threads overrides it",
+                                  variable, kMostThreads, text));
   return threads;
 }
 
-// --threads, else the variables, in the order in which a program without this launcher takes them.
+// --threads, else the variables, in the order used by a program that runs without this launcher.
 int threads_of(const LaunchOptions& options) {
   if (options.threads > 0) return options.threads;
   for (const char* variable : {"LOCKSTEP_THREADS", "OMP_NUM_THREADS"})
@@ -86,9 +85,10 @@ Cores share_out_cores(int ranks, int threads, const std::string& description) {
   std::vector<hwloc_cpuset_t> raw(count);
   hwloc_obj_t machine = hwloc_get_root_obj(topology.get());
   if (hwloc_distrib(topology.get(), &machine, 1, raw.data(), static_cast<unsigned>(ranks), INT_MAX, 0) != 0)
-    throw Error("hwloc could not distribute the ranks");
+    throw Error("hwloc cannot distribute the ranks");
   for (hwloc_cpuset_t set : raw) sets.emplace_back(set);
-  // Where ranks do not divide evenly among packages, one may have got too few: then simply in order.
+  // Where ranks do not divide evenly among packages, one of them may have too few processors: then assign
+  // them in order.
   if (std::any_of(sets.begin(), sets.end(),
                   [&](const Bitmap& set) { return hwloc_bitmap_weight(set.get()) < threads; })) {
     hwloc_obj_t core = nullptr;
@@ -96,7 +96,7 @@ Cores share_out_cores(int ranks, int threads, const std::string& description) {
       hwloc_bitmap_zero(set.get());
       for (int i = 0; i < threads; ++i) {
         core = hwloc_get_next_obj_by_type(topology.get(), HWLOC_OBJ_PU, core);
-        if (core == nullptr) throw Error(fmt::format("there are fewer than {} x {} cores", ranks, threads));
+        if (core == nullptr) throw Error(fmt::format("expected at least {} x {} cores", ranks, threads));
         hwloc_bitmap_or(set.get(), set.get(), core->cpuset);
       }
     }
@@ -118,8 +118,8 @@ Placement place_ranks(const LaunchOptions& options) {
   const std::string cores_text = fmt::format("{} core{}", cores, cores == 1 ? "" : "s");
   if (options.bind == Bind::cores && needed > cores)
     throw ConfigError(
-        fmt::format("--bind cores needs {} cores for {} ranks with {} threads each, and this process "
-                    "may use {}: allow more, start less, or use --bind none",
+        fmt::format("--bind cores: expected at least {} cores for {} ranks with {} threads each, got {}; "
+                    "allow more cores, start fewer ranks or threads, or use --bind none",
                     needed, options.num_ranks, placement.threads, cores_text));
   if (options.bind == Bind::none) {
     placement.text = "not bound (--bind none)";

@@ -1,4 +1,4 @@
-// How many threads each rank has, and which cores.
+// Chooses the number of threads and the cores of each rank.
 #pragma once
 
 #include <string>
@@ -8,19 +8,20 @@
 
 namespace lockstep::detail {
 
-using CpuMask = std::vector<unsigned long>;  // as sched_setaffinity takes it
+using CpuMask = std::vector<unsigned long>;  // In the form sched_setaffinity takes.
 
 struct Placement {
   int threads = 1;
-  std::vector<CpuMask> masks;  // one for each rank of this host; empty: they are not bound
-  std::string text;            // for the start line: "bound to cores 0 | 1", "not bound (2 cores)"
+  std::vector<CpuMask> masks;  // One per rank of this host; empty if ranks are not bound.
+  std::string text;            // For the start line: "bound to cores 0 | 1", "not bound (2 cores)".
 };
 
-// Throws ConfigError where cores are asked for that there are not.
+// Throws ConfigError if --bind cores asks for more cores than this process may use.
 Placement place_ranks(const LaunchOptions& options);
 
-// Each rank's own cores, at least `threads` of them, neighbours close to each other. `topology` is hwloc's
-// description of a machine that is not this one. There must be ranks * threads cores.
+// Disjoint cores for each rank, at least `threads` of them, with neighbouring ranks close together.
+// `topology` is hwloc's description of another machine; empty means this one. The machine must have ranks *
+// threads cores.
 struct Cores {
   std::vector<CpuMask> masks;
   std::vector<std::string> lists;  // "0-3"

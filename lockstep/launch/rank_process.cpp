@@ -21,7 +21,7 @@
 namespace lockstep::detail {
 namespace {
 
-// What another launcher around this one may have left, and what is none of a rank's business.
+// Variables of an enclosing launcher, and secrets that ranks do not need.
 constexpr const char* kRemoved[] = {"LOCKSTEP_KEY", "LOCKSTEP_KEY_FILE", "TORCHELASTIC_RUN_ID",
                                     "TORCHELASTIC_USE_AGENT_STORE"};
 
@@ -46,7 +46,7 @@ std::string in_plans_directory(const LaunchOptions& options, const std::string& 
   return file.starts_with('/') || options.directory.empty() ? file : options.directory + "/" + file;
 }
 
-// The first bytes of a file.
+// Reads the first bytes of a file.
 std::string beginning_of(const std::string& file) {
   std::string bytes(128, '\0');
   const int fd = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
@@ -56,7 +56,7 @@ std::string beginning_of(const std::string& file) {
   return bytes;
 }
 
-// What an ELF file is built for, by the numbers of its header; empty: it is none.
+// Describes the machine an ELF file is built for, from its header; empty if it is not ELF.
 std::string machine_of(const std::string& bytes) {
   constexpr std::size_t kClass = 4, kOrder = 5, kMachine = 18;
   if (!bytes.starts_with(ELFMAG) || bytes.size() < kMachine + 2) return {};
@@ -72,7 +72,7 @@ std::string machine_of(const std::string& bytes) {
                      byte(kClass) == ELFCLASS64 ? 64 : 32, big ? ", big-endian" : "");
 }
 
-// 0 where this file can be run, else errno.
+// Returns 0 if this file can be executed, else errno.
 int problem_with(const std::string& file) {
   struct stat status {};
   if (::stat(file.c_str(), &status) != 0) return errno;
@@ -93,7 +93,7 @@ std::vector<std::string> rank_environment(const LaunchOptions& options, const Ra
   variables["GROUP_RANK"] = std::to_string(options.node);
   variables["MASTER_ADDR"] = place.master_address;
   variables["MASTER_PORT"] = std::to_string(place.master_port);
-  // A list for several levels is passed on as it is.
+  // A list for nested levels is passed on unchanged.
   const bool from_openmp = options.threads == 0 && variables["LOCKSTEP_THREADS"].empty();
   if (!from_openmp || variables["OMP_NUM_THREADS"].empty()) variables["OMP_NUM_THREADS"] = threads;
   variables["LOCKSTEP_THREADS"] = threads;
@@ -147,8 +147,8 @@ std::string find_program(const LaunchOptions& options) {
       if (error == EACCES) problem = error;
     }
   }
-  throw ConfigError(fmt::format("'{}' could not be started: {}{}", name, std::strerror(problem),
-                                name.find('/') == std::string::npos ? " in any folder of PATH" : ""));
+  throw ConfigError(fmt::format("cannot start '{}': {}{}", name, std::strerror(problem),
+                                name.find('/') == std::string::npos ? " in any directory of PATH" : ""));
 }
 
 bool is_binary(const LaunchOptions& options, const std::string& file) {
@@ -166,7 +166,7 @@ std::string why_not_started(const LaunchOptions& options, const std::string& fil
 
 pid_t start_rank(const RankProcess& process) {
   const auto arguments = pointers(process.arguments), environment = pointers(process.environment);
-  // A file without "#!" is the shell's to run, as execvp does it.
+  // Runs a file without "#!" with the shell, as execvp does.
   std::vector<std::string> script = {"sh", process.file};
   script.insert(script.end(), process.arguments.begin() + 1, process.arguments.end());
   const auto script_arguments = pointers(script);
@@ -178,17 +178,18 @@ pid_t start_rank(const RankProcess& process) {
   const pid_t pid = ::fork();
   if (pid < 0) throw not_created("a process for a rank", errno);
   if (pid > 0) return pid;
-  // A session of its own, and so a group: the terminal's Ctrl-C reaches it once, through the launcher, and
-  // whoever opens /dev/tty gets an error instead of being stopped. It cannot leave its group either.
+  // In its own session, and so its own group: the terminal's Ctrl-C reaches it once, through the launcher,
+  // and opening /dev/tty fails instead of stopping the process. A session leader cannot leave its group
+  // either.
   ::setsid();
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != parent) ::_exit(1);  // it ended before it could be watched
+  if (::getppid() != parent) ::_exit(1);  // The parent ended before PDEATHSIG was set.
   bool good = process.directory.empty() || ::chdir(process.directory.c_str()) == 0;
   good = good && ::dup2(process.in, STDIN_FILENO) >= 0 && ::dup2(process.out, STDOUT_FILENO) >= 0 &&
          ::dup2(process.err, STDERR_FILENO) >= 0;
   if (good) {
     ::setrlimit(RLIMIT_NOFILE, &files);
-    if (!process.mask.empty())  // cores may have gone meanwhile: better unbound than not at all
+    if (!process.mask.empty())  // The cores may be gone by now; running unbound is better than not running.
       ::sched_setaffinity(0, process.mask.size() * sizeof process.mask[0],
                           reinterpret_cast<const cpu_set_t*>(process.mask.data()));
     ::sigprocmask(SIG_SETMASK, &process.signals, nullptr);

@@ -1,5 +1,5 @@
-// Starting one rank. The launcher has threads, so that between fork and exec only what is safe in a signal
-// handler may be called: everything is prepared before.
+// Starts one rank. The launcher has threads, so only async-signal-safe functions may be called between fork
+// and exec: everything is prepared before the fork.
 #pragma once
 
 #include <sys/resource.h>
@@ -14,7 +14,7 @@
 
 namespace lockstep::detail {
 
-// Where a rank stands, for its environment.
+// A rank's position in the job, for its environment.
 struct RankPlace {
   int rank = 0, world_size = 1;
   int local_rank = 0;
@@ -22,36 +22,36 @@ struct RankPlace {
   std::string master_address;
   int master_port = 0;
   int threads = 1;
-  std::string agent;  // the name of its socket
+  std::string agent;  // The name of the agent's socket.
 };
 
-// "NAME=VALUE", sorted: this process's environment, the options' changes, and the rank's own variables.
+// "NAME=VALUE", sorted: this process's environment, the options' changes and the rank's own variables.
 std::vector<std::string> rank_environment(const LaunchOptions& options, const RankPlace& place);
 
-// Whether the launcher gives this variable a value of its own, so that nobody else can.
+// True if the launcher sets this variable itself, so that options must not change it.
 bool is_launchers_variable(const std::string& name);
 
-// The file that execvp would run for the options' command; ConfigError where there is none.
+// The file that execvp would run for the options' command. Throws ConfigError if there is none.
 std::string find_program(const LaunchOptions& options);
-// That file is no script.
+// True if the file is not a script.
 bool is_binary(const LaunchOptions& options, const std::string& file);
-// Why it could not be started, from the error with which that ended.
+// Explains why exec failed with this error.
 std::string why_not_started(const LaunchOptions& options, const std::string& file, int error);
 
 struct RankProcess {
   std::string file;
-  bool is_binary = false;  // and so nothing for a shell
+  bool is_binary = false;  // If true, the shell cannot run it.
   std::vector<std::string> arguments, environment;
-  std::string directory;  // empty: this one
-  CpuMask mask;           // empty: not bound
+  std::string directory;  // Empty: the current directory.
+  CpuMask mask;           // Empty: not bound.
   int in = -1, out = -1, err = -1;
-  int report = -1;        // gets errno where the program could not be started; closed on exec
-  rlim_t open_files = 0;  // the soft limit that it is to have; 0: as it is
-  sigset_t signals{};     // blocked
+  int report = -1;        // Receives errno if exec fails; closed on exec.
+  rlim_t open_files = 0;  // The soft limit on open files; 0: unchanged.
+  sigset_t signals{};     // The signal mask.
 };
 
-// In a session of its own, a moment after this returns, and killed by the kernel when the calling thread
-// ends. Throws std::system_error where there can be no more processes.
+// Returns before exec. The rank gets its own session, and the kernel kills it when the calling thread ends.
+// Throws std::system_error if no process can be created.
 pid_t start_rank(const RankProcess& process);
 
 }  // namespace lockstep::detail

@@ -15,13 +15,13 @@
 namespace lockstep::detail {
 namespace {
 
-constexpr int kLauncher = -1;  // as a rank: the launcher's own lines
+constexpr int kLauncher = -1;  // Used in place of a rank for the launcher's own lines.
 
 int fd_of(Channel channel) { return channel == Channel::out ? STDOUT_FILENO : STDERR_FILENO; }
 std::size_t index(Channel channel) { return static_cast<std::size_t>(channel); }
 
-// The launcher is our parent, and what is typed at the terminal goes to it while it is in the foreground; a
-// shell that has it back must not find our line.
+// The launcher is this process's parent and reads the terminal while it is in the foreground. After that, the
+// shell must not find a status line on the terminal.
 bool is_in_foreground(int fd) {
   const pid_t group = ::tcgetpgrp(fd);
   return group < 0 || group == ::getpgid(::getppid()) || group == ::getpgrp();
@@ -32,7 +32,7 @@ int columns_of(int fd) {
   return ::ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
 }
 
-// Of the terminal's own colours those that can be read on light and dark ground.
+// ANSI colours that are readable on light and dark backgrounds.
 constexpr std::array kColours = {36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91};
 
 }  // namespace
@@ -42,7 +42,7 @@ bool write_all(int fd, std::string_view bytes) {
     const auto written = ::write(fd, bytes.data(), bytes.size());
     if (written >= 0) {
       bytes.remove_prefix(static_cast<std::size_t>(written));
-    } else if (errno == EAGAIN) {  // somebody who shares it has made it so
+    } else if (errno == EAGAIN) {  // Another process that shares the descriptor made it nonblocking.
       pollfd wait{fd, POLLOUT, 0};
       ::poll(&wait, 1, -1);
     } else if (errno != EINTR) {
@@ -135,14 +135,14 @@ void Screen::flush() {
   const auto at = index(buffered_);
   if (!gone_[at] && !buffer_.empty() && !write_all(fd_of(buffered_), buffer_)) {
     const bool first = !lost_[at] && !gone_[at];
-    // A pipe without a reader, a terminal that has been closed: for good. A disk may have room again.
+    // A pipe without a reader or a closed terminal is gone for good. A disk may have room again.
     gone_[at] = errno == EPIPE || errno == EIO;
     lost_[at] = lost_[at] || !gone_[at];
     if (first && buffered_ == Channel::out) {
-      const auto line =
-          gone_[at] ? "lockstep: nobody reads the standard output any longer; the ranks go on\n"
-                    : fmt::format("lockstep: the standard output cannot be written, and is lost: {}\n",
-                                  std::strerror(errno));
+      const auto line = gone_[at]
+                            ? "lockstep: standard output has no reader any more; the ranks continue\n"
+                            : fmt::format("lockstep: cannot write to standard output, output is lost: {}\n",
+                                          std::strerror(errno));
       write_all(STDERR_FILENO, line);
     }
   }

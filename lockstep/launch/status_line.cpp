@@ -7,7 +7,7 @@
 namespace lockstep::detail {
 namespace {
 
-// Three digits or so, whatever its size.
+// About three digits, whatever the magnitude.
 std::string rate(double value) {
   return value < 10    ? fmt::format("{:.2f}", value)
          : value < 100 ? fmt::format("{:.1f}", value)
@@ -29,7 +29,7 @@ std::string status_text(const control::Status& status) {
       for (std::size_t i = 0; i < name.size(); ++i) {
         const auto c = static_cast<unsigned char>(name[i]);
         if (c < ' ' || c == 0x7f) name[i] = '?';
-        // U+0080 to U+009F, which some terminals obey.
+        // U+0080 to U+009F: control characters to some terminals.
         const auto next = i + 1 < name.size() ? static_cast<unsigned char>(name[i + 1]) : 0;
         if (c == 0xc2 && next >= 0x80 && next < 0xa0) name[i] = name[i + 1] = '?';
       }

@@ -1,4 +1,4 @@
-// The job in one line: "step 120 | 9.8 steps/s | loss 0.25 | 627 samples/s | waiting 12% | slowest rank 2
+// Formats the status line: "step 120 | 9.8 steps/s | loss 0.25 | 627 samples/s | waiting 12% | slowest rank 2
 // (1.3x)".
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace lockstep::detail {
 
 std::string status_text(const control::Status& status);
-// The beginning that fits. What is no ASCII counts as two columns.
+// Returns the beginning that fits. A character outside ASCII counts as two columns.
 std::string cut_to_columns(std::string_view text, int columns);
 
 }  // namespace lockstep::detail

@@ -1,4 +1,4 @@
-// Sizes in whole lines and pages.
+// Rounding sizes to cache lines and pages.
 #pragma once
 
 #include <cstddef>

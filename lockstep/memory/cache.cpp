@@ -19,7 +19,7 @@
 namespace lockstep::memory {
 namespace {
 
-constexpr std::size_t kSlab = std::size_t{256} << 10;  // cut into small blocks
+constexpr std::size_t kSlab = std::size_t{256} << 10;  // Divided into small blocks.
 constexpr std::size_t kLargestSmall = std::size_t{32} << 10;
 constexpr std::uint32_t kMagic = 0x10c557e9;
 constexpr std::chrono::seconds kRelease(10);
@@ -28,10 +28,10 @@ constexpr std::chrono::seconds kRelease(10);
 
 struct alignas(Cache::kAlignment) Cache::Header {
   Cache* owner = nullptr;
-  std::size_t length = 0;    // of the block, this included
-  std::size_t bytes = 0;     // as it was asked for
-  Header* next = nullptr;    // while it is free
-  std::uint32_t number = 0;  // of its class; kClasses: it is large
+  std::size_t length = 0;    // Of the block, including this header.
+  std::size_t bytes = 0;     // As requested.
+  Header* next = nullptr;    // Used while the block is free.
+  std::uint32_t number = 0;  // Size class; kClasses: a large block.
   std::uint32_t magic = kMagic;
 
   char* data() { return reinterpret_cast<char*>(this) + sizeof(Header); }
@@ -40,8 +40,8 @@ struct alignas(Cache::kAlignment) Cache::Header {
   }
 };
 
-// Small blocks that a thread keeps, and gives to all when it ends. What is freed after that goes to all at
-// once.
+// Small blocks cached by a thread and returned to the shared bins when it ends. Blocks freed after that go to
+// the shared bins at once.
 struct Cache::Bins {
   Cache* owner = nullptr;
   Bin bins[kClasses];
@@ -68,7 +68,7 @@ Cache::Bins& Cache::bins() {
   return bins;
 }
 
-// 128, 192, ... 1024, then four to a doubling: at most a quarter is of no use.
+// Size classes 128, 192, ... 1024, then four per doubling: at most a quarter of a block is wasted.
 std::size_t Cache::class_of(std::size_t length) {
   if (length <= 1024) return length <= 128 ? 0 : (length + 63) / 64 - 2;
   const auto doubling = static_cast<std::size_t>(std::bit_width(length - 1)) - 1;  // 2^doubling < length
@@ -82,7 +82,7 @@ std::size_t Cache::length_of(std::size_t number) {
   return (std::size_t{1} << doubling) + (quarter + 1) * (std::size_t{1} << (doubling - 2));
 }
 
-// How many go between a thread and the others at a time.
+// Number of blocks moved between a thread and the shared bins at a time.
 std::size_t Cache::batch_of(std::size_t number) {
   return std::clamp<std::size_t>((std::size_t{32} << 10) / length_of(number), 2, 64);
 }
@@ -93,8 +93,8 @@ Cache::Cache(Source& source, Usage* usage)
 }
 
 void* Cache::allocate(std::size_t bytes) {
-  if (bytes > SIZE_MAX / 2) throw Error("a tensor of " + std::to_string(bytes) + " bytes cannot be");
-  LOCKSTEP_ASSERT(!is_disowned(), "memory was asked for that is shared with the process before a fork");
+  if (bytes > SIZE_MAX / 2) throw Error("cannot allocate a tensor of " + std::to_string(bytes) + " bytes");
+  LOCKSTEP_ASSERT(!is_disowned(), "the memory is shared with the parent process");
   const auto length = bytes + sizeof(Header);
   bool hit = true;
   Header* block = length <= kLargestSmall ? take_small(class_of(length), hit) : take_large(length, hit);
@@ -111,7 +111,7 @@ void* Cache::allocate(std::size_t bytes) {
 void Cache::free(void* memory) noexcept {
   if (memory == nullptr) return;
   Header* block = Header::of(memory);
-  LOCKSTEP_ASSERT(block->magic == kMagic, "memory is freed that was written over, or is not the allocator's");
+  LOCKSTEP_ASSERT(block->magic == kMagic, "freed memory was overwritten, or is not the allocator's");
   Cache& cache = *block->owner;
   if (cache.is_disowned()) return;
   const auto counted = static_cast<std::int64_t>(block->bytes);
@@ -134,7 +134,7 @@ char* Cache::take_new(std::size_t bytes) {
     return source_.take(bytes, /*grow=*/true);
   } catch (const OutOfMemory& why) {
     const auto now = figures();
-    throw OutOfMemory(fmt::format("a tensor needs {}; others have {}, and {} are held in all: {}",
+    throw OutOfMemory(fmt::format("cannot allocate {} for a tensor: {} in use, {} reserved in all: {}",
                                   host::bytes_text(bytes),
                                   host::bytes_text(static_cast<std::uint64_t>(now.allocated)),
                                   host::bytes_text(static_cast<std::uint64_t>(now.reserved)), why.what()));
@@ -217,7 +217,7 @@ void Cache::keep_small(Header* block) noexcept {
 Cache::Header* Cache::take_large(std::size_t length, bool& hit) {
   length = round_up(length, kPage);
   std::unique_lock lock(mutex_);
-  // One that is a little longer does, too.
+  // A slightly longer block fits, too.
   if (const auto kept = large_.lower_bound(length);
       kept != large_.end() && kept->first <= length + length / 8) {
     Header* block = kept->second.back().block;
@@ -229,7 +229,7 @@ Cache::Header* Cache::take_large(std::size_t length, bool& hit) {
   lock.unlock();
   char* memory = source_.take(length, /*grow=*/false);
   if (memory == nullptr) {
-    // Of many sizes that come and go, those that are free make room for this one, before more is taken.
+    // With many different sizes, free blocks make room for this one before more memory is taken.
     lock.lock();
     release_large(UINT64_MAX);
     lock.unlock();

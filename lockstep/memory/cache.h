@@ -1,10 +1,9 @@
-// Memory that is given out, taken back and given out again, without the kernel: what a training step frees,
-// the next one needs. Any thread.
+// A caching allocator: memory that one training step frees is reused by the next without system calls.
+// Thread-safe.
 //
-// Every block has a header in front of it, which says whose it is. Small ones have size classes and are kept
-// by the thread that freed them, so that most calls take no lock; large ones are kept by their length, in one
-// place. What has been of no use for a while goes back to where it came from, but for small ones: those stay,
-// for their size.
+// Every block has a header that names its owner. Small blocks have size classes and are cached by the thread
+// that freed them, so that most calls take no lock; large blocks are kept by length in one place. Large
+// blocks that have been idle for a while are returned to the source; small ones stay, because they are small.
 #pragma once
 
 #include <atomic>
@@ -20,24 +19,24 @@
 
 namespace lockstep::memory {
 
-// There is no more: of this host's, or of what the cgroup allows.
+// No memory is left on this host, or within the cgroup's limit.
 class OutOfMemory : public Error {
  public:
   using Error::Error;
 };
 
-// Where a cache has its memory from. Any thread.
+// The source of a cache's memory. Thread-safe.
 class Source {
  public:
   virtual ~Source() = default;
-  // Aligned to a page. OutOfMemory where there is none; without grow, null where none is held that fits.
+  // Page-aligned. Throws OutOfMemory if there is none; without grow, returns null if no held memory fits.
   virtual char* take(std::size_t bytes, bool grow) = 0;
   virtual void give(char* block) noexcept = 0;
-  virtual void trim() noexcept {}        // what nobody has taken goes back to the system
-  virtual std::size_t held() const = 0;  // of the system
+  virtual void trim() noexcept {}        // Returns unused memory to the system.
+  virtual std::size_t held() const = 0;  // Bytes held from the system.
 };
 
-// Bytes that were asked for and are in use, of one or several caches; the most of them.
+// Requested bytes in use, of one or several caches, and their peak.
 struct Usage {
   std::atomic<std::int64_t> allocated = 0, peak = 0;
   void add(std::int64_t bytes) {
@@ -54,26 +53,26 @@ class Cache {
   using Clock = std::chrono::steady_clock;
   static constexpr std::size_t kAlignment = 64;
 
-  // It is never destroyed: tensors may outlive everything else. One cache of a thread's, the first that it
-  // uses, keeps small blocks with the thread. usage: also counted there.
+  // Must never be destroyed: tensors may outlive everything else. Each thread caches small blocks for only
+  // one cache, the first one it uses. usage: also updated.
   explicit Cache(Source& source, Usage* usage = nullptr);
   Cache(const Cache&) = delete;
   Cache& operator=(const Cache&) = delete;
 
-  void* allocate(std::size_t bytes);        // OutOfMemory names what is needed and what is held
-  static void free(void* memory) noexcept;  // of any cache; null is nothing
-  // What has not been used since the call before this one goes back to the source. By itself it does so every
-  // ten seconds, while there are calls.
+  void* allocate(std::size_t bytes);        // Throws OutOfMemory with the sizes needed and held.
+  static void free(void* memory) noexcept;  // Of any cache; null is a no-op.
+  // Returns to the source the blocks that have been idle since the previous call. Runs automatically every ten
+  // seconds while there are calls.
   void release_unused();
-  void release_all();  // all that is free and not a thread's
+  void release_all();  // Releases all free blocks that no thread caches.
 
   struct Figures {
-    std::int64_t allocated = 0;              // bytes that were asked for and are in use
-    std::int64_t reserved = 0;               // bytes held of the system
-    std::int64_t allocations = 0, hits = 0;  // so far; of those, out of what was freed before
+    std::int64_t allocated = 0;              // Requested bytes in use.
+    std::int64_t reserved = 0;               // Bytes held from the system.
+    std::int64_t allocations = 0, hits = 0;  // Totals; hits were served from freed blocks.
   };
   Figures figures() const;
-  // In a forked child: memory that is shared with the parent is not given out or taken back here.
+  // For a forked child: memory shared with the parent is neither given out nor taken back there.
   void disown();
   bool is_disowned() const { return disowned_.load(std::memory_order_relaxed); }
 
@@ -82,11 +81,11 @@ class Cache {
   struct Bins;
   struct Bin {
     Header* first = nullptr;
-    std::size_t count = 0;  // of a thread's
+    std::size_t count = 0;  // For a thread's bin.
   };
   struct Kept {
     Header* block;
-    std::uint64_t since;  // how often release_unused() had been called
+    std::uint64_t since;  // Number of release_unused() calls before.
   };
 
   static constexpr std::size_t kClasses = 36;
@@ -97,7 +96,7 @@ class Cache {
 
   Header* take_small(std::size_t number, bool& hit);
   Header* take_large(std::size_t length, bool& hit);
-  // From what threads gave back; false: cut anew.
+  // Fills the bin from the shared blocks. Returns false if new blocks had to be cut.
   bool fill(Bin& bin, std::size_t number, std::size_t count);
   char* take_new(std::size_t bytes);
   void keep_small(Header* block) noexcept;
@@ -109,7 +108,7 @@ class Cache {
   Usage* const usage_;
   std::mutex mutex_;
   Bin central_[kClasses];
-  std::map<std::size_t, std::vector<Kept>> large_;  // by length
+  std::map<std::size_t, std::vector<Kept>> large_;  // By length.
   std::uint64_t releases_ = 0;
   Clock::time_point next_release_;
   std::uint32_t calls_ = 0;

@@ -21,7 +21,7 @@ struct Held {
     for (auto* all : {&held.outer, &held.inner})
       for (auto* each : *all) each->lock();
   }
-  // In the child too: the thread that is there is the one that took them.
+  // In the child too: its only thread is the one that took them.
   static void unlock() {
     auto& held = instance();
     for (auto* all : {&held.inner, &held.outer})

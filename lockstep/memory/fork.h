@@ -1,13 +1,12 @@
-// Locks that a forking thread holds while the process is copied, so that what they guard is whole in the
-// child.
+// Locks that the forking thread holds during fork(), so that the data they guard is consistent in the child.
 #pragma once
 
 #include <mutex>
 
 namespace lockstep::memory {
 
-// outer: taken by those who may take an inner one while they have it.
+// outer: locks whose holder may take an inner one.
 enum class ForkOrder { outer, inner };
-void hold_in_fork(std::mutex& mutex, ForkOrder order);  // which is never destroyed
+void hold_in_fork(std::mutex& mutex, ForkOrder order);  // The mutex must never be destroyed.
 
 }  // namespace lockstep::memory

@@ -15,7 +15,7 @@ void Heap::add(Region region) {
 }
 
 void Heap::insert_free(Address address, std::size_t length) {
-  // Regions may lie side by side, and are given back one by one.
+  // Adjacent regions are kept apart, because they are returned one by one.
   const auto region = std::prev(regions_.upper_bound(address));
   auto next = free_.lower_bound(address);
   if (next != free_.end() && next->first == address + length &&
@@ -42,7 +42,7 @@ void Heap::erase_free(Blocks::iterator block) {
 
 char* Heap::take(std::size_t bytes, std::size_t unit) {
   const auto length = round_up(std::max<std::size_t>(bytes, 1), unit);
-  // The smallest that fits, where its start does too: small pieces leave odd starts to large ones.
+  // The smallest block that fits after alignment: small blocks leave unaligned starts.
   const auto fits = [&](const auto& block) {
     return round_up(block.second, unit) - block.second + length <= block.first;
   };

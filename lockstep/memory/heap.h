@@ -1,5 +1,5 @@
-// Blocks of regions of memory: the smallest that fits is given out, and neighbours that are free are one
-// block again. It knows addresses, and touches nothing. One thread at a time.
+// Best-fit allocation from regions of memory; adjacent free blocks are merged. Only computes addresses and
+// touches no memory. Not thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +18,12 @@ class Heap {
     std::size_t size = 0;
   };
   void add(Region region);
-  // unit: what its address and its length are multiples of. Null where nothing fits.
+  // unit: alignment of the block's address and length. Null if nothing fits.
   char* take(std::size_t bytes, std::size_t unit);
-  bool put(const char* block);                               // false: it is not one that was taken
-  std::vector<Region> free_regions() const;                  // as a whole
-  std::vector<Region> free_blocks(std::size_t least) const;  // of so many bytes, at least
-  void remove(const Region& region);                         // that is free as a whole
+  bool put(const char* block);                               // False if the block was not taken.
+  std::vector<Region> free_regions() const;                  // Regions that are entirely free.
+  std::vector<Region> free_blocks(std::size_t least) const;  // Free blocks of at least that many bytes.
+  void remove(const Region& region);                         // The region must be entirely free.
   void clear();
 
   std::size_t held() const { return held_; }
@@ -31,13 +31,13 @@ class Heap {
 
  private:
   using Address = std::uintptr_t;
-  using Blocks = std::map<Address, std::size_t>;  // address to length
+  using Blocks = std::map<Address, std::size_t>;  // Address to length.
 
   void insert_free(Address address, std::size_t length);
   void erase_free(Blocks::iterator block);
 
   Blocks regions_, free_, taken_;
-  std::set<std::pair<std::size_t, Address>> by_length_;  // of free_
+  std::set<std::pair<std::size_t, Address>> by_length_;  // Of free_.
   std::size_t held_ = 0, used_ = 0;
 };
 

@@ -16,15 +16,16 @@ namespace lockstep::memory {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kRegion = std::size_t{64} << 20;  // the least that is mapped at a time
-// Less is not worth reading the system's files.
+constexpr std::size_t kRegion = std::size_t{64} << 20;  // Minimum size of a mapping.
+// Below this size, checking the system's files is not worthwhile.
 constexpr std::size_t kSmall = std::size_t{16} << 20;
 
 }  // namespace
 
 System::System(host::Root root) : root_(std::move(root)) { hold_in_fork(mutex_, ForkOrder::inner); }
 
-// Pages that are not there yet are not refused by the kernel when they are touched: it ends a process then.
+// Checked in advance: when pages are touched, the kernel does not report a lack of memory but kills a
+// process.
 Heap::Region System::map(std::size_t bytes) const {
   if (bytes >= kSmall) {
     const auto cgroup = host::cgroup_memory_left(root_);
@@ -42,13 +43,13 @@ Heap::Region System::map(std::size_t bytes) const {
                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   };
   void* memory = take();
-  if (memory == MAP_FAILED) {  // no more than is needed, then
+  if (memory == MAP_FAILED) {  // Map no more than needed, then.
     size = round_up(bytes, kHugePage);
     memory = take();
   }
   if (memory == MAP_FAILED)
-    throw OutOfMemory("the system gives no more: " + std::generic_category().message(errno));
-  // At the start of a huge page; what lies before and after goes back.
+    throw OutOfMemory("the system has no more memory: " + std::generic_category().message(errno));
+  // Align to a huge page; unmap what lies before and after.
   auto* begin = static_cast<char*>(memory);
   auto* base = reinterpret_cast<char*>(round_up(reinterpret_cast<std::uintptr_t>(begin), kHugePage));
   if (base != begin) ::munmap(begin, static_cast<std::size_t>(base - begin));
@@ -81,8 +82,7 @@ void System::trim() noexcept {
     heap_.remove(region);
     ::munmap(region.base, region.size);
   }
-  // Of those that are in use in part, the pages of what is not: they come back, as zeros, when they are
-  // touched.
+  // In partly used regions, release the pages of free blocks: they reappear as zeros when touched.
   for (const auto& block : heap_.free_blocks(kHugePage)) {
     const auto begin = round_up(reinterpret_cast<std::uintptr_t>(block.base), kHugePage);
     const auto end = reinterpret_cast<std::uintptr_t>(block.base + block.size) / kHugePage * kHugePage;

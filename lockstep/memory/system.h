@@ -1,5 +1,5 @@
-// A process's own memory for a Cache: large regions of the system's, in huge pages where it gives them. A
-// child after fork has a copy, as of all other memory.
+// A process's private memory for a Cache: large mapped regions, in huge pages if available. A child of fork()
+// has a copy, as of all its memory.
 #pragma once
 
 #include <mutex>
@@ -12,7 +12,7 @@ namespace lockstep::memory {
 
 class System final : public Source {
  public:
-  explicit System(host::Root root = "/");  // never destroyed, as the Cache
+  explicit System(host::Root root = "/");  // Must never be destroyed, like the Cache.
   char* take(std::size_t bytes, bool grow) override;
   void give(char* block) noexcept override;
   void trim() noexcept override;

@@ -19,7 +19,7 @@ constexpr std::array<std::uint32_t, 256> crc_table() {
 }
 
 template <typename T>
-void put_fixed(std::string& out, T value) {  // the least byte first, on any machine
+void put_fixed(std::string& out, T value) {  // Little-endian on every machine.
   for (std::size_t i = 0; i < sizeof value; ++i) out += static_cast<char>((value >> (8 * i)) & 0xff);
 }
 
@@ -28,7 +28,7 @@ void put_varint(std::string& out, std::uint64_t value) {
   out += static_cast<char>(value);
 }
 
-// Protobuf's fields: a number, and how what follows is written.
+// Protobuf wire types: how the value after a field's key is encoded.
 enum Wire { varint = 0, fixed64 = 1, bytes = 2, fixed32 = 5 };
 void put_key(std::string& out, int field, Wire wire) {
   put_varint(out, static_cast<unsigned>(field << 3 | wire));

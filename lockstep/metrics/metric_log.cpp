@@ -27,7 +27,7 @@ double now() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// How long the character is that begins here; 0: it is none.
+// Length of the UTF-8 character at the start of the text; 0 if it is invalid.
 std::size_t utf8_length(std::string_view text) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned first = byte(0);
@@ -47,16 +47,16 @@ std::size_t utf8_length(std::string_view text) {
   return value < kLowest[length] || value > 0x10ffff || surrogate ? 0 : length;
 }
 
-// What is wrong with a name; empty: nothing.
+// Describes what is wrong with a name; empty if it is valid.
 std::string trouble_with(std::string_view name) {
   if (name.empty()) return "it is empty";
   if (name.size() > kLongestName)
-    return fmt::format("it has {} bytes, and {} are allowed", name.size(), kLongestName);
+    return fmt::format("expected at most {} bytes, got {}", kLongestName, name.size());
   for (std::size_t at = 0; at < name.size();) {
     const auto length = utf8_length(name.substr(at));
     if (length == 0) return "it is not UTF-8";
     if (const auto c = static_cast<unsigned char>(name[at]); c < ' ' || c == 0x7f)
-      return "it has a control character, such as the end of a line";
+      return "it contains a control character, such as a newline";
     at += length;
   }
   return {};
@@ -85,12 +85,12 @@ std::string number(double value, MetricFormat format) {
 MetricFormat parse_metric_format(std::string_view what, std::string_view text) {
   if (text == "jsonl") return MetricFormat::jsonl;
   if (text == "csv") return MetricFormat::csv;
-  throw ConfigError(fmt::format("{}='{}' is not allowed: jsonl or csv is", what, text));
+  throw bad_value(what, "jsonl or csv", text);
 }
 
 void check_metric_name(std::string_view name) {
   if (const auto trouble = trouble_with(name); !trouble.empty())
-    throw ConfigError(fmt::format("log_metric cannot take this name: {}", trouble));
+    throw ConfigError(fmt::format("log_metric: invalid name: {}", trouble));
 }
 
 std::string metric_line(MetricFormat format, double time, int rank, std::optional<std::int64_t> step,
@@ -109,11 +109,10 @@ void check_metric_folder(std::string_view what, const std::string& folder) {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   if (error || !std::filesystem::is_directory(folder))
-    throw ConfigError(fmt::format("{}='{}' is not allowed: it cannot be made: {}", what, folder,
-                                  error ? error.message() : "there is a file of that name"));
+    throw ConfigError(fmt::format("{}: cannot create directory '{}': {}", what, folder,
+                                  error ? error.message() : "a file of that name exists"));
   if (::access(folder.c_str(), W_OK) != 0)
-    throw ConfigError(
-        fmt::format("{}='{}' is not allowed: it cannot be written: {}", what, folder, std::strerror(errno)));
+    throw ConfigError(fmt::format("{}: cannot write to '{}': {}", what, folder, std::strerror(errno)));
 }
 
 MetricLog::MetricLog(std::string folder, MetricFormat format, int rank)
@@ -125,12 +124,11 @@ MetricLog::MetricLog(std::string folder, MetricFormat format, int rank)
   ready_ = trouble_ == 0;
   if (ready_) return;
   close();
-  throw ConfigError(
-      fmt::format("metrics='{}' is not allowed: it cannot be written: {}", folder_, std::strerror(trouble_)));
+  throw ConfigError(fmt::format("metrics: cannot write to '{}': {}", folder_, std::strerror(trouble_)));
 }
 
 MetricLog::~MetricLog() {
-  if (lost_ > 1) log(LogLevel::warn, "{} metrics were not written to '{}'", lost_, folder_);
+  if (lost_ > 1) log(LogLevel::warn, "{} metrics could not be written to '{}'", lost_, folder_);
   close();
 }
 
@@ -150,7 +148,7 @@ void MetricLog::open() {
   char last = '\n';
   if (::fstat(lines_.fd, &status) == 0 && status.st_size > 0 &&
       ::pread(lines_.fd, &last, 1, status.st_size - 1) == 1 && last != '\n')
-    write(lines_, "\n");  // a line that a full disk has cut
+    write(lines_, "\n");  // Ends a line that a full disk cut short.
   if (csv && status.st_size == 0) write(lines_, "time,rank,step,name,value\n");
 
   // TensorBoard shows each folder as a run.
@@ -161,7 +159,7 @@ void MetricLog::open() {
     events_.name = run + "/" + event_file_name(now(), host::name(), ::getpid(), number);
     events_.fd = ::open(events_.name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0666);
     if (events_.fd >= 0 || errno != EEXIST)
-      break;  // a World of this process may have come and gone in this second
+      break;  // an earlier World of this process may have used this second's name
   }
   if (events_.fd < 0) return trouble(fmt::format("'{}': {}", events_.name, std::strerror(errno)), errno);
   write(events_, event_file_header(now()));
@@ -176,7 +174,7 @@ void MetricLog::add(std::string_view name, double value, std::optional<std::int6
   if (!line || !event) ++lost_;
 }
 
-// All of it or nothing: what a full disk took half of is taken back.
+// Writes all of it or nothing: a write cut short by a full disk is undone.
 bool MetricLog::write(File& file, std::string_view bytes) {
   if (file.fd < 0) return false;
   std::size_t done = 0;
@@ -198,8 +196,7 @@ bool MetricLog::write(File& file, std::string_view bytes) {
 }
 
 void MetricLog::trouble(const std::string& why, int reason) {
-  if (trouble_ == 0 && ready_)
-    log(LogLevel::warn, "a metric could not be written, the training goes on: {}", why);
+  if (trouble_ == 0 && ready_) log(LogLevel::warn, "cannot write a metric, training continues: {}", why);
   if (trouble_ == 0) trouble_ = reason;
 }
 

@@ -1,11 +1,11 @@
-// Where World::log_metric writes: lines of JSON or CSV, and TensorBoard's event files. No LibTorch.
+// Metric files of World::log_metric: lines of JSON or CSV, and TensorBoard event files.
 //
 //   DIR/metrics.jsonl, DIR/events.out.tfevents.*                  rank 0's
-//   DIR/metrics.rank-3.jsonl, DIR/rank-3/events.out.tfevents.*    another rank's, made when it logs something
+//   DIR/metrics.rank-3.jsonl, DIR/rank-3/events.out.tfevents.*    another rank's, created at its first metric
 //
-// Each rank has files of its own, so that nobody writes into another's. Lines are added to files that are
-// there: a job that was started again goes on with them. What is logged is written at once, in one call of
-// the system: it is there when the process is killed a moment later.
+// Each rank writes only its own files. Lines are appended to existing files, so a restarted job continues
+// them. Each metric is written at once with one system call, so it survives if the process is killed right
+// afterwards.
 #pragma once
 
 #include <cstdint>
@@ -20,24 +20,25 @@ enum class MetricFormat { jsonl, csv };
 
 // "jsonl" or "csv"; `what` names it in the ConfigError.
 MetricFormat parse_metric_format(std::string_view what, std::string_view text);
-// ConfigError for a name that files cannot hold: empty, long, with control characters, not UTF-8.
+// Throws ConfigError for a name that the files cannot hold: empty, too long, with control characters, not
+// UTF-8.
 void check_metric_name(std::string_view name);
-// One line, without its end. No step: null, or nothing in CSV. Numbers that are none: null in JSON.
+// One line, without its newline. A missing step is null, or empty in CSV. NaN and infinities are null in
+// JSON.
 std::string metric_line(MetricFormat format, double time, int rank, std::optional<std::int64_t> step,
                         std::string_view name, double value);
-// ConfigError, which says what `what` was, where the folder is not there and cannot be made, or not be
-// written.
+// Creates the folder if needed. Throws a ConfigError that names `what` if that fails or it is not writable.
 void check_metric_folder(std::string_view what, const std::string& folder);
 
 class MetricLog {
  public:
-  // Rank 0's files are made here: ConfigError where that cannot be done.
+  // Creates rank 0's files; throws ConfigError on failure.
   MetricLog(std::string folder, MetricFormat format, int rank);
   ~MetricLog();
   MetricLog(const MetricLog&) = delete;
   MetricLog& operator=(const MetricLog&) = delete;
 
-  // Any thread. What cannot be written is lost, with a warning the first time.
+  // Thread-safe. A metric that cannot be written is lost, with a warning for the first one.
   void add(std::string_view name, double value, std::optional<std::int64_t> step);
 
  private:
@@ -56,10 +57,10 @@ class MetricLog {
 
   std::mutex mutex_;
   bool opened_ = false;
-  bool ready_ = false;  // from here on what goes wrong is a warning
+  bool ready_ = false;  // True once construction has succeeded: errors are warnings from then on.
   File lines_, events_;
-  int trouble_ = 0;        // errno of the first one
-  std::int64_t lost_ = 0;  // metrics of which a line or an event is missing
+  int trouble_ = 0;        // errno of the first error.
+  std::int64_t lost_ = 0;  // Number of metrics that lack a line or an event.
 };
 
 }  // namespace lockstep::detail

@@ -15,14 +15,14 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 
-#define XXH_INLINE_ALL  // its code, and no library
+#define XXH_INLINE_ALL  // Uses xxHash's code, without its library.
 #include <xxhash.h>
 
 namespace lockstep::detail {
 namespace {
 
 constexpr std::size_t kBuffer = 1 << 20;
-constexpr std::size_t kAtATime = 1 << 30;  // Linux writes and reads less than 2 GiB in one call
+constexpr std::size_t kAtATime = 1 << 30;  // Linux writes and reads less than 2 GiB in one call.
 
 std::string reason(int error) { return std::strerror(error); }
 
@@ -35,7 +35,7 @@ auto unless_interrupted(Call call) {
 }
 
 const char* kind_of(mode_t mode) {
-  if (S_ISDIR(mode)) return "a folder";
+  if (S_ISDIR(mode)) return "a directory";
   if (S_ISFIFO(mode)) return "a pipe (FIFO)";
   if (S_ISCHR(mode)) return "a character device";
   if (S_ISBLK(mode)) return "a block device";
@@ -43,25 +43,24 @@ const char* kind_of(mode_t mode) {
   return "not a regular file";
 }
 
-// A rename replaces whatever has the name, also a pipe or a device.
+// A rename would replace anything that has the name, including a pipe or a device.
 void require_file_or_nothing(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
-    throw ConfigError(
-        fmt::format("cannot write '{}': it is {}; give a regular file, or a name that is not there yet", path,
-                    kind_of(status.st_mode)));
+    throw ConfigError(fmt::format("cannot write '{}': it is {}; use a regular file or a new name", path,
+                                  kind_of(status.st_mode)));
 }
 
-// What the path stands for, through its links, the last of which may point to nothing yet.
+// Resolves symbolic links in the path; the last one may dangle.
 std::string through_links(const std::string& path) {
-  constexpr int kMostLinks = 40;  // as Linux
+  constexpr int kMostLinks = 40;  // As in Linux.
   std::filesystem::path target(path);
   std::error_code error;
   for (int links = 0; std::filesystem::is_symlink(std::filesystem::symlink_status(target, error)); ++links) {
     if (links == kMostLinks) throw ConfigError(fmt::format("cannot write '{}': {}", path, reason(ELOOP)));
     const auto next = std::filesystem::read_symlink(target, error);
     if (error) throw ConfigError(fmt::format("cannot write '{}': {}", path, error.message()));
-    target = target.parent_path() / next;  // an absolute one replaces the folder
+    target = target.parent_path() / next;  // An absolute target replaces the folder.
   }
   return target.string();
 }
@@ -72,7 +71,7 @@ PartialFile::PartialFile(const std::string& path) : path_(path) {
   const auto name_in = [&](const std::filesystem::path& full) {
     auto name = full.filename().string();
     if (name.empty() || name == "." || name == "..")
-      throw ConfigError(fmt::format("cannot write '{}': it names no file", path));
+      throw ConfigError(fmt::format("cannot write '{}': the path names no file", path));
     return name;
   };
   (void)name_in(path);
@@ -91,16 +90,17 @@ PartialFile::PartialFile(const std::string& path) : path_(path) {
     const bool known = ::fstat(file_, &opened) == 0;
     std::string problem;
     if (!known || !S_ISREG(opened.st_mode) || opened.st_uid != ::geteuid() || opened.st_nlink > 1)
-      problem = "it is there already, and is not a plain file of this user";
+      problem = "it already exists and is not a plain file of this user";
     if (!problem.empty()) {
       ::close(file_);
       throw ConfigError(fmt::format("cannot write '{}': {}", partial_, problem));
     }
-    if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {  // other errors: no locks here
+    // Other errors: locks are not supported here.
+    if (::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
       ::close(file_);
-      throw FileInUse(fmt::format("cannot write '{}': somebody else is writing it now", partial_));
+      throw FileInUse(fmt::format("cannot write '{}': another process is writing it now", partial_));
     }
-    // Whoever had the lock before may have given the file its final name since we opened it.
+    // The previous holder of the lock may have renamed the file since it was opened.
     if (::lstat(partial_.c_str(), &named) == 0 && named.st_ino == opened.st_ino &&
         named.st_dev == opened.st_dev)
       break;
@@ -141,7 +141,7 @@ void PartialFile::flush() {
 }
 
 void PartialFile::write(std::span<const std::byte> bytes) {
-  LOCKSTEP_ASSERT(file_ >= 0, "a file that is finished");
+  LOCKSTEP_ASSERT(file_ >= 0, "the file is already finished");
   if (buffered_ + bytes.size() > kBuffer) flush();
   if (bytes.size() >= kBuffer) return put(bytes.data(), bytes.size());
   if (!bytes.empty()) std::memcpy(buffer_.get() + buffered_, bytes.data(), bytes.size());
@@ -162,27 +162,28 @@ void PartialFile::write_at(std::uint64_t offset, std::string_view bytes) {
 void PartialFile::commit() {
   flush();
   if (unless_interrupted([&] { return ::fsync(file_); }) != 0) fail("fsync");
-  require_file_or_nothing(target_);  // still
+  require_file_or_nothing(target_);  // Still.
   if (::rename(partial_.c_str(), target_.c_str()) != 0) fail("rename");
-  // From here on the file is there; what is left is that its name survives a loss of power.
+  // The file exists from here on; what is left is to make its name survive a power loss.
   ::close(std::exchange(file_, -1));
   const int folder = ::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   const bool synced = folder >= 0 && unless_interrupted([&] { return ::fsync(folder); }) == 0;
   const int error = errno;
   if (folder >= 0) ::close(folder);
-  if (!synced && error != EINVAL)  // some file systems have no fsync of folders
+  if (!synced && error != EINVAL)  // Some file systems have no fsync of folders.
     throw ConfigError(
         fmt::format("'{}' is written, but fsync of its folder failed: {}", path_, reason(error)));
 }
 
 WholeFile::WholeFile(const std::string& path) : path_(path) {
-  file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe's open would wait
+  // Nonblocking, because opening a pipe would wait.
+  file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file_ < 0) throw ConfigError(fmt::format("cannot read '{}': {}", path, reason(errno)));
   struct stat status {};
   const bool plain = ::fstat(file_, &status) == 0 && S_ISREG(status.st_mode);
   if (!plain) {
     ::close(file_);
-    throw ConfigError(fmt::format("cannot read '{}': it is not a file", path));
+    throw ConfigError(fmt::format("cannot read '{}': it is not a regular file", path));
   }
   size_ = static_cast<std::uint64_t>(status.st_size);
 }
@@ -203,7 +204,7 @@ void WholeFile::read(std::uint64_t offset, std::span<std::byte> bytes) {
 }
 
 struct Checksum::State {
-  XXH3_state_t state;  // aligned to 64 bytes
+  XXH3_state_t state;  // Aligned to 64 bytes.
 };
 
 Checksum::Checksum() : state_(std::make_unique<State>()) { XXH3_128bits_reset(&state_->state); }

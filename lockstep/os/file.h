@@ -1,5 +1,5 @@
-// Files that are there whole or not at all, without LibTorch. Errors are ConfigErrors that name the file and
-// say why.
+// Files that are written completely or not at all. Does not use LibTorch. Errors are ConfigErrors with the
+// file's name and the reason.
 #pragma once
 
 #include <cstddef>
@@ -13,25 +13,25 @@
 
 namespace lockstep::detail {
 
-// Another process, or another PartialFile of this one, is writing the file now.
+// Another process, or another PartialFile of this process, is writing the file.
 class FileInUse : public ConfigError {
  public:
   using ConfigError::ConfigError;
 };
 
-// Writes beside its final name, ".NAME.partial" in the same folder, and takes the name when all of it is on
-// disk. Until then the file that had the name is as it was. What a process that was killed left behind is
-// written over by the next one; another process that writes it now is an error.
+// Writes to ".NAME.partial" in the same folder and renames it to its final name once everything is on disk.
+// Until then an existing file is unchanged. The next writer overwrites what a killed process left behind; a
+// concurrent writer in another process is an error.
 class PartialFile {
  public:
   explicit PartialFile(const std::string& path);
-  ~PartialFile();  // without commit() nothing is left
+  ~PartialFile();  // Leaves nothing behind without commit().
   PartialFile(const PartialFile&) = delete;
   PartialFile& operator=(const PartialFile&) = delete;
 
   void write(std::span<const std::byte> bytes);
-  void write_at(std::uint64_t offset, std::string_view bytes);  // of what was written before
-  // To disk, and then by its name: fsync, rename, fsync of the folder.
+  void write_at(std::uint64_t offset, std::string_view bytes);  // Overwrites bytes written before.
+  // Makes the file durable under its name: fsync, rename, fsync of the folder.
   void commit();
 
  private:
@@ -39,15 +39,15 @@ class PartialFile {
   void put(const std::byte* bytes, std::size_t count);
   void flush();
 
-  std::string path_;              // as given
-  std::string target_;            // what it stands for, through links
-  std::string folder_, partial_;  // of the target, and beside it
+  std::string path_;              // As given.
+  std::string target_;            // With links resolved.
+  std::string folder_, partial_;  // The target's folder, and the partial file in it.
   int file_ = -1;
   std::unique_ptr<std::byte[]> buffer_;
   std::size_t buffered_ = 0;
 };
 
-// A regular file, to be read.
+// A regular file for reading.
 class WholeFile {
  public:
   explicit WholeFile(const std::string& path);
@@ -56,7 +56,7 @@ class WholeFile {
   WholeFile& operator=(const WholeFile&) = delete;
 
   std::uint64_t size() const { return size_; }
-  void read(std::uint64_t offset, std::span<std::byte> bytes);  // all of them, or an error
+  void read(std::uint64_t offset, std::span<std::byte> bytes);  // Reads all of them, or throws.
 
  private:
   std::string path_;
@@ -64,7 +64,7 @@ class WholeFile {
   std::uint64_t size_ = 0;
 };
 
-// XXH3 of 128 bits, as 32 hexadecimal digits: against damage, not against an attacker.
+// 128-bit XXH3 as 32 hexadecimal digits: detects damage, not an attacker's changes.
 class Checksum {
  public:
   Checksum();

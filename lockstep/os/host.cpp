@@ -39,7 +39,7 @@ std::optional<T> number(const std::string& text) {
   return value;
 }
 
-// The first line of a file: most files of cgroups have one.
+// The first line of a file; most cgroup files have only one.
 std::string line_of(const fs::path& file) {
   std::string line;
   std::ifstream stream(file);
@@ -47,7 +47,7 @@ std::string line_of(const fs::path& file) {
   return line;
 }
 
-// "KEY VALUE" or "KEY:   VALUE kB" among the lines of a file; the number as it stands there.
+// Finds "KEY VALUE" or "KEY:   VALUE kB" among the lines of a file; returns the number as written.
 std::optional<std::uint64_t> entry_of(const fs::path& file, const std::string& key) {
   std::ifstream stream(file);
   for (std::string line; std::getline(stream, line);) {
@@ -59,10 +59,10 @@ std::optional<std::uint64_t> entry_of(const fs::path& file, const std::string& k
   return std::nullopt;
 }
 
-// The cgroup of a process in the hierarchy that has a controller, with those above it, itself first. A
-// system may have both kinds of hierarchy; a controller is in one of them.
+// A process's cgroup in the hierarchy that has a controller, followed by its ancestors. A system may have
+// both kinds of hierarchy; a controller is in one of them.
 struct Cgroup {
-  bool unified = false;  // version 2
+  bool unified = false;  // Version 2.
   std::vector<fs::path> levels;
 };
 
@@ -100,14 +100,14 @@ std::optional<Cgroup> cgroup_of(const Root& root, int pid, const std::string& co
     const bool fits = cgroup.unified ? right[0] == "cgroup2"
                                      : right[0] == "cgroup" && contains(split(right[2], ','), controller);
     if (!fits) continue;
-    // In a container the mount may show only its own part of the hierarchy.
+    // In a container the mount may show only a part of the hierarchy.
     const std::string& shown = left[3];
     std::string below = *path;
     if (shown != "/") below = below.starts_with(shown) ? below.substr(shown.size()) : "";
     cgroup.levels = {root / fs::path(left[4]).relative_path()};
     for (const auto& name : fs::path(below).relative_path()) {
       const auto next = cgroup.levels.front() / name;
-      if (name == ".." || !fs::exists(next)) break;  // outside of what this process can see
+      if (name == ".." || !fs::exists(next)) break;  // Not visible to this process.
       cgroup.levels.insert(cgroup.levels.begin(), next);
     }
     return cgroup;
@@ -129,7 +129,7 @@ std::optional<double> quota_of(const fs::path& level, bool unified) {
 std::optional<std::uint64_t> limit_of(const fs::path& level, bool unified) {
   const auto limit =
       number<std::uint64_t>(line_of(level / (unified ? "memory.max" : "memory.limit_in_bytes")));
-  // Version 1 writes "no limit" as the largest number of whole pages.
+  // Version 1 represents "no limit" as the largest multiple of the page size.
   if (!limit || *limit >= (std::uint64_t{1} << 62)) return std::nullopt;
   return limit;
 }
@@ -143,8 +143,8 @@ int devices_of(const Root& root) {
   }
   for ([[maybe_unused]] const auto& entry : fs::directory_iterator(root / "proc/driver/nvidia/gpus", error))
     ++known;
-  // A container sees all of the host's in /proc, and only its own in /dev; where /dev has none yet, CUDA
-  // makes them.
+  // A container sees all of the host's GPUs in /proc, but only its own in /dev. If /dev has none yet, CUDA
+  // creates them.
   return nodes > 0 ? nodes : known;
 }
 
@@ -209,7 +209,7 @@ std::optional<MemoryLeft> cgroup_memory_left(const Root& root) {
     auto files = [&](const std::string& kind) {
       return entry_of(level / "memory.stat", (unified ? "" : "total_") + kind).value_or(0);
     };
-    // Of what was used more than once, some would soon be read again, such as programs.
+    // Some of the files used repeatedly, such as programs, would soon be read again.
     const auto droppable = files("inactive_file") + files("active_file") / 2;
     MemoryLeft here{0, *limit, *usage - std::min(droppable, *usage)};
     here.left = here.limit - std::min(here.usage, here.limit);
@@ -231,13 +231,13 @@ SystemMemory system_memory(const Root& root) {
 
 int gpu_count(const Root& root) {
   const int devices = devices_of(root);
-  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");  // empty means none, unset means all
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");  // Empty means none, unset means all.
   if (visible == nullptr) return devices;
   int count = 0;
   for (const auto& entry : split(visible, ',')) {
     const auto index = number<int>(entry);
     const bool by_name = entry.starts_with("GPU-") || entry.starts_with("MIG-");
-    if (!by_name && (!index || *index < 0 || *index >= devices)) break;  // as CUDA does
+    if (!by_name && (!index || *index < 0 || *index >= devices)) break;  // As CUDA does.
     ++count;
   }
   return devices > 0 ? count : 0;

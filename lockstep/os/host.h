@@ -1,5 +1,5 @@
-// What this host lets a process use: processors, memory, GPUs. It is read from /proc, /sys and /dev; `root`
-// stands for "/", so that a test may have a tree of its own.
+// The resources this host lets a process use: processors, memory, GPUs, as read from /proc, /sys and /dev.
+// `root` replaces "/", so that tests can provide their own tree.
 #pragma once
 
 #include <cstdint>
@@ -11,44 +11,43 @@ namespace lockstep::host {
 
 using Root = std::filesystem::path;
 
-// Processors in this process's affinity mask.
+// Number of processors in this process's affinity mask.
 int affinity_cores();
 
-// Processors' worth of time that the cgroup, or one above it, grants; nothing where there is no limit.
+// CPU time, in processors, granted by the cgroup or an ancestor of it; nullopt without a limit.
 std::optional<double> cpu_quota(const Root& root = "/");
 
-// Those of the affinity mask, at most what the quota grants (rounded up), at least 1.
+// Number of processors in the affinity mask, at most the quota (rounded up), at least 1.
 int available_cores(const Root& root = "/");
 
-// Of a process's cgroup. Limit, usage and peak are those of the level with the lowest limit, its own or one
-// above it; without any limit they are its own. What the kernel does not tell is left out.
+// Memory of a process's cgroup. Limit, usage and peak are those of the level with the lowest limit: its own
+// or an ancestor's. Without any limit they are its own. Values the kernel does not report are empty.
 struct CgroupMemory {
   std::optional<std::uint64_t> limit, usage, peak;
-  std::optional<std::uint64_t>
-      oom_kills;  // processes of this cgroup that the kernel ended for want of memory
+  std::optional<std::uint64_t> oom_kills;  // Processes of this cgroup killed because memory ran out.
 };
-CgroupMemory cgroup_memory(const Root& root = "/", int pid = 0);  // pid 0: this process
+CgroupMemory cgroup_memory(const Root& root = "/", int pid = 0);  // pid 0: this process.
 
-// What this process may still take before a cgroup's limit is reached, its own or one above it, whichever
-// comes first. What is kept of files only to be read again counts as free: the kernel drops it first.
+// Memory that this process may still use before it reaches the limit of a cgroup, its own or an ancestor's,
+// whichever comes first. Cached file pages count as free, because the kernel drops them first.
 struct MemoryLeft {
-  std::uint64_t left = 0, limit = 0, usage = 0;  // usage without what counts as free
+  std::uint64_t left = 0, limit = 0, usage = 0;  // usage excludes what counts as free.
 };
 std::optional<MemoryLeft> cgroup_memory_left(const Root& root = "/");
 
-std::optional<std::uint64_t> memory_limit(const Root& root = "/");  // of this process's cgroup
+std::optional<std::uint64_t> memory_limit(const Root& root = "/");  // Of this process's cgroup.
 std::optional<std::uint64_t> memory_usage(const Root& root = "/");
 
 struct SystemMemory {
   std::uint64_t total = 0, available = 0;
-  std::optional<std::uint64_t> oom_kills;  // of all processes since the system's start
+  std::optional<std::uint64_t> oom_kills;  // Of all processes since boot.
 };
 SystemMemory system_memory(const Root& root = "/");
 
-// NVIDIA's GPUs that CUDA would show to a program started here; CUDA_VISIBLE_DEVICES counts.
+// Number of NVIDIA GPUs visible to a program started here, considering CUDA_VISIBLE_DEVICES.
 int gpu_count(const Root& root = "/");
 
-// Of this host, as the kernel has it.
+// This host's name according to the kernel.
 std::string name();
 
 // "512.0 MiB"

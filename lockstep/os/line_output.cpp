@@ -1,7 +1,7 @@
-// Under `lockstep run` the standard output of a rank is a pipe, which stdio buffers in blocks: what a program
-// prints would appear a few KiB late, and what is still buffered is lost when the rank is killed. This switches
-// stdio to lines. It runs when the library is loaded, before the program's own constructors, so that it covers
-// all that the program prints; a program that calls setvbuf itself has the last word.
+// Under `lockstep run` a rank's standard output is a pipe, which stdio buffers in blocks: output would appear
+// a few KiB late, and buffered output is lost when the rank is killed. This switches stdio to line buffering.
+// It runs when the library is loaded, before the program's constructors, so that it covers all output; a
+// later setvbuf of the program overrides it.
 #include <stdio_ext.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -16,9 +16,9 @@ namespace {
   const char* agent = std::getenv("LOCKSTEP_AGENT");
   struct stat output {};
   if (agent == nullptr || *agent == '\0' || ::fstat(STDOUT_FILENO, &output) != 0) return;
-  // A rank whose output its script sends to a file or a terminal is left alone.
+  // Output that the rank's script redirects to a file or a terminal is not changed.
   if (!S_ISFIFO(output.st_mode)) return;
-  constexpr std::size_t kUnbuffered = 1;  // that somebody asked for already
+  constexpr std::size_t kUnbuffered = 1;  // The program has asked for it already.
   if (::__fbufsize(stdout) != kUnbuffered) std::setvbuf(stdout, nullptr, _IOLBF, 0);
 }
 

@@ -1,5 +1,5 @@
-// A regular file in memory, read as its pages are touched. Whoever shortens the file while it is mapped ends
-// the program with SIGBUS: files of data are written under another name and renamed.
+// A regular file mapped into memory; its pages are read when touched. If the file is shortened while mapped,
+// the program ends with SIGBUS, so data files are written under another name and renamed.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +10,10 @@ namespace lockstep::detail {
 
 class MappedFile {
  public:
-  // Writable: changes are this mapping's own and never reach the file.
+  // writable: changes are private to this mapping and never reach the file.
   enum class Access { read, writable };
 
-  // ConfigError, with the file's name and the system's reason, where there is none to map.
+  // Throws ConfigError with the file's name and the system's reason if it cannot be mapped.
   explicit MappedFile(std::string path, Access access = Access::read);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;

@@ -1,4 +1,4 @@
-// Signals that are read from a descriptor instead of interrupting.
+// Signals read from a descriptor instead of interrupting the process.
 #pragma once
 
 #include <csignal>
@@ -8,11 +8,12 @@
 
 namespace lockstep::detail {
 
-// Those that end a job in order, and those that are the ranks' own affair.
+// Signals that end a job in order, and those forwarded for the ranks' own use.
 constexpr std::initializer_list<int> kForwarded = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
 
-// Blocks them, for the calling thread and those it makes, and reads them from here on. Under nohup and in the
-// background some are ignored, and stay so: blocked, they would be taken all the same.
+// Blocks the signals, for the calling thread and threads it starts, and returns a descriptor to read them
+// from. Ignored signals (under nohup, in the background) stay ignored: if blocked, they would be delivered
+// all the same.
 control::Fd take_signals(std::initializer_list<int> first, std::initializer_list<int> more = {});
 
 }  // namespace lockstep::detail

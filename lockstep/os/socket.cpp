@@ -28,11 +28,11 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-constexpr milliseconds kUserTimeout{1500};  // unacknowledged for so long: the other host is gone
+constexpr milliseconds kUserTimeout{1500};  // Data unacknowledged for that long: the other host is gone.
 
 std::string reason(int error) { return std::strerror(error); }
 
-// A connection that is broken already says so when it is used.
+// Errors are ignored: a broken connection reports them when it is used.
 void set_option(int fd, int level, int name, int value) noexcept {
   ::setsockopt(fd, level, name, &value, sizeof value);
 }
@@ -49,10 +49,10 @@ struct LocalAddress {
   socklen_t length = 0;
 
   explicit LocalAddress(const std::string& name) {
-    // The first byte is 0, which makes it abstract; the length is part of the name.
+    // A first byte of 0 makes the name abstract; the length is part of it.
     if (name.empty() || name.size() > sizeof address.sun_path - 1)
-      throw ConfigError(fmt::format("the socket's name '{}' has {} bytes: 1 to {} are allowed", name,
-                                    name.size(), sizeof address.sun_path - 1));
+      throw ConfigError(fmt::format("socket name '{}': expected 1 to {} bytes, got {}", name,
+                                    sizeof address.sun_path - 1, name.size()));
     address.sun_family = AF_UNIX;
     std::memcpy(address.sun_path + 1, name.data(), name.size());
     length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
@@ -62,7 +62,7 @@ struct LocalAddress {
 
 Fd new_socket(int family, int flags) {
   Fd fd(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | flags, 0));
-  if (!fd) throw Error("a socket cannot be made: " + reason(errno));
+  if (!fd) throw Error("cannot create a socket: " + reason(errno));
   fd.close_in_children();
   return fd;
 }
@@ -72,13 +72,13 @@ Fd new_socket(int family, int flags) {
 using Addresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 
 Addresses resolve(const std::string& address, int port) {
-  if (address.empty()) throw ConfigError("an address is empty: give the name or number of a host");
+  if (address.empty()) throw ConfigError("empty address: expected the name or address of a host");
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV;
   const int problem = ::getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found);
   if (problem == 0) return {found, &::freeaddrinfo};
-  const auto text = fmt::format("'{}' is not the address of a host: {}", address, ::gai_strerror(problem));
+  const auto text = fmt::format("cannot resolve '{}': {}", address, ::gai_strerror(problem));
   if (problem == EAI_AGAIN) throw ConnectError(text);
   throw ConfigError(text);
 }
@@ -110,7 +110,7 @@ std::string with_port(const std::string& address, const std::string& port) {
   return (address.find(':') == std::string::npos ? address : "[" + address + "]") + ":" + port;
 }
 
-// The bytes that tell addresses apart; those of IPv4 inside IPv6 are IPv4's.
+// The bytes that identify an address; for IPv4 inside IPv6 those of IPv4.
 std::string_view bytes_of(const sockaddr* address) {
   if (address->sa_family == AF_INET)
     return {reinterpret_cast<const char*>(&reinterpret_cast<const sockaddr_in*>(address)->sin_addr), 4};
@@ -133,25 +133,26 @@ bool is_loopback(const sockaddr* address) {
 
 bool is_of_this_host(const sockaddr* address) {
   const auto bytes = bytes_of(address);
-  if (bytes.size() == 4 && bytes[0] == 127) return true;  // all of 127.0.0.0/8, though one alone is listed
+  // All of 127.0.0.0/8 is local, although only one address is listed.
+  if (bytes.size() == 4 && bytes[0] == 127) return true;
   ifaddrs* all = nullptr;
-  if (::getifaddrs(&all) != 0) throw Error("the network interfaces cannot be listed: " + reason(errno));
+  if (::getifaddrs(&all) != 0) throw Error("cannot list the network interfaces: " + reason(errno));
   const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(all, &::freeifaddrs);
   for (const auto* one = all; one; one = one->ifa_next)
     if (one->ifa_addr && !bytes.empty() && bytes_of(one->ifa_addr) == bytes) return true;
   return false;
 }
 
-// False where the port is in use. Of two that bind the same one before either listens, listen() tells.
+// False if the port is in use. If two sockets bind the same port before either listens, listen() fails.
 bool bind_and_listen(int fd, const sockaddr* address, socklen_t length) {
   if (::bind(fd, address, length) == 0 && ::listen(fd, SOMAXCONN) == 0) return true;
   if (errno == EADDRINUSE) return false;
-  throw ConfigError(fmt::format("{} cannot be listened at: {}",
+  throw ConfigError(fmt::format("cannot listen at {}: {}",
                                 with_port(number_of(address, length), std::to_string(port_of(address))),
                                 reason(errno)));
 }
 
-// Waits until the deadline for a connection that was begun; 0, or why there is none.
+// Waits until the deadline for a connection in progress. Returns 0 or an errno.
 int finish_connect(int fd, steady_clock::time_point deadline) {
   for (;;) {
     const auto left = std::chrono::ceil<milliseconds>(deadline - steady_clock::now());
@@ -165,8 +166,8 @@ int finish_connect(int fd, steady_clock::time_point deadline) {
   }
 }
 
-// A call to a port of our own that nobody listens at may be given that very port to call from, and then
-// reaches itself.
+// A connection to an unused local port may be assigned that very port as its source, and then connects to
+// itself.
 bool is_its_own_peer(int fd) {
   AnyAddress here, there;
   if (::getsockname(fd, here.get(), &here.length) != 0) return false;
@@ -180,8 +181,8 @@ bool is_its_own_peer(int fd) {
 
 namespace {
 
-std::atomic<unsigned> forks = 1;  // this process's, and those of its parents before it
-// A bit for each descriptor that children do not keep. Higher numbers than it has room for, they do keep.
+std::atomic<unsigned> forks = 1;  // Forks of this process and its ancestors.
+// One bit per descriptor that is closed in children. Descriptors beyond the array stay open there.
 std::array<std::atomic<std::uint64_t>, 1024> kept_from_children;
 
 std::atomic<std::uint64_t>* bits_of(int fd) noexcept {
@@ -190,7 +191,7 @@ std::atomic<std::uint64_t>* bits_of(int fd) noexcept {
 }
 std::uint64_t bit_of(int fd) noexcept { return std::uint64_t{1} << (static_cast<unsigned>(fd) % 64); }
 
-// In a child: other threads may have held any lock when it was made, so only atomics and close() are used.
+// Runs in a child: other threads may have held any lock at the fork, so it uses only atomics and close().
 void close_parents_descriptors() noexcept {
   forks.fetch_add(1, std::memory_order_relaxed);
   for (std::size_t word = 0; word < kept_from_children.size(); ++word) {
@@ -232,10 +233,10 @@ std::optional<Fd> listen_local(const std::string& name) {
   Fd fd = new_socket(AF_UNIX, SOCK_NONBLOCK);
   if (::bind(fd.get(), address.get(), address.length) != 0) {
     if (errno == EADDRINUSE) return std::nullopt;
-    throw Error(fmt::format("the local socket '{}' cannot be made: {}", name, reason(errno)));
+    throw Error(fmt::format("cannot create the local socket '{}': {}", name, reason(errno)));
   }
   if (::listen(fd.get(), SOMAXCONN) != 0)
-    throw Error(fmt::format("the local socket '{}' cannot be listened at: {}", name, reason(errno)));
+    throw Error(fmt::format("cannot listen at the local socket '{}': {}", name, reason(errno)));
   return fd;
 }
 
@@ -248,7 +249,7 @@ std::optional<Fd> accept_local(int listener) {
 
 std::optional<Fd> connect_local(const std::string& name) {
   const LocalAddress address(name);
-  // A listener whose queue is full would refuse a socket that does not block; this one waits a second.
+  // A nonblocking socket would be refused by a listener whose queue is full; this one waits a second.
   Fd fd = new_socket(AF_UNIX, 0);
   const timeval patience{1, 0};
   ::setsockopt(fd.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
@@ -257,10 +258,10 @@ std::optional<Fd> connect_local(const std::string& name) {
   while (status != 0 && errno == EINTR);
   if (status != 0) {
     if (errno == ECONNREFUSED || errno == EAGAIN) return std::nullopt;
-    throw Error(fmt::format("the local socket '{}' cannot be reached: {}", name, reason(errno)));
+    throw Error(fmt::format("cannot connect to the local socket '{}': {}", name, reason(errno)));
   }
   if (::fcntl(fd.get(), F_SETFL, O_NONBLOCK) != 0)
-    throw Error("a socket cannot be set not to block: " + reason(errno));
+    throw Error("cannot make a socket nonblocking: " + reason(errno));
   return fd;
 }
 
@@ -268,7 +269,7 @@ Peer peer_of(int fd) {
   ucred credentials{};
   socklen_t length = sizeof credentials;
   if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
-    throw Error("whose the other end of a socket is cannot be asked: " + reason(errno));
+    throw Error("cannot determine the peer of a socket: " + reason(errno));
   return {credentials.pid, credentials.uid};
 }
 
@@ -292,9 +293,8 @@ bool send_with_fd(int socket, std::string_view bytes, int fd) {
   while (sent < 0 && errno == EINTR);
   if (sent == static_cast<ssize_t>(bytes.size())) return true;
   if (sent < 0 && errno == EAGAIN) return false;
-  // A part of it would have taken the descriptor along; the rest cannot be told from the next message.
-  throw Error("a descriptor cannot be sent: " +
-              (sent < 0 ? reason(errno) : std::string("the socket is full")));
+  // A partial send would have included the descriptor, and its rest would be mistaken for the next message.
+  throw Error("cannot send a descriptor: " + (sent < 0 ? reason(errno) : std::string("the socket is full")));
 }
 
 std::optional<Received> receive_fd(int socket, std::span<char> into) {
@@ -304,12 +304,12 @@ std::optional<Received> receive_fd(int socket, std::span<char> into) {
   message.msg_iov = &part;
   message.msg_iovlen = 1;
   message.msg_control = control;
-  message.msg_controllen = CMSG_LEN(sizeof(int));  // room for one: the kernel closes those beyond it
+  message.msg_controllen = CMSG_LEN(sizeof(int));  // Room for one descriptor; the kernel closes further ones.
   ssize_t size = 0;
   do size = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
   while (size < 0 && errno == EINTR);
   if (size < 0 && errno == EAGAIN) return std::nullopt;
-  if (size < 0) throw Error("a local socket cannot be read: " + reason(errno));
+  if (size < 0) throw Error("cannot read a local socket: " + reason(errno));
   Received received{static_cast<std::size_t>(size), Fd()};
   const cmsghdr* header = CMSG_FIRSTHDR(&message);
   if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS &&
@@ -325,24 +325,23 @@ std::string TcpListener::text() const { return with_port(address, std::to_string
 
 TcpListener listen_tcp(const std::string& address, int first_port, int last_port) {
   if (first_port < 0 || last_port > 65535 || last_port < first_port)
-    throw ConfigError(fmt::format("ports {} to {} of {} are not a range within 0 to 65535", first_port,
-                                  last_port, address));
+    throw ConfigError(fmt::format("{}: expected a range of ports within 0 to 65535, got {} to {}", address,
+                                  first_port, last_port));
   const auto found = resolve(address, first_port);
   const addrinfo* own = nullptr;
   for (const auto* one = found.get(); one; one = one->ai_next) {
     if (is_wildcard(one->ai_addr))
       throw ConfigError(
-          fmt::format("'{}' means every interface of this host; give the one address at which the "
-                      "other hosts reach it",
+          fmt::format("'{}' means every interface of this host; use the address at which the other hosts "
+                      "reach it",
                       address));
-    // Many hosts map their own name to 127.0.1.1 first, which nobody else reaches.
+    // Many hosts resolve their own name to 127.0.1.1 first, which other hosts cannot reach.
     if (is_of_this_host(one->ai_addr) && (!own || (is_loopback(own->ai_addr) && !is_loopback(one->ai_addr))))
       own = one;
   }
   if (!own)
     throw ConfigError(
-        fmt::format("'{}' ({}) is not an address of this host; it must be one at which the other hosts "
-                    "reach this one",
+        fmt::format("'{}' ({}) is not an address of this host; use one at which the other hosts reach it",
                     address, number_of(found->ai_addr, found->ai_addrlen)));
   for (int port = first_port; port <= last_port; ++port) {
     AnyAddress bound;
@@ -356,20 +355,20 @@ TcpListener listen_tcp(const std::string& address, int first_port, int last_port
     set_option(listener.fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
     if (!bind_and_listen(listener.fd.get(), bound.get(), own->ai_addrlen)) continue;
     if (::getsockname(listener.fd.get(), bound.get(), &bound.length) != 0)
-      throw Error("the port of a socket cannot be asked: " + reason(errno));
+      throw Error("cannot determine the port of a socket: " + reason(errno));
     listener.port = port_of(bound.get());
     return listener;
   }
   const auto number = number_of(own->ai_addr, own->ai_addrlen);
   if (first_port == last_port)
-    throw ConfigError(fmt::format("{} is in use: another job or program listens there",
-                                  with_port(number, std::to_string(first_port))));
+    throw ConfigError(
+        fmt::format("{} is in use by another job or program", with_port(number, std::to_string(first_port))));
   throw ConfigError(
-      fmt::format("none of {} is free", with_port(number, fmt::format("{}-{}", first_port, last_port))));
+      fmt::format("no free port in {}", with_port(number, fmt::format("{}-{}", first_port, last_port))));
 }
 
 std::optional<Fd> accept_tcp(int listener) {
-  // Of what may be wrong with a connection that has not been taken yet, the next one knows nothing.
+  // Errors of a connection that has not been accepted say nothing about the next one.
   for (;;) {
     Fd fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd) {
@@ -390,7 +389,7 @@ Fd connect_tcp(const std::string& address, int port, milliseconds timeout) {
   for (const auto* one = found.get(); one; one = one->ai_next) ++left;
   std::string problems;
   for (const auto* one = found.get(); one; one = one->ai_next, --left) {
-    // Each has its share of the time: the first may be one that never answers.
+    // Each address gets a share of the time, because the first may never answer.
     const auto now = steady_clock::now();
     Fd fd(::socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     fd.close_in_children();
@@ -398,14 +397,14 @@ Fd connect_tcp(const std::string& address, int port, milliseconds timeout) {
     if (error == EINPROGRESS) error = finish_connect(fd.get(), now + (deadline - now) / left);
     if (error == 0 && is_its_own_peer(fd.get())) error = ECONNREFUSED;
     if (error == 0) {
-      set_tcp_options(fd.get());  // only now: the user timeout would hold for connecting too
+      set_tcp_options(fd.get());  // Only now: the user timeout would apply to connecting too.
       return fd;
     }
     if (!problems.empty()) problems += "; ";
     problems +=
         with_port(number_of(one->ai_addr, one->ai_addrlen), std::to_string(port)) + ": " + reason(error);
   }
-  throw ConnectError(fmt::format("'{}' does not answer: {}", address, problems));
+  throw ConnectError(fmt::format("cannot connect to '{}': {}", address, problems));
 }
 
 bool acknowledged_within(int fd, milliseconds time) {

@@ -1,4 +1,4 @@
-// Sockets of the control plane. Every descriptor here is closed on exec and in children, and does not block.
+// Sockets of the control plane. Every descriptor is nonblocking and closed on exec and in children.
 #pragma once
 
 #include <sys/types.h>
@@ -33,45 +33,46 @@ class Fd {
   explicit operator bool() const noexcept { return get() >= 0; }
   int release() noexcept;
   void reset(int fd = -1) noexcept;
-  // A child of fork() does not keep it: there it is closed, and counts as none. The end of a connection is
-  // how its other side learns that this process has ended, and a copy in a child that lives on would hide it.
+  // Closes the descriptor in children of fork(), where the Fd is then empty. The peer learns of this
+  // process's end by the end of the connection, which a copy in a surviving child would hide.
   void close_in_children() noexcept;
 
  private:
   bool is_here() const noexcept;
 
   int fd_ = -1;
-  unsigned process_ = 0;  // how many forks lay behind it when it was closed to children; 0: it is not
+  unsigned process_ = 0;  // Fork count when close_in_children() was called; 0: not called.
 };
 
 // ---- on one host ----------------------------------------------------------------------------------------
-// An abstract unix socket: a name of this network namespace and no file, so nothing is left behind. Any user
-// may connect to it, or take a name first: both sides ask whose the other end is (is_own).
+// Abstract unix sockets: a name in this network namespace instead of a file, so nothing is left behind. Any
+// user may connect to one, or take a name first, so both sides check the peer's user (is_own).
 
-// Nothing where the name is in use.
+// nullopt if the name is in use.
 std::optional<Fd> listen_local(const std::string& name);
-std::optional<Fd> accept_local(int listener);  // nothing where nobody waits; errno says why (EMFILE, ...)
-// Nothing where nobody listens, or nobody has accepted for a second.
+// nullopt if no connection waits; errno has the reason (EMFILE, ...).
+std::optional<Fd> accept_local(int listener);
+// nullopt if nothing listens there, or does not accept within a second.
 std::optional<Fd> connect_local(const std::string& name);
 
 struct Peer {
   pid_t pid = 0;
   uid_t uid = 0;
 };
-Peer peer_of(int fd);  // as the kernel saw them when they connected or listened
-bool is_own(int fd);   // the other end is a process of this user
+Peer peer_of(int fd);  // As the kernel recorded it when the peer connected or listened.
+bool is_own(int fd);   // True if the peer is a process of this user.
 
-// One message that has a descriptor with it; false where the socket is full for now.
+// Sends one message with a descriptor; false if the socket is full.
 bool send_with_fd(int socket, std::string_view bytes, int fd);
 struct Received {
-  std::size_t size = 0;  // 0: the other end has closed
-  Fd fd;                 // none where none came with these bytes
+  std::size_t size = 0;  // 0: the peer has closed the connection.
+  Fd fd;                 // Empty if these bytes came without one.
 };
-std::optional<Received> receive_fd(int socket, std::span<char> into);  // nothing where nothing has come
+std::optional<Received> receive_fd(int socket, std::span<char> into);  // nullopt if nothing has arrived.
 
 // ---- between hosts --------------------------------------------------------------------------------------
 
-// Nobody answers there, for now or for good.
+// No answer from the address, temporarily or permanently.
 class ConnectError : public Error {
  public:
   using Error::Error;
@@ -79,26 +80,27 @@ class ConnectError : public Error {
 
 struct TcpListener {
   Fd fd;
-  std::string address;  // the number that was bound
+  std::string address;  // The numeric address that was bound.
   int port = 0;
 
   std::string text() const;  // "10.0.0.1:29400", "[fe80::1%eth0]:29400"
 };
 
-// Binds this address and no other; the first free port of the range, or any where first_port is 0.
-// ConfigError for an address that is not of this host or is all of them, and where no port is free.
+// Binds only this address, at the first free port of the range, or at any port if first_port is 0. Throws
+// ConfigError for a wildcard address or one of another host, or if no port is free.
 TcpListener listen_tcp(const std::string& address, int first_port, int last_port);
-std::optional<Fd> accept_tcp(int listener);  // nothing where nobody waits; errno says why (EMFILE, ...)
+// nullopt if no connection waits; errno has the reason (EMFILE, ...).
+std::optional<Fd> accept_tcp(int listener);
 
-// Tries each address that the name has. ConfigError for a name that is of no host; else ConnectError.
+// Tries each address of the name. Throws ConfigError if the name is unknown, else ConnectError.
 Fd connect_tcp(const std::string& address, int port, std::chrono::milliseconds timeout);
 
-// Whether the other host's kernel has acknowledged anything for so long, whatever its processes do. Something
+// True if the other host's kernel has acknowledged data within this time, whatever its processes do. Data
 // must have been sent meanwhile.
 bool acknowledged_within(int fd, std::chrono::milliseconds time);
 
-std::string local_address_of(int fd);   // a number: "10.0.0.1"
-std::string remote_address_of(int fd);  // empty where there is none any longer
+std::string local_address_of(int fd);   // Numeric: "10.0.0.1".
+std::string remote_address_of(int fd);  // Empty if the connection has no peer any more.
 
 // Loopback, or an address of an interface of this network namespace.
 bool is_local_address(const std::string& address);

@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 using Steady = std::chrono::steady_clock;
 
-// Another process of this program, which runs that test with `input` as its standard input.
+// Runs this program in another process, with that test and with `input` as its standard input.
 pid_t start(const std::string& test, int input) {
   const std::string filter = "--gtest_filter=" + test;
   const pid_t pid = ::fork();
@@ -40,7 +40,7 @@ int end_of(pid_t pid) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-// Says that it is ready, is stopped, and reads for how many nanoseconds. Then it compares the clocks.
+// Prints that it is ready, is stopped, and reads a number of nanoseconds. Then it compares the clocks.
 TEST(AwakeClock, DISABLED_probe) {
   const auto begin = AwakeClock::moment();
   const auto missed = [&] {
@@ -53,8 +53,8 @@ TEST(AwakeClock, DISABLED_probe) {
   if (::read(STDIN_FILENO, &stopped, sizeof stopped) != sizeof stopped) ::_exit(3);
   // The clock is right at once, whichever thread runs first. It may count one beat of 100 ms as awake.
   if (missed() < nanoseconds(stopped) - milliseconds(100)) ::_exit(4);
-  // From then on it goes at the pace of the other clock. Where a busy machine gives its thread no processor
-  // for half a second, that counts as stopped too, so there are several tries.
+  // From then on it keeps pace with the other clock. If a busy machine withholds a core from its thread for
+  // half a second, that counts as stopped too, so the test retries.
   for (int i = 0; i < 100; ++i) {
     const auto before = missed();
     std::this_thread::sleep_for(milliseconds(200));
@@ -75,7 +75,7 @@ TEST(AwakeClock, stands_still_while_the_process_is_stopped) {
   int status = 0;
   EXPECT_EQ(::waitpid(pid, &status, WUNTRACED), pid);
   EXPECT_TRUE(WIFSTOPPED(status));
-  // Longer than the half a second that any thread may wait for a processor.
+  // Longer than the half second that any thread may wait for a core.
   const auto begin = Steady::now();
   std::this_thread::sleep_for(milliseconds(1000));
   const std::int64_t stopped = nanoseconds(Steady::now() - begin).count();
@@ -86,7 +86,8 @@ TEST(AwakeClock, stands_still_while_the_process_is_stopped) {
 }
 
 TEST(AwakeClock, goes_on_otherwise_and_waits_end_by_it) {
-  const auto steady = Steady::now();  // around the other clock's times, however long the thread is held up
+  // Read before and after the other clock, however long the thread is delayed.
+  const auto steady = Steady::now();
   const auto awake = AwakeClock::now();
   std::mutex mutex;
   std::condition_variable never;
@@ -102,7 +103,7 @@ TEST(AwakeClock, goes_on_in_a_child_that_has_no_other_thread) {
   const pid_t pid = ::fork();
   if (pid == 0) {
     const auto begin = AwakeClock::now();
-    ::usleep(600 * 1000);  // longer than half a second without a beat, which would count as stopped
+    ::usleep(600 * 1000);  // Longer than half a second without a beat, which would count as stopped.
     ::_exit(AwakeClock::now() - begin >= milliseconds(600) ? 0 : 1);
   }
   EXPECT_EQ(end_of(pid), 0);

@@ -29,7 +29,7 @@ TEST(Crew, has_let_go_of_everything_when_it_was_waited_for) {
   }
 }
 
-// What a thread has of libraries, such as CUDA's, goes when it ends, after its body has.
+// A thread's state in libraries, such as CUDA's, is destroyed when the thread ends, after its body.
 TEST(Crew, threads_have_nothing_of_their_own_left_when_they_were_waited_for) {
   static std::atomic<int> alive;
   struct Slow {

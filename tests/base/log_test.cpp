@@ -11,7 +11,7 @@ namespace {
 
 using detail::log;
 
-// Brings standard error and the default level back.
+// Restores standard error and the default level.
 struct Sinking {
   explicit Sinking(LogSink sink) { set_log_sink(std::move(sink)); }
   ~Sinking() {

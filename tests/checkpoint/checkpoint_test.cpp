@@ -339,8 +339,8 @@ TEST_F(Checkpoint, ranks_that_all_save_without_a_group_are_told_what_to_do) {
   Net net;
   detail::PartialFile held(path());  // as if another rank were writing
   EXPECT_THAT(error_of<ConfigError>([&] { save(path(), {.model = net}); }),
-              AllOf(HasSubstr("somebody else is writing it now"),
-                    HasSubstr("set {.group} or save on rank 0 only")));
+              AllOf(HasSubstr("another process is writing it now"),
+                    HasSubstr("give {.group}, or save on rank 0 alone")));
 }
 
 TEST_F(Checkpoint, a_module_that_is_registered_twice_is_saved_and_loaded) {

@@ -1,4 +1,4 @@
-// Nothing survives the launcher or its guardian, whatever the ranks have started.
+// No process survives the launcher or its agent process, whatever the ranks have started.
 #include <signal.h>
 #include <unistd.h>
 
@@ -13,8 +13,8 @@ using ::testing::IsEmpty;
 
 const std::string kProgram = LOCKSTEP_PROGRAM;
 
-// A rank that is a script, a program in it, a helper in the background, a daemon that has left the session
-// and its parent, and one that starts more and more.
+// A rank that is a script, with a program in it, a background helper, a daemon that has left the session and
+// its parent, and a process that keeps starting more.
 std::string script(const std::string& marker, bool ends = false) {
   const auto sleep = "bash -c 'exec -a " + marker + " sleep 1000'";
   return "setsid -f " + sleep + "; (" + sleep + " & ) ; " + sleep + " & " +
@@ -59,7 +59,7 @@ TEST(AgentProcess, that_is_killed_takes_everything_with_it_also_where_nothing_ca
   }
 }
 
-// A job whose agent is stopped; `options` go to `lockstep run`.
+// A job whose agent is stopped; `options` are passed to `lockstep run`.
 struct StoppedAgent {
   explicit StoppedAgent(const std::vector<std::string>& options)
       : session([&] {
@@ -85,7 +85,7 @@ TEST(AgentProcess, that_is_stopped_is_ended_after_the_grace) {
   EXPECT_THAT(processes_with(job.marker), IsEmpty());
   EXPECT_THAT(job.session.output(),
               AllOf(ContainsRegex("was stopped \\(SIGSTOP\\) for [0-9.]+ s, longer than "
-                                  "--stop-grace allows; the ranks were ended"),
+                                  "--stop-grace allows; the ranks were terminated"),
                     Not(HasSubstr("runs again after"))));
 }
 
@@ -93,7 +93,7 @@ TEST(AgentProcess, that_is_stopped_for_a_moment_goes_on) {
   StoppedAgent job({"--stop-grace", "1h"});
   ASSERT_TRUE(job.stopped) << job.session.output();
   ::kill(job.agent_process, SIGCONT);
-  EXPECT_TRUE(job.session.wait_for("runs again after")) << job.session.output();
+  EXPECT_TRUE(job.session.wait_for("resumed after")) << job.session.output();
   EXPECT_EQ(job.session.wait(std::chrono::seconds(0)), -1);
   job.session.send(SIGTERM);
   EXPECT_EQ(job.session.wait(), 143);
@@ -190,18 +190,18 @@ TEST(AgentProcess, does_not_start_with_the_processes_of_another_namespace) {
   const auto none = run({{"unshare", "--mount", "sh", "-c",
                           "mount -t tmpfs none /proc && exec " + kProgram + " run -n 2 echo hi"}});
 #ifdef __SANITIZE_ADDRESS__
-  EXPECT_EQ(none.status, 1) << none.output;  // its leak checker needs /proc, too
+  EXPECT_EQ(none.status, 1) << none.output;  // Its leak checker needs /proc, too.
 #else
   EXPECT_EQ(none.status, 2) << none.output;
 #endif
-  EXPECT_THAT(none.output, HasSubstr("there is no /proc"));
+  EXPECT_THAT(none.output, HasSubstr("no /proc, which is needed"));
 }
 
 TEST(AgentProcess, reaps_strangers_as_the_first_process_of_a_container) {
   if (run({{"unshare", "--fork", "--pid", "--mount-proc", "true"}}).status != 0)
     GTEST_SKIP() << "unshare may not make a pid namespace here";
-  // Orphans of a process that came from outside, as `docker exec` does it, go to process 1. The rank counts
-  // those that still sleep or are dead and were not waited for, until there are none.
+  // Orphans of a process that was started from outside, as by `docker exec`, become children of process 1.
+  // The rank counts those that still sleep, or are dead and unreaped, until there are none.
   Session session({"unshare", "--fork", "--pid", "--mount-proc", kProgram, "run", "-q", "-n", "1", "bash",
                    "-c",
                    "echo begun; read x; for i in $(seq 300); do sleep 0.1; "

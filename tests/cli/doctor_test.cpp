@@ -1,5 +1,4 @@
-// `lockstep doctor`: what it finds is of this machine, so the tests look at the form, and at what they
-// change.
+// Tests of `lockstep doctor`. Findings depend on the machine, so they check the form, and what they set up.
 #include <sys/stat.h>
 
 #include <filesystem>
@@ -44,7 +43,7 @@ struct Report {
   }
 };
 
-// The program in a place of its own, with another probe beside it, or none.
+// A copy of the program in its own folder, with another probe or none.
 class Copy {
  public:
   explicit Copy(const std::string& probe = "") {
@@ -65,7 +64,7 @@ class Copy {
   Folder folder_;
 };
 
-// A probe that says this of LibTorch, and fails at anything else.
+// A probe that prints this description, and fails otherwise.
 std::string probe_that_says(Json described) {
   described["lockstep"] = LOCKSTEP_VERSION;
   return "[ \"$1\" = --describe ] && echo '" + described.dump() +
@@ -80,7 +79,7 @@ TEST(Doctor, every_row_has_a_name_a_finding_and_a_verdict) {
     EXPECT_FALSE(row["finding"].get<std::string>().empty()) << row;
     EXPECT_THAT(row["verdict"].get<std::string>(), AnyOf("ok", "note", "bad"));
     EXPECT_TRUE(row["hint"].is_string() && row["values"].is_object()) << row;
-    // Who calls something bad owes a way out.
+    // A bad verdict needs a hint.
     EXPECT_TRUE(row["verdict"] != "bad" || row["hint"] != "") << row;
   }
   for (const char* name : {"cores",      "load",    "memory",    "swap",         "/dev/shm",  "huge pages",
@@ -120,12 +119,12 @@ TEST(Doctor, a_low_limit_is_bad_and_the_hint_says_how_to_raise_it) {
   EXPECT_EQ(files.row("open files")["verdict"], "bad");
   EXPECT_THAT(files.row("open files")["hint"].get<std::string>(), HasSubstr("ulimit -n"));
   EXPECT_EQ(files.row("open files")["values"]["soft"], 64);
-  // Without the right to raise it, that hint would be wrong.
+  // Raising the hard limit needs privileges, so the hint differs.
   EXPECT_THAT(limited("-n 64").row("open files")["hint"].get<std::string>(), HasSubstr("limits.conf"));
 }
 
 TEST(Doctor, ranks_measure_threads_shared_memory_and_gloo) {
-  // What launched doctor itself is not the measured ranks' business.
+  // The variables of doctor's own launcher must not reach the measured ranks.
   const Report report(
       doctor({"-n", "2", "--backend", "threads,shm,gloo", "--json"},
              {{"RANK", "1"}, {"WORLD_SIZE", "3"}, {"SLURM_PROCID", "1"}, {"LOCKSTEP_CHECK", "x"}}));
@@ -191,7 +190,7 @@ TEST(Doctor, a_transport_that_fails_is_a_row_and_not_the_end) {
 }
 
 TEST(Doctor, a_transport_that_is_not_there_is_a_row_of_the_table_too) {
-  // No probe, no MPI in PATH, no GPU: each is told, and the table is whole.
+  // No probe, no MPI in PATH, no GPU: each is reported, and the table is complete.
   const auto without_probe = Copy();
   const auto first = doctor({"-n", "2", "--backend", "gloo"}, {}, without_probe.program());
   EXPECT_EQ(first.status, 1) << first.output;
@@ -225,13 +224,13 @@ TEST(Doctor, gpus_and_libtorch_that_do_not_fit_are_told) {
     return Copy(probe_that_says(described)).report().row("CUDA")["verdict"].get<std::string>();
   };
   EXPECT_EQ(verdict({{"version", "2.13.0"}}), "ok");
-  EXPECT_EQ(verdict({{"gpus", {gpu, gpu}}, {"driver", "12.4"}}), "note");  // LibTorch is for the CPU
-  EXPECT_EQ(verdict({{"cuda", "13.0"}}), "note");                          // no GPU
+  EXPECT_EQ(verdict({{"gpus", {gpu, gpu}}, {"driver", "12.4"}}), "note");  // LibTorch is CPU-only.
+  EXPECT_EQ(verdict({{"cuda", "13.0"}}), "note");                          // No GPU.
   EXPECT_EQ(verdict({{"cuda", "13.0"}, {"gpus", {gpu}}, {"driver", "12.4"}, {"usable_gpus", 0}}), "bad");
   const Copy copy(probe_that_says(
       {{"cuda", "13.0"}, {"gpus", {gpu, gpu}}, {"driver", "13.0"}, {"usable_gpus", 2}, {"nccl", "2.28.9"}}));
   EXPECT_THAT(copy.report().row("CUDA")["finding"].get<std::string>(), HasSubstr("2 x Some GPU of 80.0 GiB"));
-  EXPECT_THAT(copy.report().row("NCCL")["hint"].get<std::string>(), HasSubstr("build"));  // no transport
+  EXPECT_THAT(copy.report().row("NCCL")["hint"].get<std::string>(), HasSubstr("build"));  // No transport.
 }
 
 TEST(Doctor, the_environment_is_looked_at) {
@@ -261,7 +260,7 @@ TEST(Doctor, the_order_of_sums_follows_from_the_ranks_of_each_host) {
   EXPECT_THAT(others["finding"].get<std::string>(),
               AllOf(HasSubstr("hosts of 3, 1 ranks"), HasSubstr("the same bits in every run")));
   EXPECT_THAT(others["hint"].get<std::string>(), HasSubstr("power of two"));
-  // SLURM tells it by itself, inside an allocation.
+  // Read from SLURM inside an allocation.
   EXPECT_EQ(row({}, {{"SLURM_TASKS_PER_NODE", "4(x2),3"}})["values"]["ranks"], (std::vector{4, 4, 3}));
   EXPECT_TRUE(row({}, {{"SLURM_TASKS_PER_NODE", "4(x2),3"}})["values"]["follows_tree"]);
   EXPECT_FALSE(row(
@@ -280,7 +279,7 @@ TEST(Doctor, misuse_is_explained) {
   explained({"-n", "0"}, "0");
   explained({"-n", "many"}, "many");
   explained({"-n", "2", "--backend", "wibble"},
-            "--backend='wibble' is not allowed: threads, shm, gloo, mpi, nccl, cuda_ipc are");
+            "--backend: expected a list of threads, shm, gloo, mpi, nccl, cuda_ipc, got 'wibble'");
   explained({"--backend", "gloo"}, "-n");
   explained({"--hosts", "2,0"}, "0");
   explained({"--wibble"}, "--wibble");

@@ -1,4 +1,4 @@
-// What `lockstep run` does when ranks fail, and when somebody wants the job to end.
+// How `lockstep run` handles failing ranks, and requests to end the job.
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
@@ -83,7 +83,8 @@ TEST(Failure, a_stopped_rank_does_not_hold_up_the_end) {
 }
 
 TEST(Failure, a_rank_cannot_leave_its_group_and_so_its_signals) {
-  // Rank 0 fails when rank 1 has said so. Out of reach, rank 1 would be killed after the grace, with a line.
+  // Rank 0 fails once rank 1 has printed its line. If rank 1 were not notified, it would be killed after the
+  // grace, with a line.
   const Folder folder;
   const auto outcome = run({{LOCKSTEP_PROGRAM, "run", "-q", "-n", "2", "--grace", "30s", "python3", "-c",
                              "import os, sys, time\n"
@@ -94,7 +95,7 @@ TEST(Failure, a_rank_cannot_leave_its_group_and_so_its_signals) {
                              "os._exit(3)",
                              folder / "sign"}});
   EXPECT_EQ(outcome.status, 3);
-  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] stays\n"), Not(HasSubstr("has not ended within"))));
+  EXPECT_THAT(outcome.output, AllOf(HasSubstr("[1] stays\n"), Not(HasSubstr("did not end within"))));
 }
 
 TEST(Failure, what_a_rank_started_ends_with_it) {
@@ -148,7 +149,8 @@ TEST(Failure, a_limit_of_processes_is_told_with_what_could_not_be_created) {
   std::vector<std::string> all = {"sh", "-c", inside, "sh"};
   const auto job = command({"-n", "2"}, "exit 0");
   all.insert(all.end(), job.begin(), job.end());
-  // One more each time, until there are enough: so each process and thread is the one that cannot be created.
+  // Raises the limit by one each time, so that each process and thread in turn is the one that cannot be
+  // created.
   int status = -1;
   for (int most = 1; most < 30 && status != 0; ++most) {
     std::ofstream limit(group / "pids.max");
@@ -164,7 +166,7 @@ TEST(Failure, a_limit_of_processes_is_told_with_what_could_not_be_created) {
     EXPECT_THAT(
         outcome.output,
         ContainsRegex("^lockstep: (the agent's process|a thread for the (ranks' output|agent)|a process for "
-                      "a rank) could not be created \\(the limits are pids.max of the cgroup and ulimit "
+                      "a rank) cannot be created \\(the limits are pids.max of the cgroup and ulimit "
                       "-u\\): Resource temporarily unavailable\n$"))
         << most;
   }
@@ -194,8 +196,8 @@ TEST(Signals, reach_each_rank_once) {
   session.send(SIGINT);
   EXPECT_EQ(session.wait(), 130);
   EXPECT_THAT(session.output(),
-              ContainsRegex("^ready\ngot it\nlockstep: rank 0 \\(pid [0-9]+\\) has not ended within 2 s: "
-                            "it is killed\n$"));
+              ContainsRegex("^ready\ngot it\nlockstep: rank 0 \\(pid [0-9]+\\) did not end within 2 s; "
+                            "killing it\n$"));
 }
 
 TEST(Signals, a_second_one_kills_at_once) {
@@ -218,7 +220,7 @@ TEST(Signals, ranks_that_do_not_end_are_killed_after_the_grace) {
 
 TEST(Signals, one_is_enough_also_where_nobody_reads_the_output) {
   int ends[2];
-  ASSERT_EQ(::pipe(ends), 0);  // ours, and never read
+  ASSERT_EQ(::pipe(ends), 0);  // Inherited by the job, and never read.
   const auto out = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(ends[1]);
   Session session({"bash", "-c", "exec \"$0\" \"$@\" >" + out, LOCKSTEP_PROGRAM, "run", "-q", "-n", "2",
                    "--grace", "500ms", "yes"});
@@ -244,7 +246,7 @@ TEST(Signals, that_are_ignored_stay_ignored) {
                        go_on.await() + "; echo survived'"});
   ASSERT_TRUE(session.wait_for("ready") && session.wait_for("ready"));
   session.send(SIGHUP);
-  ::usleep(500 * 1000);  // it would have ended by then
+  ::usleep(500 * 1000);  // It would have ended by then.
   go_on.show();
   EXPECT_EQ(session.wait(), 0);
   EXPECT_THAT(session.output(), AllOf(HasSubstr("[0] survived\n"), HasSubstr("[1] survived\n")));

@@ -1,4 +1,4 @@
-// A rank for tests/cli/flight_test.py: steps in which all ranks do the same, until one of them does not.
+// A rank for tests/cli/flight_test.py: all ranks make the same steps until one of them diverges.
 //
 // usage: flight_probe WHAT RANK STEP [BACKEND]
 #include <signal.h>

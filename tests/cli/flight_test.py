@@ -1,4 +1,4 @@
-"""The flight record of real jobs that fail: what `lockstep run` saves and says, what `lockstep trace flight` prints.
+"""The flight record of real jobs that fail: what `lockstep run` saves and prints, and what `lockstep trace flight` prints.
 
 usage: flight_test.py LOCKSTEP PROBE
 """
@@ -35,7 +35,7 @@ def lockstep(*arguments, status=0, environment=None):
 
 
 def fail(ranks, *what, options=(), backend="auto"):
-    """A job that comes to that end: its record, and the line that tells of it."""
+    """Runs a job that ends that way; returns its record, after checking the line about it."""
     file = FOLDER / f"{'-'.join(map(str, what))}-{ranks}-{backend}.json"
     output = lockstep("run", "-q", "-n", ranks, "--flight-record", file, *options, PROBE, *what, backend, status="some")
     lines = [line for line in output.splitlines() if line.startswith("lockstep: flight record in ")]
@@ -50,7 +50,7 @@ def fail(ranks, *what, options=(), backend="auto"):
 
 
 def check_rank(record, rank):
-    """Each group's operations count on, and time goes forward."""
+    """Each group's operations are numbered consecutively, and times increase."""
     names = {group["key"]: group["name"] for group in record["groups"]}
     assert len(rank["operations"]) == min(1000, rank["operations_begun"]), rank["rank"]
     last = {}
@@ -85,7 +85,7 @@ def a_rank_killed_inside_an_operation():
 
 
 def a_rank_that_makes_another_call():
-    # Gloo does not compare calls: here the record is all that tells.
+    # Gloo does not compare calls: only the record shows the difference.
     for backend in ("gloo", "shm"):
         record = fail(4, "other", 2, 20, options=["--timeout", "3s"], backend=backend)
         verdict = record["verdict"]
@@ -94,7 +94,7 @@ def a_rank_that_makes_another_call():
         assert verdict["site"] == site("op = lockstep::ReduceOp::MAX", 0), verdict
         assert re.fullmatch(
             r"rank 2 diverged first: all_reduce #41 of group 'world' \(float32, 100 elements, max\) at "
-            rf"{verdict['site']}, where the others called broadcast \(float32, 100 elements, root 0\) at "
+            rf"{verdict['site']}, where all other ranks called broadcast \(float32, 100 elements, root 0\) at "
             + site("group.broadcast"),
             verdict["text"],
         ), verdict
@@ -103,13 +103,13 @@ def a_rank_that_makes_another_call():
 
 
 def a_rank_that_leaves_a_step_out():
-    # All go on with the same calls until the others are one step short of it: then it is the one that has left.
+    # All ranks make the same calls until the peers lack one step: then it is the one that has left.
     record = fail(4, "skip", 3, 20, options=["--timeout", "5s"], backend="gloo")
     verdict = record["verdict"]
     assert verdict["kind"] == "did_not_come" and verdict["ranks"] == [3], verdict
     assert record["ranks"][3]["ended"] == {"text": "exited with status 0", "status": 0}, record["ranks"][3]["ended"]
     assert "it exited with status 0" in verdict["text"], verdict
-    assert re.search(r"or before it was at another step: (\d+) there, where rank \d was at (\d+)$", verdict["text"]), verdict
+    assert re.search(r"or earlier it was at a different step: (\d+), while rank \d was at (\d+)$", verdict["text"]), verdict
 
 
 def a_rank_that_leaves_early():
@@ -117,7 +117,7 @@ def a_rank_that_leaves_early():
     verdict = record["verdict"]
     assert verdict["kind"] == "did_not_come" and verdict["ranks"] == [1], verdict
     assert verdict["operation"] == "broadcast" or verdict["operation"] == "all_reduce", verdict
-    assert "where rank 0 waited: its last was all_reduce #14" in verdict["text"], verdict
+    assert "where rank 0 waited; its last operation was all_reduce #14" in verdict["text"], verdict
 
 
 def an_exception():
@@ -188,7 +188,7 @@ def where_it_goes():
         assert not list(temporary.iterdir()), output
     assert (FOLDER / "by-variable").exists()
     output = lockstep("run", "-n", 2, "--flight-record", "/no/such/folder/f", PROBE, "leave", 1, 5, status=2)
-    assert "--flight-record='/no/such/folder/f' is not allowed: a file in a folder that is there is" in output, output
+    assert "--flight-record: expected a file in an existing directory, got '/no/such/folder/f'" in output, output
     output = lockstep("run", "-q", "-n", 2, "sh", "-c", "exit 3", status=3, environment=environment)
     assert "flight" not in output and not list(temporary.iterdir()), "no rank has joined"
 
@@ -209,19 +209,19 @@ def what_is_printed():
     (FOLDER / "other.json").write_text('{"a": 1}')
     (FOLDER / "empty").write_text("")
     for arguments, words in (
-        (["nowhere"], "'nowhere' cannot be read: there is no such file"),
-        ([FOLDER], "is a folder"),
-        ([FOLDER / "empty"], "cannot be read, or is empty"),
-        ([FOLDER / "other.json"], 'is no flight record of lockstep run: has no "lockstep_flight_record"'),
-        ([PROBE], "it is not JSON"),
-        ([file, "--rank", 7], f"--rank=7 is not allowed: '{file}' has the ranks 0, 1"),
+        (["nowhere"], "cannot read 'nowhere': no such file"),
+        ([FOLDER], "it is a directory"),
+        ([FOLDER / "empty"], "or it is empty"),
+        ([FOLDER / "other.json"], 'is not a flight record of lockstep run: missing "lockstep_flight_record"'),
+        ([PROBE], ": not JSON"),
+        ([file, "--rank", 7], f"--rank: expected one of the ranks in '{file}': 0, 1, got '7'"),
     ):
         assert words in lockstep("trace", "flight", *arguments, status=2), arguments
     assert "--last" in lockstep("trace", "flight", file, "--last", "-1", status=2)
 
 
 def main():
-    # Two at a time: those that wait for a deadline leave the processors to others.
+    # Two at a time: tests that wait for a deadline leave the processors to others.
     tests = (
         a_rank_that_makes_another_call,
         where_it_goes,

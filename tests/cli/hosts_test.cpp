@@ -1,4 +1,4 @@
-// `lockstep run` for several hosts, which are all this one here.
+// `lockstep run` for several hosts, all of which are this one.
 #include <signal.h>
 #include <unistd.h>
 
@@ -92,7 +92,7 @@ TEST_F(Hosts, a_killed_launcher_is_the_end_of_its_host_and_not_of_a_rank) {
     (killed == 0 ? first : second).send(SIGKILL);
     EXPECT_NE(other.wait(), 0);
     EXPECT_THAT(other.output(),
-                AllOf(HasSubstr(killed == 0 ? "the head of the job at " + master_ + " is lost"
+                AllOf(HasSubstr(killed == 0 ? "the coordinator of the job at " + master_ + " is lost"
                                             : "the host at 127.0.0.1 with ranks 1, 2 is lost"),
                       HasSubstr("is lost: its lockstep run has ended\n"), Not(HasSubstr("(pid "))));
   }
@@ -115,16 +115,16 @@ TEST_F(Hosts, all_start_again_after_a_failure) {
 TEST_F(Hosts, one_that_does_not_come_is_missed) {
   const auto outcome = run({node(0, 1, "true", {"--join-timeout", "1s"})});
   EXPECT_NE(outcome.status, 0);
-  EXPECT_THAT(outcome.output, HasSubstr("these did not come in 1.0 s: 1"));
+  EXPECT_THAT(outcome.output, HasSubstr("these did not join within 1.0 s: 1"));
 }
 
 TEST_F(Hosts, an_interrupt_while_others_are_awaited_ends_it) {
   const auto marker = unique_marker();
   auto command = node(0, 1, "true");
   command.push_back(marker);
-  command.erase(command.begin() + 2);  // not quiet
+  command.erase(command.begin() + 2);  // Not quiet.
   Session session(command);
-  ASSERT_TRUE(session.wait_for("meeting the others at " + master_)) << session.output();
+  ASSERT_TRUE(session.wait_for("coordinator at " + master_)) << session.output();
   session.send(SIGINT);
   EXPECT_EQ(session.wait(), 130) << session.output();
 }

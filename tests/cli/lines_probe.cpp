@@ -1,5 +1,5 @@
-// A rank that prints lines in several ways and is then killed by itself, without a chance to flush.
-//   lines_probe [wait|blocks]     wait: for a line of input; blocks: the program buffers in blocks by itself
+// A rank that prints lines in several ways and then kills itself, without a chance to flush.
+//   lines_probe [wait|blocks]     wait: for a line of input; blocks: the program itself sets block buffering
 #include <signal.h>
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// What becomes of the ranks' output and input.
+// The ranks' output and input.
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -77,7 +77,7 @@ TEST(Output, keeps_standard_output_and_error_apart) {
 }
 
 TEST(Output, is_never_mixed_within_a_line) {
-  // In pieces, which would be mixed if they were passed on as they come.
+  // In pieces, which would be mixed if they were passed on as they arrive.
   const auto outcome =
       shell({"-n", "8"},
             "for i in $(seq 500); do for j in 1 2 3; do printf \"<$RANK$RANK$RANK$RANK>\"; done;"
@@ -116,7 +116,7 @@ TEST(Output, of_progress_bars_is_shown_now_and_then) {
   };
   const auto begin = std::chrono::steady_clock::now();
   Session first(bar("\\rat $i")),
-      second(bar("at $i\\r"));  // before the number and after it, as both are usual
+      second(bar("at $i\\r"));  // Before the number and after it, both of which are common.
   for (Session* session : {&first, &second}) {
     EXPECT_TRUE(session->wait_for("[1] at ")) << session->output();
     EXPECT_THAT(session->output(), Not(HasSubstr("end\n")));
@@ -180,7 +180,7 @@ TEST(Output, is_kept_in_files_which_are_never_overwritten) {
   EXPECT_EQ(text_of(logs / "rank-0.log"), "out 0 0\nout 0 0\n");
   const auto bad = shell({"-n", "1", "--log-dir", "/proc/no/such"}, "true");
   EXPECT_EQ(bad.status, 2);
-  EXPECT_THAT(bad.output, HasSubstr("--log-dir '/proc/no/such'"));
+  EXPECT_THAT(bad.output, HasSubstr("--log-dir: cannot create directory '/proc/no/such'"));
 }
 
 TEST(Output, to_a_full_log_ends_and_the_rank_goes_on) {
@@ -196,9 +196,9 @@ TEST(Output, that_cannot_be_written_is_told_and_makes_the_status) {
   const auto outcome = run({{"bash", "-c", line + " >/dev/full"}});
   EXPECT_EQ(outcome.status, 1);
   EXPECT_EQ(outcome.output,
-            "lockstep: the standard output cannot be written, and is lost: No space left on device\n");
+            "lockstep: cannot write to standard output, output is lost: No space left on device\n");
   EXPECT_EQ(run({{"bash", "-c", "STATUS=3 " + line + " >/dev/full"}}).status, 3);
-  EXPECT_EQ(run({{"bash", "-c", line + " 2>/dev/full"}}).status, 0);  // nothing was to be said
+  EXPECT_EQ(run({{"bash", "-c", line + " 2>/dev/full"}}).status, 0);  // There was nothing to print.
   EXPECT_EQ(run({{"bash", "-c", line + " >/dev/full 2>/dev/full"}}).status, 1);
 }
 
@@ -208,8 +208,8 @@ TEST(Output, to_a_file_that_may_not_grow_is_told) {
                             folder.path(), "seq", "1", "10000"});
   const auto outcome = run({{"bash", "-c", "ulimit -f 4; " + logs}});
   EXPECT_EQ(outcome.status, 0) << outcome.output;
-  EXPECT_THAT(outcome.output, ContainsRegex("the log '.*rank-0.log' ends here: File too large"));
-  // The ranks have the signal as it was.
+  EXPECT_THAT(outcome.output, ContainsRegex("cannot continue the log '.*rank-0.log': File too large"));
+  // The ranks inherit the signal's original disposition.
   const auto own = quoted(command({"-n", "1"}, "seq 1 10000 > " + word(folder / "own")));
   EXPECT_THAT(run({{"bash", "-c", "ulimit -f 4; " + own}}).output, HasSubstr("File size limit exceeded"));
 }
@@ -224,8 +224,8 @@ TEST(Output, that_nobody_reads_ends_no_rank) {
                   word(end)));
   const auto outcome = run({{"bash", "-c", line + " | head -n 1; echo ${PIPESTATUS[0]}"}});
   EXPECT_THAT(outcome.output, ContainsRegex("\n0\n$"));
-  // A line of its own, before or after what head has read.
-  const std::string told = "lockstep: nobody reads the standard output any longer; the ranks go on\n";
+  // On its own line, before or after what head has read.
+  const std::string told = "lockstep: standard output has no reader any more; the ranks continue\n";
   EXPECT_THAT(outcome.output, ::testing::AnyOf(::testing::StartsWith(told), HasSubstr("\n" + told)));
   EXPECT_EQ(text_of(end), "done\n");
 }
@@ -236,7 +236,7 @@ TEST(Output, is_all_there_however_slow_the_reader) {
 }
 
 TEST(Output, that_a_stranger_holds_open_is_not_waited_for) {
-  // The pipe is passed to a process that does not stem from the launcher.
+  // The pipe is passed to a process that is not a descendant of the launcher.
   Folder folder;
   const auto fifo = folder / "fifo";
   ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);

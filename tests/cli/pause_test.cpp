@@ -1,4 +1,4 @@
-// A job that is stopped and continued (Ctrl-Z, fg): what its ranks make of it.
+// How the ranks of a job react when it is stopped and continued (Ctrl-Z, fg).
 #include <signal.h>
 #include <unistd.h>
 

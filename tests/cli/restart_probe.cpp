@@ -1,6 +1,6 @@
-// A rank of a job that is killed in its first two attempts, always at the same count of steps: the count begins
+// A rank of a job that is killed in its first two attempts, always at the same step count: the count starts
 // at 0 in each attempt, whatever was loaded.
-//   restart_probe FILE KILLED_AT   saves to FILE every 3 steps and goes on from it; FILE none: does neither
+//   restart_probe FILE KILLED_AT   saves to FILE every 3 steps and resumes from it; FILE none: does neither
 #include <signal.h>
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// When `lockstep run --max-restarts` takes two failures for the same one.
+// When `lockstep run --max-restarts` considers two failures the same.
 #include "support/errors.h"
 #include "support/folder.h"
 #include "support/process.h"
@@ -21,7 +21,7 @@ TEST(Restart, at_the_same_count_twice_goes_on_where_checkpoints_were_saved_betwe
 TEST(Restart, at_the_same_count_twice_ends_the_job_where_nothing_was_saved) {
   const auto outcome = run_restart_probe("none");
   EXPECT_EQ(outcome.status, 137) << outcome.output;
-  EXPECT_THAT(outcome.output, HasSubstr("attempts 0 and 1 came to the same end"));
+  EXPECT_THAT(outcome.output, HasSubstr("attempts 0 and 1 failed in the same way"));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""lockstep schedule show: what it prints, draws and refuses.
+"""lockstep schedule show: its output, drawings and errors.
 
 usage: schedule_test.py PROGRAM
 """
@@ -33,20 +33,20 @@ def main():
         show("zbv", "-p", 2, "-m", 4, "--svg", picture)
         drawn = xml.etree.ElementTree.parse(picture).getroot()
         assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 2 * 6 * 4
-        # What it prints it reads.
+        # It reads its own output.
         own.write_text(show("zbh1", "-p", 3, "-m", 6, "--transfers", "--csv"))
         assert show("--file", own, "--csv", "--svg", picture) == own.read_text()
         assert "a<b&c.csv" in "".join(xml.etree.ElementTree.parse(picture).getroot().itertext())
-        # What a transfer takes counts: there and back, past one boundary.
+        # The time of a transfer counts: there and back, across one boundary.
         free, dear = (json.loads(show("gpipe", "-p", 2, "-m", 1, "--json", "--times", f"1,1,1,{t}"))["makespan"] for t in (0, 5))
         assert dear - free == 10, (free, dear)
         own.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
         error = show("--file", own, status=2)
         assert "rank 0 waits in 0B0 for 1B0" in error and "rank 1 waits in 1F1 for 0F1" in error, error
-        assert "cannot be read" in show("--file", folder / "none.csv", status=2)
-        assert "cannot be written" in show("1f1b", "--svg", folder / "none" / "a.svg", status=2)
+        assert "cannot read" in show("--file", folder / "none.csv", status=2)
+        assert "cannot write" in show("1f1b", "--svg", folder / "none" / "a.svg", status=2)
     assert "unknown schedule 'two'" in show("two", status=2)
-    assert "a schedule is missing" in show(status=2)
+    assert "missing schedule" in show(status=2)
     assert "expected at least 8 micro-batches" in show("dualpipev", "-p", 4, "-m", 7, status=2)
     print("passed")
 

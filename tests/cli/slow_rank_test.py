@@ -1,4 +1,4 @@
-"""A rank that is slowed to a fifth is named within three steps, and when it has recovered that is told.
+"""A rank that is slowed to a fifth is named within three steps, and its recovery is reported.
 
 Slowed by its cgroup's share of processor time where cgroups can be made here, else by SIGSTOP and SIGCONT.
 slow_rank_test.py LOCKSTEP STEPS_PROBE [HEALTHY_STEPS]
@@ -52,7 +52,7 @@ class Cgroup:
 
 
 class Stops:
-    """The same by signals: it runs for 10 ms of every 50."""
+    """The same with signals: the process runs for 10 ms of every 50."""
 
     def begin(self, pid):
         self.over = threading.Event()
@@ -97,10 +97,10 @@ def pid_of_rank(launcher, rank):
 
 
 class Busy(Exception):
-    """Others compute here: nothing can be measured."""
+    """Other processes are busy here: nothing can be measured."""
 
 
-NAMED = re.compile(r"rank (\d+) is slow: its steps take ([\d.]+) times the others' \(busy .*, others .*, steps (\d+) to (\d+)\)")
+NAMED = re.compile(r"rank (\d+) is slow: its steps take ([\d.]+) times as long as the other ranks' \(busy .*, others .*, steps (\d+) to (\d+)\)")
 
 
 def step_times(text):
@@ -129,7 +129,7 @@ def slow_one_down(how, ranks=2, slow=1):
     text = "".join(lines)
     assert status == 0, text
     took = step_times(text)
-    # Before anybody is slowed, and after: the control for what others do here.
+    # Before the slowdown and after it: the control for the load of other processes.
     healthy = sorted(took[10:48] + took[75:])
     usual, long = statistics.median(healthy), healthy[len(healthy) * 9 // 10]
     if long > 1.6 * BUSY_MS:
@@ -155,7 +155,8 @@ def healthy(steps):
     assert done.returncode == 0, done.stderr
     took = step_times(done.stdout)
     for rank, _, first, last in NAMED.findall(done.stderr):
-        # Steps that took longer than their processor time: others kept the rank from its processor, and it was slow in truth.
+        # Steps that took longer than their processor time: other processes kept the rank from its core, so it
+        # really was slow.
         assert min(took[max(0, int(first) - 1):int(last)]) > 1.5 * busy_ms, f"a false alarm: {done.stderr}"
         print(f"rank {rank} was slow in steps {first} to {last}, because of others")
     assert "slow" not in re.sub(r".* is (no longer )?slow: .*", "", done.stderr), done.stderr

@@ -15,12 +15,12 @@ import time
 
 LOCKSTEP, PROBE = (os.path.abspath(each) for each in sys.argv[1:3])
 STATUS = re.compile(r"step \d+")
-# On a busy machine a rank may truly be slow. slow_rank_test.py is about that.
+# On a busy machine a rank may really be slow; slow_rank_test.py covers that.
 SLOW = re.compile(r"lockstep: rank \d+ is (?:no longer )?slow: [^\r\n]*\r?\n")
 
 
 class Terminal:
-    """Runs a command on a terminal of that width; keeps what came, and what is on the screen of it."""
+    """Runs a command on a terminal of that width; keeps its output, and the resulting screen."""
 
     def __init__(self, command, columns=100, stdout=None, stderr=None, **variables):
         own, theirs = pty.openpty()
@@ -55,7 +55,7 @@ class Terminal:
         self.text = SLOW.sub("", self.bytes.decode())
 
     def screen(self):
-        """Lines as they are in the end; fails where one has run over the edge."""
+        """The final lines; fails if one exceeded the width."""
         lines, column = [""], 0
         for token in re.findall(r"\x1b\[K|\x1b\[[0-9;]*m|\r|\n|[^\x1b\r\n]+", self.text):
             if token == "\r":
@@ -94,7 +94,8 @@ def test_it_is_below_the_lines_and_gone_at_the_end():
     expected = {f"[{rank}] line {step} of {rank}" for rank in (0, 1) for step in range(9, 150, 10)} | {"[0] ended"}
     assert set(lines) == expected and len(lines) == len(expected), lines
     speed = float(re.search(r"([\d.]+) steps/s", last)[1])
-    # A step takes at least 15 ms. How much longer is up to the machine, so the whole run tells what is too slow.
+    # A step takes at least 15 ms. How much longer depends on the machine, so the whole run decides what is
+    # too slow.
     assert 150 / terminal.seconds / 10 < speed < 70, (last, terminal.seconds)
     assert abs(float(re.search(r"([\d.]+) samples/s", last)[1]) / speed / 64 - 1) < 0.02, last
 

@@ -1,4 +1,4 @@
-// A rank that makes steps: computes for some ms of processor time, sums with the others, logs.
+// A rank that makes steps: uses some ms of processor time, sums with its peers, logs.
 //   steps_probe STEPS BUSY_MS [line] [bar] [metrics] [nan] [times] [cost]
 #include <time.h>
 #include <unistd.h>
@@ -46,7 +46,7 @@ MULTICALL_MAIN(steps_probe) {
     return 0;
   }
   auto sum = at::ones({16});
-  std::vector<double> took;  // in ms
+  std::vector<double> took;  // In ms.
   for (std::int64_t step = 0; step < steps; ++step) {
     world.step(step);
     const auto step_begin = std::chrono::steady_clock::now();

@@ -1,5 +1,5 @@
-// `lockstep run` on a terminal: colours, Ctrl-C, Ctrl-Z, typed input. A shell with job control is in between,
-// as it is in life.
+// `lockstep run` on a terminal: colours, Ctrl-C, Ctrl-Z, typed input. It runs below a shell with job control,
+// as in normal use.
 #include <signal.h>
 
 #include <lockstep/control/agent/process.h>
@@ -12,7 +12,7 @@ namespace {
 
 const std::string kProgram = LOCKSTEP_PROGRAM;
 
-// A shell that says "ready>" when it waits for a command.
+// A shell that prints "ready>" when it waits for a command.
 class Terminal {
  public:
   explicit Terminal(std::map<std::string, std::string> environment = {})
@@ -101,13 +101,13 @@ TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
   ASSERT_TRUE(terminal->wait_for("begun\r\n") && terminal->wait_for("begun\r\n")) << terminal->output();
   terminal->type("\x1a");
   ASSERT_TRUE(terminal->wait_for("Stopped")) << terminal->output();
-  // Two ranks and the launcher; the guardian is awake.
+  // Two ranks and the launcher; the agent process is awake.
   EXPECT_TRUE(eventually([&] {
     int stopped = 0;
     for (pid_t pid : processes_with(marker)) stopped += state_of(pid) == 'T';
-    return stopped >= 3;  // a rank's shell may be about to start something
+    return stopped >= 3;  // A rank's shell may be about to start a command.
   }));
-  // Longer than the grace of a rank that somebody else has stopped.
+  // Longer than the grace of a rank that was stopped by another process.
   go_on.show();
   terminal->type("sleep 2; fg\n");
   EXPECT_TRUE(terminal->wait_for("ended\r\n") && terminal->wait_for("ended\r\n")) << terminal->output();
@@ -117,7 +117,7 @@ TEST(Terminal, ctrl_z_stops_all_ranks_and_fg_continues_them) {
 }
 
 TEST(Terminal, ctrl_z_after_a_failure_holds_up_its_consequences) {
-  // Rank 1 does not end when it is told to, and would be killed after the grace; then all would start again.
+  // Rank 1 does not end when asked to, and would be killed after the grace; then all ranks would restart.
   const Sign deaf;
   Terminal terminal;
   terminal->type(kProgram +
@@ -171,7 +171,8 @@ TEST(Terminal, that_is_closed_ends_the_job) {
                     {.terminal = true});
     ASSERT_TRUE(session.wait_for("begun") && session.wait_for("begun"));
     session.close_input();
-    EXPECT_TRUE(eventually([&] { return processes_with(marker).size() <= 1; }));  // a zombie has no arguments
+    // A zombie has no arguments.
+    EXPECT_TRUE(eventually([&] { return processes_with(marker).size() <= 1; }));
   }
   EXPECT_TRUE(eventually([&] { return processes_with(marker).empty(); }));
 }

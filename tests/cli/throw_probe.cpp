@@ -1,4 +1,4 @@
-// Ranks that end by exceptions which nobody catches.
+// Ranks that end with uncaught exceptions.
 //   throw_probe config|runtime|comm|caught
 #include <stdexcept>
 #include <string>

@@ -1,4 +1,4 @@
-// What the user sees of exceptions that nobody catches: the culprit once, with its text once.
+// What the user sees of uncaught exceptions: the culprit once, with its text once.
 #include "support/errors.h"
 #include "support/process.h"
 
@@ -10,8 +10,9 @@ Outcome run_throw_probe(const std::string& mode) {
       {{LOCKSTEP_PROGRAM, "run", "-q", "-n", "4", "--flight-record", "none", LOCKSTEP_THROW_PROBE, mode}});
 }
 
-// The other ranks, in one line. On a slow machine they may be ended before their own exceptions do that.
-const std::string kFollowers = "(lockstep: after that [1-3] ranks? ended by an exception: [0-3, ]+\n)?$";
+// The other ranks, in one line. On a slow machine they may be terminated before their own exceptions end
+// them.
+const std::string kFollowers = "(lockstep: [1-3] ranks? then ended with an exception: [0-3, ]+\n)?$";
 
 int occurrences(const std::string& text, const std::string& part) {
   int count = 0;

@@ -45,7 +45,7 @@ TEST(Join, ranks_that_do_not_come_are_named) {
   const auto soon = short_join_timeout();
   const auto outcomes = run_together({probe(port, 0, 4, soon), probe(port, 2, 4, soon)});
   EXPECT_EQ(outcomes[0].status, 4);
-  EXPECT_THAT(outcomes[0].output, AllOf(HasSubstr("these did not come: 1, 3"), HasSubstr("these did: 0, 2")));
+  EXPECT_THAT(outcomes[0].output, AllOf(HasSubstr("these did not join: 1, 3"), HasSubstr("these did: 0, 2")));
   EXPECT_LT(outcomes[0].seconds, 60) << "without this timeout it is 5 minutes";
   EXPECT_EQ(outcomes[1].status, 4) << outcomes[1].output;
 }
@@ -92,7 +92,7 @@ TEST(Join, a_head_that_is_not_there_is_named) {
   const auto outcome = run(probe(
       23, 1, 2, {{"LOCKSTEP_JOIN_TIMEOUT", "1s"}, {"MASTER_ADDR", "192.0.2.77"}, {"LOCKSTEP_KEY", kKey}}));
   EXPECT_EQ(outcome.status, 4) << outcome.output;
-  EXPECT_THAT(outcome.output, HasSubstr("192.0.2.77:23 could not be reached"));
+  EXPECT_THAT(outcome.output, HasSubstr("cannot reach the coordinator of the job at 192.0.2.77:23"));
 }
 
 TEST(Join, several_hosts_without_a_key_are_refused_with_what_helps) {

@@ -88,7 +88,8 @@ TEST(World, a_gpu_that_is_not_there_is_named) {
 TEST(World, bad_limits_are_refused) {
   EXPECT_THROW(World::from_environment({.timeout = milliseconds(0)}), ConfigError);
   ScopedEnvironment scope("LOCKSTEP_TIMEOUT", "soon");
-  EXPECT_THAT(error_of<ConfigError>([] { World::from_environment(); }), HasSubstr("LOCKSTEP_TIMEOUT='soon'"));
+  EXPECT_THAT(error_of<ConfigError>([] { World::from_environment(); }),
+              HasSubstr("LOCKSTEP_TIMEOUT: expected"));
 }
 
 TEST(World, a_child_that_is_forked_cannot_use_its_groups_in_shared_memory) {

@@ -1,4 +1,4 @@
-"""One fault with one number of ranks: the table of faults, and what their functions check with."""
+"""One fault with one number of ranks: the table of faults, and the checks for their functions."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ class Skip(Exception):
 
 
 class Case:
-    """One fault with one number of ranks: what was measured, and what was not as it must be."""
+    """One fault with one number of ranks: its measurements and its failed checks."""
 
     def __init__(self, options, ranks, lateness):
         self.options, self.ranks, self.lateness = options, ranks, lateness
@@ -57,7 +57,7 @@ class Case:
         return self.lateness.allowed(limit)
 
     def within(self, seconds, limit, text, job=None):
-        """A promise about time. A note tells when it is kept only because the machine was busy."""
+        """A promise about time. A note reports if it is kept only because the machine was busy."""
         allowed = self.allowed(limit)
         if limit < seconds <= allowed:
             self.notes.append(f"{text}: {seconds:.2f} s, more than the {limit} s of a quiet machine; processes were up to "
@@ -75,7 +75,7 @@ class Case:
 
     @contextlib.contextmanager
     def job(self, *victim, n=None, run=(), program=None, clean=True, **more):
-        """`lockstep run` of the victim; at the end nothing may be left of it."""
+        """`lockstep run` of the victim; in the end no process or file of it may be left."""
         surroundings = Surroundings(harness.have_own_namespaces())
         command = [self.options.lockstep, "run", "-n", n or self.ranks, "-q", "--prefix", "never", *run]
         command += program or [self.options.victim, *victim]
@@ -97,13 +97,13 @@ def indented(text):
 
 
 def told_by_launcher(job):
-    """Its lines, less those about ranks that wait or take long, which is true of some on a busy machine."""
+    """Its lines, without those about waiting or slow ranks, which are normal on a busy machine."""
     slow = re.compile(r" has waited | is slow: | is no longer slow: ")
     return [line for _, line in job.lines["err"] if line.startswith("lockstep:") and not slow.search(line)]
 
 
 def check_verdict(case, job, rank, pid, how):
-    """The launcher shows that failure first, and blames nobody else."""
+    """The launcher shows that failure first, and blames no other rank."""
     told = told_by_launcher(job)
     wanted = f"lockstep: rank {rank} (pid {pid}) {how}"
     case.check(told and told[0].startswith(wanted), f"the launcher's first line is not '{wanted}...'", job)
@@ -113,7 +113,7 @@ def check_verdict(case, job, rank, pid, how):
 
 
 def check_saved(case, jobs, status, ranks=None):
-    """All ranks of these jobs save at the same step and end. The events that tell of it."""
+    """All ranks of these jobs save at the same step and end. Returns their events."""
     for job in jobs:
         got = job.wait()
         case.check(got == status, f"the status is {got}, not {status}", job)
@@ -124,7 +124,7 @@ def check_saved(case, jobs, status, ranks=None):
 
 
 def check_survivors(case, job, rank, *parts, since):
-    """Each other rank got a CommError with these parts in it. The time until the last one had."""
+    """Each other rank got a CommError with these parts in it. Returns the time until the last one."""
     last = 0
     for other in range(case.ranks):
         if other == rank:
@@ -137,7 +137,7 @@ def check_survivors(case, job, rank, *parts, since):
         case.check(error["event"] == "CommError", f"rank {other} got a {error['event']}: {text}")
         for part in parts:
             case.check(part in text, f"rank {other}'s error does not say '{part}': {text}")
-        # Whoever came later than that could not be told sooner.
+        # A rank that joined later could not be notified sooner.
         came = next((e["t"] for e in mine if e["event"] == "joining"), 0)
         last = max(last, error["t"] - max(since, came))
     return last

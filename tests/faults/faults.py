@@ -1,4 +1,4 @@
-"""Injects faults into jobs that `lockstep run` started, and measures what follows.
+"""Injects faults into jobs started by `lockstep run`, and measures the consequences.
 
 usage: faults.py --lockstep PROGRAM --victim PROGRAM [--store-probe PROGRAM] [--library FILE] [--results FILE]
                  [--part kill|rank|launcher|joining|host] [--full] [--only REGEX] [--ranks N] [--seed N] [--list]
@@ -23,7 +23,7 @@ import harness
 from case import FAULTS, Case, Skip
 from harness import TooLate, now
 
-# Each fills the table, in the order of the page.
+# Each module fills the table, in the order of the page.
 import kill_faults  # noqa: F401
 import rank_faults  # noqa: F401
 import launcher_faults  # noqa: F401
@@ -75,7 +75,7 @@ def show(each, result, seconds):
 
 
 def check_all_kills(results, case_limit=1.0):
-    """Of all kills together, as the promise has it."""
+    """Of all kills together, as promised."""
     values = [v for r in results if r["fault"].startswith("kill -9 of a rank") for v in r["values"]]
     if not values:
         return True
@@ -87,7 +87,7 @@ def check_all_kills(results, case_limit=1.0):
 
 
 def store(results, options):
-    """Keeps the rows of the file that were not run this time."""
+    """Keeps the rows of the file that were not measured this time."""
     key = {(each.name, ranks): (number, ranks) for number, each in enumerate(FAULTS) for ranks in each.ranks}
     rows = {}
     if options.results.exists():

@@ -1,4 +1,4 @@
-"""Starts jobs, hurts them from outside, and looks at what is left. Times are of CLOCK_MONOTONIC, in the ranks too."""
+"""Starts jobs, injects faults from outside, and checks what is left. Times are of CLOCK_MONOTONIC, in the ranks too."""
 
 import contextlib
 import ctypes
@@ -23,12 +23,12 @@ from ports import free_port  # noqa: E402, F401
 now = time.monotonic
 MARK = "FAULTS_MARK"
 BIND = ("OMP_NUM_THREADS", "1")
-# Seconds until a wait is given up. They only end what hangs, so they leave room for a busy machine.
+# Seconds until a wait is given up. They only end hanging tests, so they leave room for a busy machine.
 LONG = 120
 
 
 def wait_until(condition, timeout=LONG, pause=0.002):
-    """What the condition returns, or the last false thing when the time is over."""
+    """The condition's result, or its last false one at the deadline."""
     end = now() + timeout
     while True:
         value = condition()
@@ -45,7 +45,7 @@ class TooLate(Exception):
 
 
 def is_alive(pid):
-    """Zombies are not: whoever should have waited for them may be a container's first process that never does."""
+    """Not for zombies: their parent may be a container's first process, which never reaps them."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -53,7 +53,7 @@ def is_alive(pid):
 
 
 def marked(mark):
-    """Processes that were started with this mark in their environment, at whatever depth."""
+    """Processes with this mark in their environment, at any depth."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in os.listdir("/proc"):
@@ -66,7 +66,7 @@ def marked(mark):
 
 
 def has_pending(pid, number):
-    """Whether the process has yet to take this signal."""
+    """True if the signal is still pending for the process."""
     with contextlib.suppress(OSError):
         pending = re.search(r"^ShdPnd:\s*(\w+)", pathlib.Path(f"/proc/{pid}/status").read_text(), re.M)
         return bool(int(pending[1], 16) >> (number - 1) & 1)
@@ -79,15 +79,15 @@ def command_of(pid):
     return "?"
 
 
-# Limits are those of a quiet machine. On a busy one something may take at most this many times as long, and no more than
-# what the lateness that is measured meanwhile explains: what does not work takes minutes, or never ends.
+# Limits are those of a quiet machine. On a busy one, something may take at most this many times as long, and
+# no more than the lateness measured meanwhile explains: broken code takes minutes, or never ends.
 PATIENCE = 10
 QUIET = 0.02  # seconds that a process may get its processor late on a quiet machine
 TURNS = 20  # processes take turns from an injection to what it shows
 
 
 class Lateness:
-    """How late this process gets a processor meanwhile: a control for what others do on this machine."""
+    """How late this process gets a core meanwhile: a control for the load of other processes."""
 
     def __enter__(self):
         self.most, self.over = 0, threading.Event()
@@ -138,7 +138,7 @@ class Traced:
 
 
 class Job:
-    """A launcher, or a rank without one, and everything that stems from it."""
+    """A launcher, or a rank without one, and all its descendants."""
 
     def __init__(self, command, env=None, namespace=None, cgroup=None, events=None, mark=None, cores=None):
         self.mark = mark or uuid.uuid4().hex
@@ -207,7 +207,7 @@ class Job:
         return found[:count]
 
     def await_line(self, kind, pattern, timeout=LONG):
-        """When the first such line came, and the line; None where it did not come."""
+        """When the first such line appeared, and the line; None if it did not."""
         expression = re.compile(pattern)
 
         def there():
@@ -223,13 +223,13 @@ class Job:
         return self.await_events("start", 1, rank)[-1]["pid"]
 
     def signal(self, number):
-        """Returns when it was sent, or a moment before: we may lose the processor in between."""
+        """Returns when it was sent, or a moment before: this process may lose the core in between."""
         since = now()
         os.kill(self.pid, number)
         return since
 
     def wait(self, timeout=LONG):
-        """The exit status, as a shell would have it; None when it still runs."""
+        """The exit status, as in a shell; None if it still runs."""
         *readers, waiter = self.threads
         waiter.join(timeout)
         if waiter.is_alive():
@@ -269,7 +269,7 @@ def agents():
 
 
 def has_agent(port):
-    """Whether a rank without a launcher holds the agent of the job with this MASTER_PORT."""
+    """True if a rank without a launcher runs the agent of the job with this MASTER_PORT."""
     with contextlib.suppress(OSError):
         return f" at 127.0.0.1:{port} " in pathlib.Path("/proc/net/unix").read_text()
     return False
@@ -287,7 +287,7 @@ def shared_memory():
 
 
 class Surroundings:
-    """What there was before a job: whatever is new when it has ended is left over from it. Where others use this
+    """The state before a job: anything new after its end is left over from it. If other programs use this
     network namespace too, only sockets that the job is known to have had count."""
 
     def __init__(self, alone):
@@ -304,7 +304,7 @@ class Surroundings:
         return left + [f"/dev/shm/{each}" for each in sorted(memory - self.before[2])]
 
     def left_over(self, job, within):
-        """Empty as soon as nothing is."""
+        """Empty as soon as nothing is left."""
         left = self._left(job)
         end = now() + within
         while left and now() < end:
@@ -318,7 +318,7 @@ def have_own_namespaces():
 
 
 def enter_own_namespaces(argv):
-    """Runs this program again where network and /dev/shm are its own, if that is allowed."""
+    """Restarts this program with its own network and /dev/shm, if permitted."""
     if os.environ.get("FAULTS_ALONE") or os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("ip"):
         return
     if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True).returncode != 0:
@@ -335,7 +335,7 @@ count_of_networks = itertools.count()
 
 
 def network_name():
-    """The beginning of names of namespaces and interfaces: no other process has it, and no other network of this one.
+    """A unique prefix for the names of namespaces and interfaces of this network.
     Interfaces have at most 15 characters, and two are added."""
     return f"ls{os.getpid()}n{next(count_of_networks)}"
 
@@ -374,7 +374,7 @@ class TwoHosts:
         return "state UP" in state.stdout
 
     def unplug(self):
-        """Returns when."""
+        """Returns the time."""
         since = now()
         self._ip("-n", self.names[0], "link", "set", f"{self.names[0]}0", "down")
         return since
@@ -385,7 +385,7 @@ class TwoHosts:
 
 
 class SeveralHosts:
-    """As many network namespaces, each with a cable to a bridge in another one."""
+    """That many network namespaces, each with a cable to a bridge in another one."""
 
     def __init__(self, count):
         name = network_name()
@@ -428,7 +428,7 @@ class SeveralHosts:
 
 
 def why_no_hosts():
-    """Why two network namespaces cannot be made here; None where they can."""
+    """Why two network namespaces cannot be created here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not shutil.which("ip"):
@@ -481,7 +481,7 @@ class MemoryLimit:
         raise PermissionError("no memory cgroup can be made here")
 
     def kills(self):
-        """How many processes the kernel has killed because of the limit."""
+        """Number of processes that the kernel has killed because of the limit."""
         for file in ("memory.oom_control", "memory.events"):
             with contextlib.suppress(OSError):
                 return int(re.search(r"oom_kill (\d+)", (self.folder / file).read_text())[1])

@@ -1,4 +1,4 @@
-"""Several hosts: strangers at the head's port, and a host that is lost."""
+"""Several hosts: strangers at the coordinator's port, and a lost host."""
 
 import concurrent.futures
 import contextlib
@@ -54,7 +54,7 @@ def check_unharmed(case, jobs):
 
 
 def idle(port, stop):
-    """1,500 connections that say nothing; those that were cut off are opened again."""
+    """1,500 silent connections; closed ones are reopened."""
     held = {}
     poll = select.poll()
     while now() < stop:
@@ -95,12 +95,12 @@ ATTACKS = {
 
 
 def attack_in_turns(port, attack, rounds, seconds):
-    """Waits and attacks in turn; returns when the attacks were."""
+    """Alternates between waiting and attacking; returns the times of the attacks."""
     windows = []
     for _ in range(rounds):
         time.sleep(seconds)
         begin = now()
-        # Another process, so that its work is not ours; it costs processor time all the same.
+        # In another process, so that only its use of processor time affects this one.
         attacker = os.fork()
         if attacker == 0:
             try:
@@ -116,7 +116,7 @@ def attack_in_turns(port, attack, rounds, seconds):
 
 
 def calm_and_attacked(job, windows):
-    """Microseconds of the store operations outside and inside of these windows."""
+    """Durations of the store operations outside and inside these windows, in microseconds."""
     rounds = calm_and_attacked_by_round(job, windows)
     return [each for calm, _ in rounds for each in calm], [each for _, attacked in rounds for each in attacked]
 
@@ -150,8 +150,8 @@ def attack_head(case, kind):
             before, during = map(statistics.median, zip(*measured))
             case.notes.append(f"a set and a get take {before:.0f} us before, {during:.0f} us during")
             case.measure(during / before)
-            # What others do on this machine changes from round to round. An agent that waited for strangers would be tens
-            # of times slower in each.
+            # The load of other processes changes from one measurement to the next. An agent that waited for
+            # strangers would be tens of times slower in each.
             best, most = min(during / before for before, during in measured), case.allowed(1.5)
             case.check(best <= min(most, 3), f"store operations take {best:.1f} times as long, in the best of {rounds} rounds")
 
@@ -168,7 +168,7 @@ attack_rows()
 
 
 def knock(port, text):
-    """Says that, until it is cut off: how long that took, and what it was told."""
+    """Sends that until it is disconnected; returns the duration and the reply."""
     since = now()
     answer = b""
     with socket.create_connection(("127.0.0.1", port), 60) as one:
@@ -249,7 +249,7 @@ def host_lost(case):
                 status = job.wait()
                 case.check(status not in (0, None), f"the status is {status}", job)
                 case.check("is lost" in job.text("err"), "the launcher does not say that a host is lost", job)
-                case.check("its host is there" not in job.text("err"), "the launcher says that the host is there", job)
+                case.check("does not respond, although its host does" not in job.text("err"), "the launcher says that the host is there", job)
             errors = jobs[0].events("CommError")
             case.check(len(errors) == case.ranks, f"{len(errors)} ranks got a CommError", jobs[0])
             for error in errors:

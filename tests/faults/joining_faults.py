@@ -1,4 +1,4 @@
-"""Ranks and hosts that do not fit together, and ports that are taken."""
+"""Ranks and hosts that contradict each other, and ports that are in use."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ from harness import KeyFile, free_port
 
 
 def check_refusal(case, jobs, kinds, *patterns, since=None, limit=2.0):
-    """All of them are told, within the limit of the last one's arrival, or of `since`."""
+    """All of them learn it within the limit after the last one's arrival, or after `since`."""
     for job in jobs:
         job.wait()
     arrivals = [e["t"] for job in jobs for e in job.events("joining")]
@@ -39,10 +39,10 @@ def missing_rank(case):
             ranks.start(rank, size, port)
         for job in ranks.jobs:
             job.await_events("joining")
-        # The others have come when its time is over.
+        # The others have joined when its time is over.
         ranks.start(case.ranks - 1, size, port, {"LOCKSTEP_JOIN_TIMEOUT": "1s"})
         seen = ", ".join(map(str, range(case.ranks)))
-        check_refusal(case, ranks.jobs, ["CommError"], rf"did not come: {case.ranks}\b", rf"did: {seen}")
+        check_refusal(case, ranks.jobs, ["CommError"], rf"did not join: {case.ranks}\b", rf"did: {seen}")
 
 
 @fault("two processes with one RANK", "an error that names the duplicate", "the last error", 2.0)
@@ -65,18 +65,18 @@ def two_jobs(case):
             job.await_events("training")
         second = [ranks.start(rank, half, port, None, "--steps", "5") for rank in range(half)]
         check_refusal(case, second, ["ConfigError", "CommError"], "RANK|port|job")
-        # Its ranks agree on a step, so they go on.
+        # Its ranks agree on a step, so they continue.
         case.check(not any(job.ended for job in first), "the first job did not go on")
         os.kill(first[0].pid, signal.SIGTERM)
         check_saved(case, first, 0, half)
 
 
 def another_version(case, folder):
-    """Puts a copy of the library there whose version is another; returns both versions."""
+    """Creates a copy of the library with another version there; returns both versions."""
     library = pathlib.Path(case.options.library).resolve()
     told = subprocess.run([case.options.lockstep, "--version"], capture_output=True, text=True).stdout
     version = re.search(r"\d+\.\d+\.\d+", told)[0]
-    # Compilers put a short text into the instructions in pieces of four.
+    # Compilers embed a short text in the instructions in pieces of four.
     piece = version[:4]
     other = piece[:2] + "9" + piece[3:]
     content = library.read_bytes()
@@ -110,6 +110,6 @@ def port_in_use(case):
             case.check(status not in (0, None), f"the status is {status}", job)
             case.check(f"127.0.0.1:{port}" in job.text("err"), "the address is not named", job)
             case.measure(job.ended - job.started)
-        # What a rank would take by default is taken too.
+        # The port that a rank would use by default is in use too.
         with case.job("--steps", 5, env={"MASTER_PORT": str(port)}) as job:
             case.check(job.wait() == 0, "it failed though no port was asked for", job)

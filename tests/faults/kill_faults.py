@@ -13,13 +13,14 @@ from harness import now
 def kill_rank(case, phase, run_index, *, gib=0):
     rank = (run_index + case.random.randrange(case.ranks)) % case.ranks
     with case.job("--rank", rank, "--phase", phase, "--gib", gib) as job:
-        # The launcher ends the others a second after the failure. One that still loaded its libraries would not be told.
+        # The launcher terminates the others a second after the failure. A rank that still loads its libraries
+        # would not learn it.
         job.await_events("start", case.ranks)
         if phase == "before_init":
             job.await_events("holding")
             time.sleep(case.random.uniform(0, 0.1))
         elif phase == "in_init":
-            # Every other time when all have come, and make the connections.
+            # Every other time once all have joined, while they connect.
             together = run_index % 2 == 0
             job.await_events("joining", case.ranks if together else 1, None if together else rank)
             time.sleep(case.random.uniform(0, 0.025 if together else 0.15))

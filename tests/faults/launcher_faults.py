@@ -1,4 +1,4 @@
-"""Something happens to the launcher, or it starts the ranks again."""
+"""Faults of the launcher, and restarts of the ranks."""
 
 import os
 import pathlib
@@ -29,7 +29,7 @@ def launcher_row(name, *victim, program=None, agent=False):
     def body(case):
         command = program(case) if program else None
         surroundings = Surroundings(harness.have_own_namespaces())
-        # With so long a grace, an end that waits for it takes too long.
+        # With such a long grace, an end that waits for it takes too long.
         with case.job(*victim, program=command, clean=False, run=["--grace", "60s"]) as job:
             pid = job.pid
             if agent:
@@ -93,7 +93,7 @@ def signal_rows():
             since = job.signal(signal.SIGTERM)
             case.check(job.wait() == 143, "the status is not 143", job)
             case.check(case.measure(job.ended - since) >= 0.9, "ended before the grace was over", job)
-            killed = re.findall(r"has not ended within 1(?:\.0)? s: it is killed", job.text("err"))
+            killed = re.findall(r"did not end within 1(?:\.0)? s; killing it", job.text("err"))
             case.check(len(killed) == case.ranks, "the launcher does not say that it killed every rank after 1 s", job)
 
     @fault("a second SIGTERM to the launcher", "ends at once; status 143", "the launcher's end, from the second", 1.0)
@@ -101,7 +101,7 @@ def signal_rows():
         with case.job("--ignore-signals", run=["--grace", "30s"]) as job:
             job.await_events("training", case.ranks)
             job.signal(signal.SIGTERM)
-            # Two that come before the first is taken count as one.
+            # Two signals that arrive before the first is handled count as one.
             wait_until(lambda: not harness.has_pending(job.pid, signal.SIGTERM))
             time.sleep(0.3)
             case.check(job.ended is None, "the first one ended it", job)
@@ -139,6 +139,6 @@ def fails_twice(case):
         status = job.wait()
         case.check(status not in (0, None), f"the status is {status}", job)
         case.check({e["attempt"] for e in job.events("fault")} == {0, 1}, "not two attempts", job)
-        case.check(re.search(r"came to the same end.*the victim's own words.*step 20", job.text("err")),
+        case.check(re.search(r"failed in the same way.*the victim's own words.*step 20", job.text("err")),
                    "the diagnosis is missing", job)
         case.measure(job.ended - since)

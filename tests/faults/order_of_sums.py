@@ -22,7 +22,7 @@ EPSILON = {"Float": ("f", 2.0 ** -24), "Double": ("d", 2.0 ** -53)}
 
 
 def run(options, layout, key):
-    """What each rank wrote, and said."""
+    """Each rank's file and output."""
     with tempfile.TemporaryDirectory() as folder, SeveralHosts(len(layout)) as hosts:
         jobs = []
         try:

@@ -1,4 +1,4 @@
-"""Something happens to a rank."""
+"""Faults of a rank."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ DEFAULT_GRACE = 5  # seconds, of --stop-grace and LOCKSTEP_STOP_GRACE
 
 
 def check_grace(case, job, grace):
-    """The errors tell of a stop as long as the grace that was asked for, not the one by default."""
+    """The errors report a stop as long as the requested grace, not the default one."""
     texts = [error["text"] for error in job.events("CommError")]
     found = [float(each) for each in re.findall(r"stopped for ([\d.]+) s", "\n".join(texts))]
     case.check(found and all(grace <= each < DEFAULT_GRACE for each in found), f"not stopped for {grace} s: {texts}")
@@ -80,7 +80,7 @@ def stop_reported(case):
         pid = job.rank_pid(rank)
         since = now()
         os.kill(pid, signal.SIGSTOP)
-        line = job.await_line("err", rf"rank {rank} \(pid {pid}\) is stopped \(SIGSTOP\): it is ended in {STOP_GRACE} s")
+        line = job.await_line("err", rf"rank {rank} \(pid {pid}\) is stopped \(SIGSTOP\): it will be killed in {STOP_GRACE} s")
         if case.check(line, "the launcher does not say that the rank is stopped", job):
             case.within(case.measure(line[0] - since), 1.0, "reported")
         status = job.wait()
@@ -101,7 +101,7 @@ def stop_and_go_on(case):
         time.sleep(0.5)
         since = now()
         os.kill(pid, signal.SIGCONT)
-        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) goes on"), "nobody says that it goes on", job)
+        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) resumed"), "nobody says that it goes on", job)
         job.signal(signal.SIGTERM)
         saved = check_saved(case, [job], 143)
         case.measure(job.ended - since)
@@ -221,7 +221,8 @@ def slow_but_well(case):
         case.check(job.wait(300) == 0, "it failed", job)
         case.measure(job.ended - since)
     alarms = [line for _, line in job.lines["err"] if line.startswith("lockstep:")]
-    # A wait adds up what each of the ranks waited for a processor: where others use them, one is long in truth.
+    # A wait includes the time each rank waited for a core: if other processes use the cores, one wait is
+    # really long.
     if alarms and not told_by_launcher(job) and lateness.most > 0.1:
         case.notes.append(f"{len(alarms)} alarms, on a machine that kept this process waiting for {lateness.most:.2f} s")
     else:
@@ -237,9 +238,9 @@ def slow_rank(case):
         pid = job.rank_pid(rank)
         case.check(job.wait() == 0, "it failed", job)
     told = [(t - since, line) for t, line in job.lines["err"] if t > since and line.startswith("lockstep:")]
-    where = rf"has waited ([\d.]+) s in .*; not there: rank {rank} \(pid {pid}\), last after all_reduce #\d+ .* ago"
+    where = rf"has waited ([\d.]+) s in .*; missing: rank {rank} \(pid {pid}\), last after all_reduce #\d+ .* ago"
     found = [(t, float(match[1])) for t, line in told if (match := re.search(where, line))]
-    # Each line comes when the wait is at least twice as long as at the one before.
+    # Each line appears when the wait is at least twice as long as at the previous one.
     waits = [int(waited).bit_length() for _, waited in found]
     busy = lateness.most > 0.1
     case.check(waits == [1, 2, 3] or busy and waits and waits == sorted(set(waits)), "not a line after 1, 2 and 4 s", job)

@@ -1,5 +1,5 @@
-// A rank without LibTorch that asks the job's store again and again, and tells how long each time took: a set
-// and a get of the same key. The events are as in victim.cpp.
+// A rank without LibTorch that repeatedly accesses the job's store and reports the duration of each access: a
+// set and a get of the same key. The events are as in victim.cpp.
 #include <fcntl.h>
 #include <time.h>
 #include <unistd.h>
@@ -65,7 +65,7 @@ int main(int argc, char** argv) {
     tell(file, "joined", "");
     const auto key = fmt::format("probe/{}", number("RANK"));
     for (const double end = now() + std::atof(argv[1]); now() < end;) {
-      std::vector<std::string> operations;  // when each began, and how many microseconds it took
+      std::vector<std::string> operations;  // When each began, and how many microseconds it took.
       for (int i = 0; i < 10; ++i) {
         const double begin = now();
         operations.push_back(fmt::format("[{:.6f},{:.1f}]", begin, ask_once(*client, key)));

@@ -36,7 +36,7 @@ def row(name, ranks=(2, 4)):
 
 
 class Torchrun:
-    """A job of torchrun, ended with all that is left of it."""
+    """A job of torchrun, ended with all its descendants."""
 
     def __init__(self, ranks, *victim, options=(), program=None, port=None, **more):
         self.ranks = ranks
@@ -53,7 +53,7 @@ class Torchrun:
 
 
 def told(job, ranks, rank, since):
-    """When the last survivor raised something, and whether that names the dead rank."""
+    """When the last survivor raised an exception, and whether that names the dead rank."""
     others = [other for other in range(ranks) if other != rank]
 
     def errors():

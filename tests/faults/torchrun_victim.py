@@ -78,7 +78,7 @@ def commit(options):
 
 
 def probe_store(seconds):
-    """What a set and a get take in torchrun's own store."""
+    """The duration of a set and a get in torchrun's own store."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store.set("mine", "true")
     tell("joined")

@@ -1,6 +1,6 @@
-// A rank for tests/faults: trains a loop, and comes to the end it was asked for. What happens to it goes to
-// the file $FAULTS_EVENTS, one JSON object per line with the time of CLOCK_MONOTONIC, because what it prints
-// goes through a launcher that may be dead.
+// A rank for tests/faults: runs a training loop, and ends in the requested way. Its events go to the file
+// $FAULTS_EVENTS, one JSON object per line with the time of CLOCK_MONOTONIC, because its output goes through
+// a launcher that may be dead.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -26,7 +26,7 @@ namespace {
 using std::chrono::milliseconds;
 
 struct Request {
-  int target = 1;  // --rank: the rank that all of this is about, but for --steps and --stop
+  int target = 1;  // --rank: the rank that the faults apply to, except for --steps and --stop.
   int steps = 1'000'000, at = 20, gib = 0, ms = 1000, attempts = 1'000'000;
   std::string phase = "between", fault, backend = "auto";
   bool stop = false, ignore_signals = false, helpers = false, uncaught = false;
@@ -142,7 +142,7 @@ void commit(const Request& request, const std::string& fault) {
     for (;;) use_memory(1);
 }
 
-// One step's work beside the collective.
+// One step's work apart from the collective.
 void work(const Request& request, bool target) {
   if (request.phase == "between") std::this_thread::sleep_for(milliseconds(10));
   if (request.phase == "compute" && target) {
@@ -179,7 +179,7 @@ int train(const Request& request, lockstep::World& world) {
   return 0;
 }
 
-// Tells of an error where the caller gets it: what follows on the way to main() takes its own time.
+// Reports an error where the caller gets it: the rest of the way to main() takes time too.
 template <typename Body>
 auto telling(Body body) {
   auto show = [](const char* kind, const std::exception& error) {
@@ -213,7 +213,7 @@ int run(const Request& request) {
     tell("holding");
     wait_for_the_end();
   }
-  // Somebody comes late, so that the others are inside for a while.
+  // One rank arrives late, so that the others are inside for a while.
   if (request.phase == "in_init" && !target && (rank == size - 1 || rank == size - 2))
     std::this_thread::sleep_for(milliseconds(150));
   tell("joining");

@@ -26,7 +26,7 @@ pid_t sleeping_child(bool with_child_of_its_own = false) {
   }
   ::close(begun[1]);
   char byte;
-  // The grandchild holds the pipe: it is told by its copy being there.
+  // The grandchild holds the pipe, and is found by its copy.
   if (!with_child_of_its_own && ::read(begun[0], &byte, 1) != 0) std::abort();
   ::close(begun[0]);
   return pid;

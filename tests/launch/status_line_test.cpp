@@ -19,12 +19,12 @@ TEST(StatusLine, has_what_is_known) {
   EXPECT_EQ(status_text(status),
             "step 12 | 9.80 steps/s | loss 0.1235 | 627 samples/s | rate nan | waiting 12% | slowest rank 2 "
             "(1.2x)");
-  status.metrics = {{"a\033[2Jb", 1, -1}};  // a page that was written over
+  status.metrics = {{"a\033[2Jb", 1, -1}};  // A page that was overwritten.
   EXPECT_THAT(status_text(status), ::testing::HasSubstr("| a?[2Jb 1 |"));
   status.metrics = {
       {"a\xc2\x9b"
        "2Jb\xc2",
-       1, -1}};  // the same in one character
+       1, -1}};  // The same as one character.
   EXPECT_THAT(status_text(status), ::testing::HasSubstr("| a??2Jb\xc2 1 |"));
 }
 

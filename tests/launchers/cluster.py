@@ -22,12 +22,12 @@ sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "
 from ports import free_port  # noqa: E402
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "scontrol")
-# More than there are: what is tested are ranks, not scheduling.
+# More than there are, because the tests are about ranks, not scheduling.
 CPUS = 8
 
 
 def missing_program():
-    """The first that is not installed, or None."""
+    """The first program that is not installed, or None."""
     os.environ["PATH"] += ":/usr/local/sbin:/usr/sbin:/sbin"  # where daemons are, and not every user looks
     return next((program for program in PROGRAMS if not shutil.which(program)), None)
 
@@ -45,12 +45,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_us():
-    """For what is started: it ends even if this test is killed."""
+    """Makes a started process end even if this test is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def processes_of(folder):
-    """Daemons, their helpers, and what runs of jobs: all of them have the cluster's configuration in their environment."""
+    """Daemons, their helpers and running jobs: all have the cluster's configuration in their environment."""
     mine = f"SLURM_CONF={folder}/slurm.conf".encode()
     found = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -64,7 +64,7 @@ def processes_of(folder):
 
 
 def guard(folder):
-    """Waits for the end of the test, be it by SIGKILL, and removes what that left."""
+    """Waits for the end of the test, even by SIGKILL, and removes what it left behind."""
     sys.stdin.read()
     deadline = time.monotonic() + 60
     while (left := processes_of(folder)) and time.monotonic() < deadline:
@@ -78,7 +78,7 @@ def guard(folder):
 
 
 class Host:
-    """Namespaces for network, name and mounts: what two hosts do not share. They end with their last process."""
+    """Namespaces for network, host name and mounts, which two hosts do not share. They end with their last process."""
 
     def __init__(self, name, hosts_file):
         self.name = name
@@ -112,7 +112,7 @@ def namespaces_are_allowed():
 
 
 class Cluster:
-    """Started by `with`, stopped at its end with all that its jobs started."""
+    """Started by `with`, stopped at its end with all processes of its jobs."""
 
     def __init__(self, two_hosts=False):
         self.two_hosts = two_hosts
@@ -132,7 +132,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_):
-        # What still runs of jobs ends with slurmd's help, while it is there.
+        # Running jobs end with slurmd's help, while it is there.
         if self.daemons and all(daemon.poll() is None for daemon in self.daemons):
             self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), seconds=60)
         for daemon in reversed(self.daemons):
@@ -235,7 +235,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
         return self.hosts[host].inside(*command) if self.hosts else command
 
     def call(self, *command, **options):
-        """Its output, on the first node; an error that shows it, where the status is not 0."""
+        """Its output, on the first node; raises an error with the output if the status is not 0."""
         return support.succeed(*self._inside(command), environment=self.environment, **options)
 
     def run(self, *command, **options):
@@ -246,7 +246,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
     def submit(self, script, *options):
-        """A batch script, as text or as the path of a file; returns its number and where its output goes."""
+        """Submits a batch script, as text or as the path of a file; returns its number and its output file."""
         output = tempfile.mktemp(dir=self.folder, prefix="batch-")
         if script.startswith("#!"):
             with open(output + ".sh", "w", encoding="utf-8") as file:
@@ -259,7 +259,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
         return re.search(r"JobState=(\w+)", self.call("scontrol", "show", "job", job))[1]
 
     def batch(self, script, *options, seconds=300):
-        """The output of a batch script that is to succeed."""
+        """The output of a batch script that must succeed."""
         job, output = self.submit(script, *options)
         try:
             state = wait_until("it has not ended", lambda: self._final_state(job), seconds)
@@ -283,14 +283,14 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
         return text
 
     def expect_nothing_left(self):
-        """Of jobs; the daemons are there."""
+        """Of jobs; the daemons exist."""
         left = lambda: processes_of(self.folder) - self.own_processes
         wait_until(f"these are left of jobs: {left()}", lambda: not left())
 
 
 class KillTest(support.LauncherTest):
     def ranks_of(self, lines, count):
-        """Reads until every rank has said which process it is."""
+        """Reads until every rank has printed its process."""
         pids, text = {}, ""
         for line in lines:
             text += line
@@ -301,14 +301,14 @@ class KillTest(support.LauncherTest):
         self.fail(f"not every rank came:\n{text}")
 
     def expect_named(self, slurm, rank, *arguments, nodes=1):
-        """The others of 4 ranks are told that this one was killed."""
+        """The survivors of 4 ranks learn that this one was killed."""
         with slurm.popen("srun", "-N", str(nodes), f"--ntasks-per-node={4 // nodes}", "--kill-on-bad-exit=0",
                          "patient", *arguments) as srun:
             try:
                 pids = self.ranks_of(srun.stdout, 4)
                 begin = time.monotonic()
                 os.kill(pids[rank], signal.SIGKILL)
-                # Less than patient's own end, after which others are told in any case.
+                # Less than patient's own timeout, after which the survivors learn it in any case.
                 output, _ = srun.communicate(timeout=50)
                 print(f"told after {time.monotonic() - begin:.1f} s ... ", end="", flush=True)
             except BaseException:

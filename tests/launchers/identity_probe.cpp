@@ -1,4 +1,4 @@
-// Says who it is: one line, so that the lines of several ranks do not mix.
+// Prints its identity in one line, so that the lines of several ranks do not mix.
 #include <unistd.h>
 
 #include <exception>

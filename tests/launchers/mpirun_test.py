@@ -15,7 +15,7 @@ INSTALLED = {"Open MPI": shutil.which("mpirun.openmpi"), "MPICH": shutil.which("
 
 
 def with_own_folder(*command):
-    """Open MPI makes a folder for all jobs of a user, and fails if another job makes it at the same time."""
+    """Open MPI creates a folder for all jobs of a user, and fails if another job creates it at the same time."""
     with tempfile.TemporaryDirectory(prefix="ls-") as folder:
         return succeed(*command, environment=clean_environment(TMPDIR=folder))
 
@@ -34,7 +34,7 @@ class LauncherTest(support.LauncherTest):
 
 
 class Identity(LauncherTest):
-    """Who a process takes itself for."""
+    """Identities of processes."""
     probe = property(lambda self: Programs.path("identity_probe"))
 
     def test_mpirun(self):
@@ -62,7 +62,7 @@ class Identity(LauncherTest):
         for _, mpirun in self.each_mpirun():
             status, output = support.run(*mpirun, "-n", "2", self.probe, environment=clean_environment(MASTER_PORT="9"))
             self.assertNotEqual(status, 0)
-            self.assertIn("MASTER_ADDR is not set, and MASTER_PORT is", output)
+            self.assertIn("MASTER_ADDR is not set but MASTER_PORT is", output)
 
     def test_torchrun(self):
         found = self.expect_ranks(succeed(*self.torchrun("--standalone", "--nproc-per-node", "2"), self.probe),
@@ -73,7 +73,7 @@ class Identity(LauncherTest):
         if not all(INSTALLED.values()):
             self.skipTest("there are not both mpirun.openmpi and mpirun.mpich")
         self.expect_ranks(succeed(*OPEN_MPI, "-n", "1", *MPICH, "-n", "2", self.probe), "MPICH", 2)
-        # Each keeps to the ranks that it started, also where the outer one started several.
+        # Each uses the ranks that it started, even if the outer one started several.
         found = support.identities(succeed(*OPEN_MPI, "-n", "2", *MPICH, "-n", "2", self.probe))
         self.assertEqual([each["launcher"] for each in found], ["MPICH"] * 4)
         self.assertEqual(sorted(each["rank"] for each in found), ["0", "0", "1", "1"])

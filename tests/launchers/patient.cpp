@@ -1,5 +1,5 @@
-// Joins, says which process it is, and adds up tensors until somebody is gone or 60 seconds have passed; with
-// an argument, the last rank stays away from the second sum, so that the others wait inside it.
+// Joins, prints its process, and sums tensors until a rank is gone or 60 seconds have passed. With an
+// argument, the last rank skips the second sum, so that its peers wait inside it.
 #include <unistd.h>
 
 #include <chrono>

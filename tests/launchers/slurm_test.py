@@ -35,7 +35,7 @@ def alive(pid):
 
 
 class Identity(support.LauncherTest):
-    """Who a process takes itself for."""
+    """Identities of processes."""
 
     def test_tasks_of_a_step_are_ranks(self):
         found = self.expect_ranks(slurm.call("srun", "-n", "4", "identity_probe"), "SLURM", 4)
@@ -88,7 +88,7 @@ class Identity(support.LauncherTest):
         self.expect_ranks(slurm.call("srun", "-n", "1", "sh", "-c", inner), "SLURM", 3)
 
     def test_mpirun_inside(self):
-        # Within a step mpirun must not ask for another, which would wait for this one's processors.
+        # Within a step mpirun must not request another step, which would wait for this one's processors.
         kinds = {"Open MPI": ("mpirun.openmpi --allow-run-as-root --oversubscribe", "--mca plm isolated --mca ras ^slurm"),
                  "MPICH": ("mpirun.mpich", "-launcher fork -rmk user -hosts localhost")}
         for launcher, (mpirun, alone) in kinds.items():
@@ -98,10 +98,10 @@ class Identity(support.LauncherTest):
                 silent = f"0<>{support.silent_input()}" if launcher == "MPICH" else ""
                 self.expect_ranks(slurm.batch(script(f"{mpirun} -n 2 identity_probe {silent}"), "-n", "2"), launcher, 2)
                 inner = f"{mpirun} {alone} -n 2 sh -c 'identity_probe; true' {silent}"
-                # MPICH's mpiexec has been seen to fail at its own end, when its ranks had long ended well
-                # ("HYDU_sock_write: Bad file descriptor"): what they said counts.
+                # MPICH's mpiexec sometimes fails at its own end, when its ranks have long ended well
+                # ("HYDU_sock_write: Bad file descriptor"), so only their output counts.
                 self.expect_ranks(slurm.call("srun", "-n", "1", "sh", "-c", inner + "; true"), launcher, 2)
-                # And the other way round: what mpirun left is around the step.
+                # And the reverse: mpirun's variables enclose the step.
                 outer = ["sh", "-c", f"exec {mpirun} -n 1 srun -n 2 identity_probe {silent}"]
                 self.expect_ranks(slurm.call(*outer), "SLURM", 2)
 
@@ -124,7 +124,7 @@ class Identity(support.LauncherTest):
         text = lambda: content(output)
         cluster.wait_until("the first run has not said anything", lambda: text().count("launcher=") == 2)
         slurm.call("scontrol", "requeue", job)
-        # SLURM lets a requeued job wait for some minutes, unless it is told.
+        # SLURM lets a requeued job wait for some minutes, unless configured.
         cluster.wait_until("the job is not queued again", lambda: slurm.state(job) == "PENDING")
         slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
         cluster.wait_until("the second run has not said anything", lambda: text().count("launcher=") == 4)

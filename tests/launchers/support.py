@@ -1,4 +1,4 @@
-"""What the tests of launchers share: where the programs are, a clean environment, and output taken apart."""
+"""Shared by the launchers' tests: paths of programs, a clean environment, and parsing of output."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ import sys
 import tempfile
 import unittest
 
-# Variables by which a launcher tells its ranks who they are; these tests may themselves run under one.
+# Variables by which a launcher identifies its ranks; these tests may themselves run under one.
 LAUNCHERS = re.compile(r"^(SLURM|SBATCH|SALLOC|SRUN|OMPI_COMM|OMPI_MCA_ess|PMIX|PMI|MPI|HYD|PRTE|TORCHELASTIC|LOCKSTEP)_|"
                        r"^(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|^MASTER_(ADDR|PORT)$")
 
@@ -29,7 +29,7 @@ def clean_environment(**more):
 
 
 def silent_input():
-    """A path from which a program can read without getting anything, not even the end.
+    """A path from which reading blocks forever, without data and without an end.
 
     MPICH's mpiexec forwards its standard input to the proxy that holds rank 0. If that has ended before data or the end
     of the file come, mpiexec dies of SIGPIPE or says "HYDU_sock_write: Bad file descriptor". A FIFO that is open for
@@ -42,12 +42,12 @@ def silent_input():
 
 
 def with_silent_input(*command):
-    """The command with such an input, whatever starts it."""
+    """The command with such an input, whichever program starts it."""
     return ["sh", "-c", 'exec "$@" 0<>"$0"', silent_input(), *command]
 
 
 def run(*command, environment=None, seconds=300):
-    """Status and output. Nothing of it is left when the time is up, or when the test is ended."""
+    """Status and output. No process is left when the time is up, or when the test ends."""
     with subprocess.Popen(command, env=environment or clean_environment(), stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           start_new_session=True) as process:
@@ -70,7 +70,7 @@ def succeed(*command, **options):
 
 
 def content(path):
-    """Empty while there is no such file."""
+    """Empty while the file does not exist."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
@@ -79,10 +79,10 @@ def content(path):
 
 
 def identities(output):
-    """What identity_probe said on each rank, by rank."""
+    """The output of identity_probe, by rank."""
     found = []
     for line in output.splitlines():
-        # Launchers put labels before a line.
+        # Launchers may prefix lines with labels.
         if start := re.search(r"launcher=", line):
             found.append(dict(part.split("=", 1) for part in line[start.start():].split(";")))
     return sorted(found, key=lambda each: int(each["rank"]))
@@ -90,7 +90,7 @@ def identities(output):
 
 class LauncherTest(unittest.TestCase):
     def expect_ranks(self, output, launcher, count):
-        """All ranks of one job, on one host; returns what they said."""
+        """Runs all ranks of one job on one host; returns their output."""
         found = identities(output)
         self.assertEqual([(each["launcher"], each["rank"], each["size"]) for each in found],
                          [(launcher, str(rank), str(count)) for rank in range(count)], output)
@@ -108,7 +108,7 @@ class LauncherTest(unittest.TestCase):
 
 
 def main(skip_reason=None):
-    """Runs the tests of the module that was started; options that are not ours go to unittest."""
+    """Runs the tests of the main module; unknown options go to unittest."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--programs", required=True, help="where 00_hello, lockstep, ... are")
     parser.add_argument("--source", required=True, help="this repository")

@@ -25,7 +25,7 @@ using ::testing::HasSubstr;
 // Never destroyed, as in a program.
 Cache& fresh_cache() { return *new Cache(*new System); }
 
-// In a thread of its own, which keeps small blocks for this cache.
+// On its own thread, which caches small blocks for this cache.
 template <typename Body>
 void with_fresh_cache(Body body) {
   std::thread([&] { body(fresh_cache()); }).join();
@@ -67,7 +67,7 @@ TEST(Cache, gives_out_again_what_was_freed) {
 }
 
 TEST(Cache, counts_bytes_in_use_and_the_most_of_them) {
-  static Usage usage;  // of both
+  static Usage usage;  // Of both.
   auto& cache = *new Cache(*new System, &usage);
   auto& other = *new Cache(*new System, &usage);
   void* a = cache.allocate(1000);
@@ -89,7 +89,7 @@ TEST(Cache, what_has_long_been_of_no_use_goes_back_to_the_system) {
     for (int i = 0; i < 20; ++i) blocks.push_back(cache.allocate(std::size_t{20} << 20));
     for (void* block : blocks) Cache::free(block);
     EXPECT_GE(cache.figures().reserved, std::int64_t{400} << 20);
-    cache.release_unused();  // used since the last one
+    cache.release_unused();  // Used since the previous call.
     EXPECT_GE(cache.figures().reserved, std::int64_t{400} << 20);
     void* kept = cache.allocate(std::size_t{20} << 20);
     Cache::free(kept);
@@ -100,8 +100,8 @@ TEST(Cache, what_has_long_been_of_no_use_goes_back_to_the_system) {
   });
 }
 
-// How much of the SIZE bytes at FIRST has pages. What the process as a whole has is told only roughly: the
-// kernel counts it on each processor apart.
+// Number of the SIZE bytes at FIRST that have pages. The kernel's count for a whole process is only
+// approximate, because it is kept per processor.
 std::size_t resident(const char* first, std::size_t size) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   const auto skipped = (page - reinterpret_cast<std::uintptr_t>(first) % page) % page;
@@ -132,14 +132,14 @@ TEST(Cache, pages_go_back_of_a_region_that_is_in_use_in_part) {
   Cache::free(stays);
 }
 
-// A day's worth of sizes that drift, in fast motion: what is held stays near what is needed.
+// A day's worth of drifting sizes, compressed: the memory held stays close to the memory needed.
 TEST(Cache, does_not_grow_with_sizes_that_change) {
   with_fresh_cache([](Cache& cache) {
     std::minstd_rand random(7);
     std::vector<void*> live;
-    std::int64_t most_held = 0, most_used = 0;  // bytes
+    std::int64_t most_held = 0, most_used = 0;  // Bytes.
     for (int i = 0; i < 100000; ++i) {
-      const double scale = 1 + (i / 1000 % 50);  // sequences that grow longer, and start anew
+      const double scale = 1 + (i / 1000 % 50);  // Sequences that grow longer, then start over.
       const auto bytes = static_cast<std::size_t>(scale * static_cast<double>(1 + random() % 100000));
       live.push_back(cache.allocate(bytes));
       *static_cast<char*>(live.back()) = 1;
@@ -148,7 +148,7 @@ TEST(Cache, does_not_grow_with_sizes_that_change) {
         Cache::free(live.back());
         live.pop_back();
       }
-      if (i % 5000 == 4999) cache.release_unused();  // time passes
+      if (i % 5000 == 4999) cache.release_unused();  // Time passes.
       most_held = std::max(most_held, cache.figures().reserved);
       most_used = std::max(most_used, cache.figures().allocated);
     }
@@ -203,7 +203,7 @@ TEST(Cache, a_thread_that_frees_at_its_very_end_is_in_order) {
     }
   };
   std::thread([] {
-    thread_local Late late;  // before the thread has blocks of its own, so that it goes after them
+    thread_local Late late;  // Created before the thread has blocks, so that it is destroyed after them.
     late.memory = cache.allocate(500);
   }).join();
   EXPECT_EQ(cache.figures().allocated, 0);
@@ -214,7 +214,7 @@ TEST(Cache, a_child_after_fork_has_memory_of_its_own) {
   auto* memory = static_cast<char*>(cache.allocate(1'000'000));
   std::memset(memory, 1, 1'000'000);
   std::atomic<bool> stop = false;
-  std::thread busy([&] {  // so that a fork meets locks that are held
+  std::thread busy([&] {  // So that a fork finds locks held.
     while (!stop) Cache::free(cache.allocate(200'000));
   });
   for (int i = 0; i < 20; ++i) {
@@ -235,7 +235,7 @@ TEST(Cache, a_child_after_fork_has_memory_of_its_own) {
   Cache::free(memory);
 }
 
-// Memory that a parent shares with its child, as a source: what the parent does to it, the child sees.
+// A source of memory shared by a parent and its child: the child sees the parent's changes.
 TEST(Cache, a_disowned_one_takes_nothing_back) {
   with_fresh_cache([](Cache& cache) {
     void* memory = cache.allocate(1'000'000);
@@ -261,7 +261,7 @@ TEST(Cache, out_of_memory_names_what_is_needed_what_is_held_and_the_limit) {
                     HasSubstr("90.0 MiB are left"), HasSubstr("1000 B")));
   EXPECT_THROW(cache.allocate(SIZE_MAX - 100), Error);
   Cache::free(small);
-  Cache::free(cache.allocate(std::size_t{20} << 20));  // it goes on
+  Cache::free(cache.allocate(std::size_t{20} << 20));  // It still works.
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 namespace lockstep::memory {
 namespace {
 
-// Addresses alone: nothing is touched.
+// Only addresses: no memory is touched.
 char* at(std::uintptr_t address) { return reinterpret_cast<char*>(address); }
 
 TEST(Heap, joins_what_is_free_again) {

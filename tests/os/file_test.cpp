@@ -1,4 +1,4 @@
-// Files that are there whole or not at all, through failures of every kind.
+// Files that are written completely or not at all, through all kinds of failures.
 #include <lockstep/os/file.h>
 
 #include <fcntl.h>
@@ -95,7 +95,7 @@ TEST_F(PartialFileTest, the_earlier_file_stays_until_the_new_one_is_whole) {
   EXPECT_EQ(contents(), "new");
 }
 
-// A full disk, as anybody can have it: no file may grow beyond a limit.
+// A full disk, simulated for any user: no file may grow beyond a limit.
 TEST_F(PartialFileTest, a_file_that_cannot_grow_is_an_error_and_leaves_nothing) {
   put("earlier");
   rlimit before{};
@@ -123,7 +123,7 @@ TEST_F(PartialFileTest, a_file_that_cannot_grow_is_an_error_and_leaves_nothing) 
 
 TEST_F(PartialFileTest, a_full_disk_is_an_error_and_leaves_nothing) {
   const pid_t child = ::fork();
-  if (child == 0) {  // a file system of its own, which ends with it
+  if (child == 0) {  // A file system of its own, which ends with the process.
     if (::unshare(CLONE_NEWNS) != 0 || ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
         ::mount("small", folder_.c_str(), "tmpfs", 0, "size=1m") != 0)
       ::_exit(77);
@@ -186,7 +186,7 @@ TEST_F(PartialFileTest, readers_see_one_whole_file_or_the_other_while_writers_ta
           put(std::string(100'000 + static_cast<std::size_t>(letter), letter));
           ++written;
         } catch (const ConfigError& error) {
-          EXPECT_THAT(error.what(), HasSubstr("somebody else is writing it now"));
+          EXPECT_THAT(error.what(), HasSubstr("another process is writing it now"));
         }
       }
     });
@@ -206,10 +206,10 @@ TEST_F(PartialFileTest, places_where_no_file_can_be_are_named) {
   EXPECT_THAT(error_of<ConfigError>([&] { put("x", "missing/run"); }),
               AllOf(HasSubstr(path("missing")), HasSubstr("No such file or directory")));
   fs::create_directory(path("folder"));
-  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "folder"); }), HasSubstr("it is a folder"));
+  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "folder"); }), HasSubstr("it is a directory"));
   EXPECT_THAT(error_of<ConfigError>([&] { put("x", "folder/"); }), HasSubstr("names no file"));
   EXPECT_THAT(error_of<ConfigError>([] { PartialFile(""); }), HasSubstr("names no file"));
-  // Somebody's link, which would be written through.
+  // A link planted by another user, which would be written through.
   put("secret", "target");
   fs::create_symlink(path("target"), path(".run.partial"));
   EXPECT_THAT(error_of<ConfigError>([&] { put("x"); }), HasSubstr("cannot write"));
@@ -222,14 +222,14 @@ TEST_F(PartialFileTest, places_where_no_file_can_be_are_named) {
 TEST_F(PartialFileTest, links_are_followed_and_stay) {
   fs::create_directory(path("data"));
   put("earlier", "data/real");
-  fs::create_symlink("data/real", path("first"));          // relative to its own folder
-  fs::create_symlink(path("first"), path("data/second"));  // absolute
+  fs::create_symlink("data/real", path("first"));          // Relative to its own folder.
+  fs::create_symlink(path("first"), path("data/second"));  // Absolute.
   fs::create_symlink("data/second", path("run"));
   put("new");
   EXPECT_EQ(contents("data/real"), "new");
   for (const char* link : {"first", "data/second", "run"}) EXPECT_TRUE(fs::is_symlink(path(link))) << link;
   EXPECT_FALSE(fs::is_symlink(path("data/real")));
-  EXPECT_EQ(entries(), 3);  // data, first, run: nothing is left beside them
+  EXPECT_EQ(entries(), 3);  // data, first, run: nothing else is left.
 
   fs::create_symlink("data/later", path("dangling"));
   put("created", "dangling");
@@ -240,7 +240,7 @@ TEST_F(PartialFileTest, links_are_followed_and_stay) {
   EXPECT_THAT(error_of<ConfigError>([&] { put("x", "nowhere"); }),
               AllOf(HasSubstr("missing"), HasSubstr("No such file or directory")));
   fs::create_symlink("data", path("to_folder"));
-  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "to_folder"); }), HasSubstr("it is a folder"));
+  EXPECT_THAT(error_of<ConfigError>([&] { put("x", "to_folder"); }), HasSubstr("it is a directory"));
   fs::create_symlink("round", path("round"));
   EXPECT_THAT(error_of<ConfigError>([&] { put("x", "round"); }),
               AllOf(HasSubstr(path("round")), HasSubstr("Too many levels of symbolic links")));
@@ -252,11 +252,11 @@ TEST_F(PartialFileTest, what_is_no_regular_file_is_refused_and_stays) {
   for (const char* name : {"pipe", "link"})
     EXPECT_THAT(error_of<ConfigError>([&] { put("x", name); }),
                 AllOf(HasSubstr("cannot write '" + path(name) + "'"), HasSubstr("it is a pipe (FIFO)"),
-                      HasSubstr("give a regular file")));
+                      HasSubstr("use a regular file")));
   EXPECT_TRUE(fs::is_fifo(path("pipe")));
   EXPECT_TRUE(fs::is_symlink(path("link")));
 
-  // One that comes while the file is being written.
+  // A pipe that is created while the file is being written.
   {
     PartialFile file(path("late"));
     ASSERT_EQ(::mkfifo(path("late").c_str(), 0600), 0);
@@ -284,9 +284,10 @@ TEST_F(PartialFileTest, a_name_without_a_folder_is_in_this_one) {
 TEST_F(WholeFileTest, what_is_no_file_is_an_error_and_never_waits) {
   EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(path("none")); }),
               AllOf(HasSubstr("cannot read '" + path("none") + "'"), HasSubstr("No such file")));
-  EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(folder_.string()); }), HasSubstr("it is not a file"));
+  EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(folder_.string()); }),
+              HasSubstr("it is not a regular file"));
   ASSERT_EQ(::mkfifo(path("pipe").c_str(), 0600), 0);
-  EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(path("pipe")); }), HasSubstr("it is not a file"));
+  EXPECT_THAT(error_of<ConfigError>([&] { WholeFile(path("pipe")); }), HasSubstr("it is not a regular file"));
 }
 
 TEST_F(WholeFileTest, a_file_that_becomes_shorter_is_an_error) {
@@ -315,7 +316,7 @@ TEST(ChecksumTest, every_changed_byte_changes_it) {
     EXPECT_NE(of(text), sum);
     text[i] = 'a';
   }
-  EXPECT_EQ(of(""), "99aa06d3014798d86001c324468d497f");  // as xxhash's own program prints it
+  EXPECT_EQ(of(""), "99aa06d3014798d86001c324468d497f");  // As printed by xxhash's own program.
 }
 
 }  // namespace

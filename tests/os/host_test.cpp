@@ -9,7 +9,7 @@
 namespace lockstep::testing {
 namespace {
 
-// A tree that stands for "/".
+// A tree that replaces "/".
 class Host : public ::testing::Test {
  protected:
   void put(const std::string& file, const std::string& text) { root_.write(file, text); }
@@ -17,7 +17,7 @@ class Host : public ::testing::Test {
     put("proc/self/cgroup", "0::" + path + "\n");
     put("proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n");
   }
-  // Version 1 with a mount of version 2 beside it, which has no controllers.
+  // Version 1 with an additional mount of version 2, which has no controllers.
   void hybrid(const std::string& path, const std::string& shown = "/") {
     put("proc/self/cgroup", "9:name=systemd:/\n4:memory:" + path + "\n1:cpu,cpuacct:" + path + "\n0::/\n");
     put("proc/self/mountinfo",
@@ -29,7 +29,7 @@ class Host : public ::testing::Test {
             shown +
             " /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
             "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n");
-    put("sys/fs/cgroup/unified/cpu.max", "10000 100000\n");  // not where the controller is
+    put("sys/fs/cgroup/unified/cpu.max", "10000 100000\n");  // Not where the controller is.
   }
 
   const Folder root_;
@@ -132,7 +132,7 @@ TEST_F(Host, gpus_are_counted_as_cuda_shows_them) {
     EXPECT_EQ(host::gpu_count(root_), 3);
     for (const char* name : {"nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"})
       put("dev/" + std::string(name), "");
-    EXPECT_EQ(host::gpu_count(root_), 2);  // a container that was given two of three
+    EXPECT_EQ(host::gpu_count(root_), 2);  // A container that was given two of three.
   }
   const std::pair<const char*, int> cases[] = {{"", 0},      {"0", 1},        {"1,0", 2},       {"-1", 0},
                                                {"0,7,1", 1}, {"GPU-1a2b", 1}, {"NoDevFiles", 0}};

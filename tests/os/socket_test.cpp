@@ -71,7 +71,7 @@ TEST(Socket, local_ends_know_whose_the_other_is) {
     EXPECT_EQ(peer_of(fd).uid, ::geteuid());
     EXPECT_TRUE(is_own(fd));
   }
-  // The name is free when its listener is gone; it was never a file.
+  // The name is free once its listener is gone; it was never a file.
   listener.reset();
   EXPECT_TRUE(listen_local(name));
   EXPECT_NE(::access(name.c_str(), F_OK), 0);
@@ -177,13 +177,13 @@ TEST(Socket, tcp_takes_the_first_free_port) {
 }
 
 TEST(Socket, a_port_can_be_taken_again_at_once) {
-  const std::string address = "127.0.0.4";  // only this test uses it, so no other can take the port
+  const std::string address = "127.0.0.4";  // Only this test uses it, so no other can take the port.
   int port = 0;
   {
     const auto listener = listen_tcp(address, 0, 0);
     port = listener.port;
     const auto client = connect_tcp(address, port, 60s);
-    accepted(listener.fd.get()).reset();  // closed here first: this side keeps the port in TIME_WAIT
+    accepted(listener.fd.get()).reset();  // Closed here first: this side keeps the port in TIME_WAIT.
   }
   EXPECT_EQ(listen_tcp(address, port, port).port, port);
 }
@@ -208,7 +208,7 @@ TEST(Socket, local_addresses_are_known) {
 }
 
 TEST(Socket, connecting_ends_at_its_deadline) {
-  // The queue of a listener that accepts nobody is full soon; then nothing answers.
+  // The queue of a listener that accepts nothing fills up; then nothing answers.
   const Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;

@@ -1,4 +1,4 @@
-// Sets variables for the length of a scope; nullopt unsets. Only for tests that have one thread.
+// Sets variables for the duration of a scope; nullopt unsets. Only for single-threaded tests.
 #pragma once
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// What a call throws, as text.
+// Texts of exceptions.
 #pragma once
 
 #include <exception>
@@ -15,7 +15,7 @@ using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// The text of the E that f throws; a failure of the test where it throws nothing or something else.
+// The text of the E that f throws; fails the test if f throws nothing or something else.
 template <typename E, typename F>
 std::string error_of(F&& f) {
   try {

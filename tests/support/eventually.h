@@ -1,4 +1,4 @@
-// Waits for what another thread or process does.
+// Waits for the effect of another thread or process.
 #pragma once
 
 #include <algorithm>

@@ -41,12 +41,12 @@ std::exception_ptr error_of_text(const std::string& text) {
   return std::make_exception_ptr(std::runtime_error(text));
 }
 
-// What the ranks of a group have in common.
+// Shared state of a group's ranks.
 class Wires {
  public:
   explicit Wires(int size) : size_(size), broken_(static_cast<std::size_t>(size)) {}
 
-  // Inside a rank's first call: until all who are named have made theirs. Nothing ends that but they.
+  // Inside a rank's first call: waits until all members have made theirs. Nothing else ends the wait.
   void make_communicator(int rank, const std::set<int>& members) {
     std::unique_lock lock(mutex_);
     auto& come = communicators_[members];
@@ -59,8 +59,8 @@ class Wires {
     for (int r = 0; r < size_; ++r) all.insert(r);
     make_communicator(rank, all);
   }
-  // Inside the first batch with something to carry between these two: until both are there, or this one is
-  // told to stop.
+  // Inside the first batch with data between these two: waits until both are there, or this rank is asked to
+  // stop.
   void connect(int rank, int peer) {
     std::unique_lock lock(mutex_);
     auto& come = connections_[std::minmax(rank, peer)];
@@ -78,13 +78,13 @@ class Wires {
     sides[rank > peer].push_back(std::move(message));
     while (!sides[0].empty() && !sides[1].empty()) {
       auto &a = sides[0].front(), &b = sides[1].front();
-      if (a.sends == b.sends) return;  // both wait for the other, for ever
+      if (a.sends == b.sends) return;  // Each waits for the other, forever.
       carry(a.sends ? a : b, a.sends ? b : a);
       sides[0].pop_front();
       sides[1].pop_front();
     }
   }
-  // In a batch: only those of one way have an order.
+  // In a batch only messages in one direction are ordered.
   void post_batched(int rank, int peer, Message message) {
     std::lock_guard lock(mutex_);
     const auto way = message.sends ? std::pair(rank, peer) : std::pair(peer, rank);
@@ -94,7 +94,7 @@ class Wires {
       carry(sent.front(), received.front());
   }
 
-  // ncclCommAbort: of this rank's side alone.
+  // ncclCommAbort: of this rank's side only.
   void abort(int rank, const std::string& cause) {
     std::lock_guard lock(mutex_);
     if (!broken(rank).empty()) return;
@@ -122,14 +122,14 @@ class Wires {
   const int size_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<std::string> broken_;                           // by rank: why
-  std::map<std::set<int>, std::set<int>> communicators_;      // who has come to make it
-  std::map<std::pair<int, int>, std::set<int>> connections_;  // likewise
+  std::vector<std::string> broken_;                           // By rank: the reason.
+  std::map<std::set<int>, std::set<int>> communicators_;      // The ranks that have called to create it.
+  std::map<std::pair<int, int>, std::set<int>> connections_;  // Likewise.
   std::map<std::pair<int, int>, std::array<std::deque<Message>, 2>> streams_;
   std::map<std::pair<int, int>, std::pair<std::deque<Message>, std::deque<Message>>> batched_;
 };
 
-// A rank's stream for collectives and batches: one after another, each when the one before is done.
+// A rank's stream for collectives and batches: each starts when the previous one is done.
 class Stream {
  public:
   using Start = std::function<std::vector<WorkPtr>()>;
@@ -168,11 +168,11 @@ class Stream {
     std::lock_guard lock(mutex_);
     return !cause_.empty();
   }
-  // What was started and is given up stays where it is.
+  // Work that was started and aborted is not undone.
   std::exception_ptr do_all(const Start& start) {
     at::AutoDispatchBelowAutograd below_autograd;
     at::NoGradGuard no_grad;
-    const detail::CallScope none(nullptr);  // NCCL is told of tensors alone
+    const detail::CallScope none(nullptr);  // NCCL sees tensors only.
     try {
       for (const auto& each : start()) {
         while (!each->isCompleted()) {
@@ -204,7 +204,7 @@ class Stream {
   std::mutex mutex_;
   std::condition_variable given_;
   std::deque<Task> tasks_;
-  std::string cause_;  // why it has been stopped
+  std::string cause_;  // Why it was stopped.
   std::thread thread_;
 };
 
@@ -282,7 +282,7 @@ class Backend final : public c10d::Backend {
       TORCH_CHECK(known.contains(tensor.scalar_type()), "NCCL has no ", c10::toString(tensor.scalar_type()));
     }
   }
-  // What comes of a call within a batch is nothing to wait for.
+  // The result of a call within a batch cannot be waited for.
   WorkPtr later(c10d::OpType type, Call call) {
     batch_.push_back(std::move(call));
     return c10::make_intrusive<EngineWork>(rank_, type, Tensors(), Tensors());
@@ -350,7 +350,7 @@ class Made final : public Transport {
 void use_fake_nccl() {
   struct Jobs {
     std::mutex mutex;
-    // By the job's store, which is kept: no other job gets its address.
+    // Keyed by the job's store, which is kept alive: no other job gets its address.
     std::map<std::pair<std::shared_ptr<void>, std::string>, std::shared_ptr<Wires>> groups;
   };
   detail::ThreadsJob::wrap = [jobs = std::make_shared<Jobs>()](detail::ThreadsJob& job,

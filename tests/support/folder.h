@@ -28,7 +28,7 @@ class Folder {
   operator const std::filesystem::path&() const { return path_; }
   std::filesystem::path operator/(const std::filesystem::path& name) const { return path_ / name; }
 
-  // A file in it, and the folders above that; says its path.
+  // Writes a file in it, creating parent folders; returns its path.
   std::filesystem::path write(const std::filesystem::path& name, const std::string& text) const {
     const auto file = path_ / name;
     std::filesystem::create_directories(file.parent_path());

@@ -1,10 +1,10 @@
-"""Ports for tests that run beside others."""
+"""Ports for tests that run in parallel."""
 
 import pathlib
 import random
 import socket
 
-# Ports by which other programs of these tests find each other are above.
+# Ports above these are used by other programs of these tests.
 FIRST, LAST = 10000, 19999
 
 
@@ -12,7 +12,7 @@ reserved = []  # sockets that keep the ports of this process
 
 
 def reserve(port):
-    """True if this process has the port from now on. tests/support/process.cpp reserves with the same name."""
+    """Reserves the port for this process; true on success. tests/support/process.cpp reserves with the same name."""
     sign = socket.socket(socket.AF_UNIX)
     try:
         sign.bind(f"\0lockstep-test-port-{port}")
@@ -33,8 +33,8 @@ def is_free(port):
 
 
 def free_port():
-    """A port of 127.0.0.1 that nobody uses. It is outside of the range from which the system takes ports, so that no
-    other program gets it by chance before it is used, and no other test that asks gets it as long as this process lives."""
+    """A port of 127.0.0.1 that is unused. It is outside of the system's ephemeral range, so that no
+    other program gets it by chance, and no other test reserves it while this process lives."""
     own = range(FIRST, LAST + 1)
     try:
         low, high = map(int, pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

@@ -32,7 +32,7 @@ Running start(const Program& program) {
     ::setpgid(0, 0);
     ::dup2(ends[1], STDOUT_FILENO);
     ::dup2(ends[1], STDERR_FILENO);
-    // What launched this test is none of the program's business.
+    // Removes the variables of this test's own launcher.
     for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GTEST_OUTPUT"})
       ::unsetenv(name);
     for (const auto& [name, value] : program.environment) ::setenv(name.c_str(), value.c_str(), 1);
@@ -84,8 +84,8 @@ Outcome run(const Program& program, std::chrono::seconds limit) { return run_tog
 
 namespace {
 
-// True if this process has the port from now on. tests/support/ports.py reserves with the same name. The sign is an abstract unix socket, which goes with the
-// process.
+// Reserves the port for this process; true on success. tests/support/ports.py reserves with the same name.
+// The reservation is an abstract unix socket, which ends with the process.
 bool reserve(int port) {
   const int fd = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_un address{};
@@ -114,7 +114,7 @@ bool is_free(int port) {
 int free_port() {
   std::random_device random;
   for (int tries = 0; tries < 10000; ++tries) {
-    const int port = static_cast<int>(10000 + random() % 10000);  // SLURM jobs of the tests meet above
+    const int port = static_cast<int>(10000 + random() % 10000);  // SLURM jobs of the tests use ports above.
     if (reserve(port) && is_free(port)) return port;
   }
   std::abort();

@@ -1,4 +1,4 @@
-// Processor time: unlike the time of day, it does not depend on what else the machine does.
+// Processor time: unlike wall-clock time, it does not depend on the load of the machine.
 #pragma once
 
 #include <time.h>
@@ -7,7 +7,7 @@
 
 namespace lockstep::testing {
 
-// Processor time that the calling thread has used.
+// Processor time used by the calling thread.
 inline std::chrono::nanoseconds thread_processor_time() {
   timespec time{};
   ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);

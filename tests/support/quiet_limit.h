@@ -1,4 +1,4 @@
-// A promise in time, tested on a machine that may have other things to do.
+// A time limit for tests on a machine that may be busy.
 #pragma once
 
 #include <atomic>
@@ -8,11 +8,10 @@
 
 namespace lockstep::testing {
 
-// A limit that counts from construction. On a quiet machine it holds as it is, on a busy one 30 s hold
-// instead, and the test's output says so.
-//
-// Until the object goes, a thread reads the clock without a pause: a gap between two readings is time in
-// which that thread had no processor. The machine is busy if the gaps are more than a tenth of the time.
+// A limit that counts from construction. It applies unchanged on a quiet machine; on a busy one, 30 s apply
+// instead, and the test's output says so. While the object exists, a thread reads the clock continuously: a
+// gap between two readings is time in which that thread had no core. The machine is busy if the gaps are more
+// than a tenth of the time.
 class QuietLimit {
  public:
   using Clock = std::chrono::steady_clock;
@@ -27,7 +26,7 @@ class QuietLimit {
   QuietLimit& operator=(const QuietLimit&) = delete;
 
   Clock::time_point begin() const { return begin_; }
-  // True if what ended at `end`, which is not long ago, is within the limit.
+  // True if an event that ended at `end`, not long ago, is within the limit.
   bool met_at(Clock::time_point end) const {
     const auto took = end - begin_;
     const Clock::duration lost(lost_ + gap(since_begin() - last_));
@@ -60,7 +59,7 @@ class QuietLimit {
   const Clock::time_point begin_;
   std::atomic<Ticks> lost_ = 0, last_;
   std::atomic<bool> over_ = false;
-  std::thread thread_;  // the last member: it uses the others
+  std::thread thread_;  // Last member, because it uses the others.
 };
 
 }  // namespace lockstep::testing

@@ -19,14 +19,14 @@ std::string chosen_transport = "threads";
 int chosen_ranks = 1;
 std::unique_ptr<World> process_world;
 
-// Before there is a World, and in a launcher's own words.
+// Works before there is a World, with the launcher's own variables.
 std::string rank_of_process() {
   for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
     if (const char* rank = std::getenv(name)) return rank;
   return "0";
 }
 
-// The number of processes that the launcher started, or nothing.
+// The number of processes that the launcher started, or nullopt.
 std::optional<int> launched_ranks() {
   for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"})
     if (const char* size = std::getenv(name)) return std::atoi(size);
@@ -38,7 +38,7 @@ int local(const char* name, int fallback) {
   return text != nullptr ? std::atoi(text) : fallback;
 }
 
-// Why this machine cannot run them, or nothing.
+// Why this machine cannot run them, or nullopt.
 std::string missing() {
   const auto devices = static_cast<int>(torch::cuda::device_count());
   const int needed = local("LOCAL_WORLD_SIZE", 1);
@@ -50,7 +50,7 @@ std::string missing() {
   return {};
 }
 
-// Ranks other than 0 print only what failed, each line with the rank.
+// Ranks other than 0 print only failures, each line with the rank.
 class FailuresOnly : public ::testing::EmptyTestEventListener {
   void OnTestPartResult(const ::testing::TestPartResult& result) override {
     if (!result.failed()) return;

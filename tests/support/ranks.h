@@ -1,4 +1,4 @@
-// Runs a test's body on every rank of the setting that the command line names:
+// Runs a test's body on every rank of the setting given on the command line:
 //
 //   conformance --transport=threads --ranks=4            ranks as threads of this process
 //   lockstep run -n 4 conformance --transport=gloo       ranks as processes, this one being one of them
@@ -14,21 +14,22 @@
 namespace lockstep::testing {
 
 const std::string& transport();  // "threads", "gloo", "mpi", "nccl", "cuda_ipc", "fake_nccl"
-bool by_nccls_rules();           // NCCL, or what behaves like it (fake_nccl.h)
-at::Device test_device();        // where its tensors are: this rank's GPU, or the CPU
+bool by_nccls_rules();           // NCCL, or a transport that behaves like it (fake_nccl.h).
+at::Device test_device();        // Device of its tensors: this rank's GPU, or the CPU.
 int num_ranks();
 bool ranks_are_threads();
-bool compares_calls();  // True if ranks' calls are compared before data moves: by the transport or LOCKSTEP_CHECK.
+// True if ranks' calls are compared before data moves: by the transport or LOCKSTEP_CHECK.
+bool compares_calls();
 
-// Skips the current test unless there are at least `needed` ranks. The count is the same on every rank, so all
-// of them skip.
+// Skips the current test unless there are at least `needed` ranks. The count is the same on every rank, so
+// all of them skip.
 #define LOCKSTEP_NEEDS_RANKS(needed) \
   if (num_ranks() < (needed)) GTEST_SKIP() << "needs at least " << (needed) << " ranks, got " << num_ranks()
 
-// The same World for every test of a process: a test that breaks a group makes one of its own.
+// One World for all tests of a process: a test that breaks a group creates its own.
 void on_every_rank(const std::function<void(World&)>& body);
 
-// For a test that breaks the whole World, last in its process: makes one just for it.
+// For a test that breaks the whole World, last in its process: creates one for this test only.
 World fresh_world(WorldOptions options = {});
 
 }  // namespace lockstep::testing

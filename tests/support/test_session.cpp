@@ -2,12 +2,13 @@
 //
 //   test_session [--limit SECONDS] PROGRAM [ARGUMENT...]
 //
-// - No signal meant for the caller's terminal or process group reaches the program, except INT, TERM and HUP, which
-//   are forwarded to its process group.
+// - No signal meant for the caller's terminal or process group reaches the program, except INT, TERM and HUP,
+//   which are forwarded to its process group.
 // - The program and its descendants are killed when this process or its parent dies.
 // - Descendants that outlive the program get two seconds to end, and are then killed and named.
-// - After SECONDS the program gets TERM, and what has not ended 10 s later is killed. CTest cannot send TERM before 3.27.
-// - TMPDIR is a new folder, which is removed afterwards, so that tests that run side by side share no files.
+// - After SECONDS the program gets TERM, and whatever has not ended 10 s later is killed. CTest cannot send
+//   TERM before 3.27.
+// - TMPDIR is a new folder, which is removed afterwards, so that tests that run in parallel share no files.
 //
 // Exits with the program's status, 128 + the number of the signal that ended it, or 124 after the limit.
 #include <dirent.h>
@@ -115,7 +116,7 @@ int run(char** command, std::chrono::seconds limit) {
   const pid_t parent = ::getppid();
   ::prctl(PR_SET_PDEATHSIG, SIGTERM);
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
-  if (::getppid() != parent) return 128 + SIGTERM;  // it died before prctl
+  if (::getppid() != parent) return 128 + SIGTERM;  // It died before prctl.
   const TemporaryFolder folder;
 
   sigset_t signals, before;

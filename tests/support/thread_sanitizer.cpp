@@ -1,6 +1,6 @@
-// In programs under ThreadSanitizer alone. That of GCC 12 does not know pthread_mutex_clocklock, which
-// std::timed_mutex uses and Board: it would take what the lock guards for unguarded, and the unlock for one
-// of a lock that nobody holds.
+// Only for programs under ThreadSanitizer. GCC 12's does not know pthread_mutex_clocklock, which
+// std::timed_mutex and Board use: it would consider the guarded data unguarded, and the unlock one of an
+// unlocked mutex.
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sanitizer/tsan_interface.h>
@@ -19,8 +19,8 @@ extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock,
   return result;
 }
 
-// The counts of an exception_ptr are in libstdc++, where ThreadSanitizer does not look: the last one to let
-// an exception go seems to race with those who have read it.
+// The reference counts of exception_ptr are in libstdc++, which ThreadSanitizer does not instrument:
+// releasing the last reference seems to race with earlier readers of the exception.
 extern "C" const char* __tsan_default_suppressions() {
   return "race:lockstep::Error::~Error\nrace:std::runtime_error::~runtime_error\n";
 }

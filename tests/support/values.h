@@ -1,5 +1,5 @@
-// Numbers that tests send, and the reductions they expect, computed on one rank. All are exact in every
-// dtype, so that results are compared bit for bit whatever the engine's order of sums.
+// Numbers that tests send, and the expected reductions, computed on one rank. All are exact in every dtype,
+// so that results are compared bit for bit whatever the engine's order of sums.
 #pragma once
 
 #include <vector>
@@ -27,12 +27,12 @@ inline bool defined_for(ReduceOp op, at::ScalarType type) {
   return op != ReduceOp::AVG;
 }
 
-// Rank r's tensor: small whole numbers that differ between ranks and elements. salt tells calls apart.
+// Rank r's tensor: small integers that differ between ranks and elements. salt distinguishes calls.
 inline at::Tensor value(int rank, at::IntArrayRef sizes, at::ScalarType type, int salt = 0,
                         ReduceOp op = ReduceOp::SUM) {
   auto index = at::arange(c10::multiply_integers(sizes), on(at::kLong));
   if (type == at::kBool) return ((index + rank + salt) % 3 == 0).view(sizes);
-  // A product of 8 ranks' values stays within a byte; a sum within bfloat16's exact integers.
+  // A product of 8 ranks' values fits in a byte; a sum in bfloat16's exact integers.
   auto numbers = op == ReduceOp::PRODUCT ? ((index + rank + salt) % 5 == 0).to(at::kLong) + 1
                                          : (index * 3 + rank * 7 + salt) % 5 + 1;
   return numbers.to(type).view(sizes);

@@ -1,4 +1,4 @@
-// The agent's part between hosts: the door of the head, and the way to it.
+// The agent's connections between hosts: accepting them on the coordinator, and connecting to it.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -18,8 +18,9 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr milliseconds kSilence(1500);  // of another host: it says something ten times a second
-constexpr milliseconds kAnswer(700);    // within which a host that is there acknowledges what it is sent
+// Limit for silence of another host, which sends something ten times a second.
+constexpr milliseconds kSilence(1500);
+constexpr milliseconds kAnswer(700);  // Time within which a live host acknowledges what it is sent.
 
 }  // namespace
 
@@ -30,7 +31,7 @@ void Agent::Loop::accept_nodes() {
     node.link = std::make_unique<SecureLink>(std::move(guest.link));
     node.from = guest.from;
     nodes_.push_back(std::move(node));
-    serve(nodes_.back());  // what came with its proof
+    serve(nodes_.back());  // Data that arrived with the proof.
   }
 }
 
@@ -65,7 +66,7 @@ void Agent::Loop::receive(Node& node, Frame frame) {
       auto order = decode_order(frame.payload);
       return push(std::move(order));
     }
-    if (frame.kind == Kind::refused && frame.rank == -2) {  // the head did not take this node
+    if (frame.kind == Kind::refused && frame.rank == -2) {  // The coordinator rejected this node.
       node.closed = true;
       return head_unreachable(frame.payload, true);
     }
@@ -75,21 +76,22 @@ void Agent::Loop::receive(Node& node, Frame frame) {
     if (frame.kind != Kind::ping) coordinator_->receive(node.number, frame);
     return;
   }
-  if (frame.kind != Kind::node_hello) throw FrameError("it spoke before it said which host it is");
+  if (frame.kind != Kind::node_hello) throw FrameError("a message arrived before the node's hello");
   auto hello = NodeHello::decode(frame.payload);
   hello.address = node.from;
   try {
     if (hello.version != kVersion)
-      throw ConfigError(fmt::format("hosts run different versions of lockstep: {} on the head, {} on {}",
-                                    kVersion, hello.version, node.from));
-    node.number = hello.node;  // before the head starts anything on it
+      throw ConfigError(
+          fmt::format("hosts run different versions of lockstep: {} on the coordinator, {} on {}", kVersion,
+                      hello.version, node.from));
+    node.number = hello.node;  // Before the coordinator starts anything on it.
     send(node, {.kind = Kind::attach,
                 .payload = Attach{.agent_pid = ::getpid(), .agent_rank = agent_rank_}.encode()});
     node.number = coordinator_->add_node(hello);
   } catch (const ConfigError& error) {
     node.number = -1;
     send(node, {.kind = Kind::refused, .rank = -2, .payload = error.what()});
-    options_.say(fmt::format("{} was refused: {}", node.from, error.what()));
+    options_.say(fmt::format("refused {}: {}", node.from, error.what()));
   }
 }
 
@@ -99,9 +101,9 @@ void Agent::Loop::send(Node& node, const Frame& frame) {
   node.out += node.link->take_output();
 }
 
-// Of a connection that has ended with this error: the kernel of the other host has closed it, or nobody has.
+// Explains a connection that ended with this error: closed by the other host's kernel, or lost.
 std::string Agent::Loop::why_closed(int error) const {
-  if (error != ECONNRESET && error != EPIPE) return "the connection has ended";
+  if (error != ECONNRESET && error != EPIPE) return "the connection was lost";
   return options_.local_ranks > 0 ? "its lockstep run has ended" : "it has closed the connection";
 }
 
@@ -112,25 +114,25 @@ void Agent::Loop::leave_hosts() {
   }
 }
 
-// A host that answers though its agent does not: the rank that holds the agent is stopped, or waits for a
-// disk. It has the time that any rank has which is stopped.
+// A host may answer although its agent does not: the rank that runs the agent is stopped, or waits for a
+// disk. It gets the same time as any stopped rank.
 void Agent::Loop::look_at_silence(Node& node) {
   const auto silent = last_tick_ - node.heard;
   if (silent <= kSilence) {
-    if (std::exchange(node.told, false)) options_.say(fmt::format("the agent at {} goes on", node.from));
+    if (std::exchange(node.told, false))
+      options_.say(fmt::format("the agent at {} responds again", node.from));
     return;
   }
   const auto most = std::max(options_.stop_grace, kSilence);
   const bool answers = acknowledged_within(node.fd.get(), kSilence);
-  // What came just before the connection went down is no answer to what was said since.
+  // Data that arrived just before the connection failed does not acknowledge later data.
   const bool answers_still = acknowledged_within(node.fd.get(), kAnswer);
   if (!answers || silent > most)
-    return lost(
-        node, false,
-        fmt::format("nothing was heard from it for {:.1f} s", std::chrono::duration<double>(silent).count()));
+    return lost(node, false,
+                fmt::format("it sent nothing for {:.1f} s", std::chrono::duration<double>(silent).count()));
   if (answers_still && !std::exchange(node.told, true))
     options_.say(
-        fmt::format("the agent at {} says nothing, though its host is there: it is given up after {:.1f} s",
+        fmt::format("the agent at {} does not respond, although its host does; giving up after {:.1f} s",
                     node.from, std::chrono::duration<double>(most).count()));
 }
 
@@ -148,14 +150,14 @@ void Agent::Loop::lost(Node& node, bool closed, const std::string& why) {
   if (closed && head_holder_ && head_holder_->agent_rank >= 0) {
     failure.rank = head_holder_->agent_rank;
     failure.pid = head_holder_->agent_pid;
-    failure.cause = fmt::format("has ended, and with it the head of the job at {}", node.from);
+    failure.cause = fmt::format("has ended, and with it the coordinator of the job at {}", node.from);
   } else {
-    failure.cause = fmt::format("the head of the job at {} is lost: {}", node.from, why);
+    failure.cause = fmt::format("the coordinator of the job at {} is lost: {}", node.from, why);
   }
   fail_here(std::move(failure));
 }
 
-// The head cannot say it any more.
+// The coordinator cannot report the failure, so it is reported here.
 void Agent::Loop::fail_here(Failure failure) {
   if (failed_) return;
   failed_ = true;
@@ -177,13 +179,14 @@ void Agent::Loop::head_unreachable(const std::string& why, bool configuration) {
   if (options_.local_ranks > 0) push(Finish{.status = 1, .why = why});
 }
 
-// On a thread of its own, because connecting takes its time: until the head is there, or the time is over.
+// Runs on its own thread, because connecting may block. Retries until the coordinator answers or the time is
+// over.
 void Agent::Loop::connect_to_head() {
   const Link& link = *options_.link;
   const auto deadline = Clock::now() + options_.join_timeout;
-  std::string trouble = "nobody answers";
+  std::string trouble = "no answer";
   int unproven = 0;
-  bool told = options_.local_ranks == 0;  // ranks that wait say so themselves
+  bool told = options_.local_ranks == 0;  // Waiting ranks report it themselves.
   while (!ending_ && Clock::now() < deadline && unproven < 3) {
     int answered = 0;
     for (int port = link.port; port <= link.last_port && !ending_; ++port) {
@@ -195,12 +198,13 @@ void Agent::Loop::connect_to_head() {
         char bytes[256];
         while (!secure->proven()) {
           auto out = secure->take_output();
-          if (!flush(fd.get(), out)) throw FrameError("the connection has ended");
+          if (!flush(fd.get(), out)) throw FrameError("the connection was lost");
           pollfd readable{fd.get(), POLLIN, 0};
           ::poll(&readable, 1, 100);
-          if (Clock::now() > limit) throw FrameError("it does not answer");
+          if (Clock::now() > limit) throw FrameError("no answer");
           const auto n = ::recv(fd.get(), bytes, sizeof bytes, MSG_DONTWAIT);
-          if (n == 0) throw FrameError("it closed the connection: it has another key, or is of another job");
+          if (n == 0)
+            throw FrameError("it closed the connection: it has another key or belongs to another job");
           if (n > 0) secure->receive({bytes, static_cast<std::size_t>(n)});
         }
         auto shared = std::make_shared<Node>();
@@ -228,12 +232,12 @@ void Agent::Loop::connect_to_head() {
         });
         return;
       } catch (const ConfigError& error) {
-        trouble = error.what();                // a name that is of no host may be of one in a moment
-      } catch (const std::exception& error) {  // what it says is no frame, or there are no descriptors left
+        trouble = error.what();                // The name may become resolvable.
+      } catch (const std::exception& error) {  // An invalid frame, or no descriptors left.
         trouble = error.what();
       }
     }
-    // On a range of ports another job may be at the first; the head may come at the next.
+    // On a range of ports another job may have the first one, and the coordinator may still take the next.
     if (answered > link.last_port - link.port) ++unproven;
     if (!told && Clock::now() > deadline - options_.join_timeout + milliseconds(1000)) {
       told = true;
@@ -245,7 +249,7 @@ void Agent::Loop::connect_to_head() {
   if (ending_) return;
   post([this, trouble, unproven] {
     const Link& where = *options_.link;
-    head_unreachable(fmt::format("the head of the job at {}:{} could not be reached: {}", where.address,
+    head_unreachable(fmt::format("cannot reach the coordinator of the job at {}:{}: {}", where.address,
                                  where.port, trouble),
                      unproven >= 3);
   });

@@ -24,8 +24,8 @@ using std::chrono::milliseconds;
 namespace {
 
 constexpr milliseconds kTick(100);
-constexpr milliseconds kFlush(1000);  // at the end, for those who still read
-constexpr milliseconds kEnd(5000);    // at the end, for a thread of ours; one that is stuck is left behind
+constexpr milliseconds kFlush(1000);  // At the end, for peers that still read.
+constexpr milliseconds kEnd(5000);    // At the end, for a thread; one that is stuck is detached.
 
 void ring(const Fd& event) {
   const std::uint64_t one = 1;
@@ -45,8 +45,7 @@ Agent::Loop::Loop(AgentOptions options)
       orders_event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   auto listener = listen_local(options_.name);
   if (!listener)
-    throw NameInUse(
-        fmt::format("the socket @{} is in use: another agent of this job is here", options_.name));
+    throw NameInUse(fmt::format("the socket @{} is in use by another agent of this job", options_.name));
   listener_ = std::move(*listener);
   if (options_.local_ranks == 0) agent_rank_ = options_.agent_rank;
   if (!options_.coordinator) return;
@@ -62,10 +61,11 @@ Agent::Loop::Loop(AgentOptions options)
     auto tcp = listen_tcp(link.address, link.port, link.last_port);
     address_ = tcp.text();
     coordinator.address = tcp.address;
-    // Who gives the number itself means it.
+    // A numeric loopback address was chosen deliberately.
     const bool loopback = tcp.address.starts_with("127.") || tcp.address == "::1";
     if (loopback && (options_.local_ranks > 0 || tcp.address != link.address))
-      options_.say(fmt::format("{} is {}, which only this host reaches", link.address, tcp.address));
+      options_.say(
+          fmt::format("{} resolves to {}, which only this host can reach", link.address, tcp.address));
     acceptor_.emplace(std::move(tcp), link.key, link.job, options_.say);
   }
   Coordinator::Ports ports;
@@ -94,7 +94,7 @@ Agent::Loop::~Loop() = default;
 
 void Agent::Loop::start() {
   std::optional<detail::QuietThreads> quiet(std::in_place);
-  // Each keeps what it works on: one that is stuck at the end is left behind.
+  // Each thread owns a reference to the loop: one that is stuck at the end is detached.
   auto begin = [this](std::thread& thread, std::future<void>& done, void (Loop::*work)()) {
     std::promise<void> promise;
     done = promise.get_future();
@@ -154,14 +154,14 @@ std::vector<Order> Agent::Loop::take_orders() {
 
 void Agent::Loop::run() {
   detail::set_log_prefix("agent");
-  ::prctl(PR_SET_NAME, "lockstep-agent");  // also where it lives in a rank: has_active_thread
+  ::prctl(PR_SET_NAME, "lockstep-agent");  // Also inside a rank: has_active_thread recognises the name.
   while (!ending_) guard([&] { turn(kTick); });
   const auto limit = Clock::now() + kFlush;
   while (!all_written() && Clock::now() < limit) guard([&] { turn(milliseconds(10)); });
 }
 
-// Whatever goes wrong with one thing, for lack of memory or descriptors say, ends neither the agent nor the
-// rest of its work: all ranks of the host depend on it.
+// A problem with one task, such as a lack of memory or descriptors, ends neither the agent nor its other
+// tasks: all ranks of the host depend on it.
 template <typename F>
 void Agent::Loop::guard(F&& part) noexcept {
   try {
@@ -175,8 +175,8 @@ void Agent::Loop::complain(const std::string& what) noexcept {
   try {
     if (Clock::now() >= next_trouble_) options_.say(fmt::format("the agent of this host: {}", what));
     next_trouble_ = Clock::now() + std::chrono::seconds(1);
-    std::this_thread::sleep_for(milliseconds(1));  // it may come again at once
-  } catch (const std::exception&) {                // there is no way to say it
+    std::this_thread::sleep_for(milliseconds(1));  // The problem may persist.
+  } catch (const std::exception&) {                // It cannot be reported.
   }
 }
 
@@ -242,13 +242,13 @@ void Agent::Loop::note_desertion() {
     if (each.here || !each.out.empty()) oldest = std::min(oldest, each.world);
   const bool deserted = oldest == kNoWorld && all_written();
   oldest_world_ = oldest;
-  // The name is free for another job then; those who have a connection may come again.
+  // The name is then free for another job. Ranks that have a connection may join again.
   if (deserted && any_came_ && options_.local_ranks == 0 && listener_) listener_.reset();
 }
 
 void Agent::Loop::tick() {
   const auto now = Clock::now();
-  // While this process was held up (stopped, or its machine frozen) it could not have heard anybody.
+  // While this process was stopped or its machine frozen, it could not hear anything.
   if (const auto gap = now - last_tick_; gap > 5 * kTick)
     for (Node& node : nodes_) node.heard = std::min(now, node.heard + gap);
   last_tick_ = now;
@@ -264,9 +264,9 @@ void Agent::Loop::tick() {
 }
 
 void Agent::Loop::node_done() {
-  // Without a record the job still has to end.
+  // The job must end even without a flight record.
   if (troubled_.exchange(false)) guard([&] { send_flights(); });
-  // What the ranks of an attempt left open belongs to it.
+  // Connections left open by the ranks belong to the finished attempt.
   for (auto& connection : connections_) connection.here = false, connection.closed = true;
   ranks_.clear();
   times_seen_.clear();
@@ -277,7 +277,7 @@ void Agent::Loop::node_done() {
 }
 
 void Agent::Loop::stop(int signal) {
-  // There is no head yet that could end the job, and nothing has been started here.
+  // No coordinator is connected yet that could end the job, and nothing has been started here.
   if (!coordinator_ && nodes_.empty() && options_.local_ranks > 0 && !started_)
     return push(Finish{.status = 128 + signal, .why = {}});
   up({.kind = Kind::stop, .payload = Writer().number(signal).take()});

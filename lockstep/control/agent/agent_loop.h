@@ -1,4 +1,4 @@
-// The agent's thread: the sockets of ranks and of other agents, and what it knows of the ranks of this host.
+// The agent's thread: the sockets of ranks and of other agents, and the state of this host's ranks.
 #pragma once
 
 #include <atomic>
@@ -29,7 +29,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   explicit Loop(AgentOptions options);
   ~Loop();
   void start();
-  void end();  // what is to be written is written first, where somebody reads it
+  void end();  // Writes pending output first, if there is a reader.
 
   void post(std::function<void()> command);
   int orders_fd() const { return orders_event_.get(); }
@@ -37,7 +37,7 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   int oldest_world() const { return oldest_world_; }
   std::string address() const { return address_; }
 
-  // On the loop's thread.
+  // Called on the loop's thread.
   void rank_started(int rank, int pid);
   void rank_ended(int rank, Ended how);
   void node_done();
@@ -46,18 +46,19 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void paused(bool paused);
 
  private:
-  // A process of this host that has connected. Its rank is what it says it is.
+  // A connected process of this host. Its rank is the one it claims.
   struct Connection {
     Fd fd;
     FrameBuffer in;
     std::string out;
     int pid = 0;
     int rank = -1, world = 0;
-    std::uint32_t serial = 0;  // of no other connection
-    bool here = false;         // has come and has not left
-    bool refused = false;      // alone, without harm to the job: what it says is not heard
-    bool attached = false;     // it has the board
-    bool watched = false;      // and holds its lock
+    std::uint32_t serial = 0;  // Unique among connections.
+    bool here = false;         // True while the rank is in the job: it has joined and not left.
+    // True if only this process was refused and the job continues; its messages are ignored.
+    bool refused = false;
+    bool attached = false;  // True if it has received the board.
+    bool watched = false;   // True if it also holds its lock on the board.
     bool closed = false;
   };
   // Another host's agent.
@@ -69,21 +70,21 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
     int number = -1;
     std::string from;
     Clock::time_point heard = Clock::now();
-    bool told = false;  // that it is silent
+    bool told = false;  // True if its silence has been reported.
     bool closed = false;
   };
-  // Its connection or its lock is gone; how it ended is known in a moment.
+  // A rank whose connection or lock is gone; how it ended will be known in a moment.
   struct Dying {
     int rank = 0, pid = 0;
     Clock::time_point since = Clock::now();
   };
   struct LocalRank {
-    int pid = 0;  // of what `lockstep run` started
+    int pid = 0;  // Of the process that `lockstep run` started.
     bool ended = false;
     std::optional<Clock::time_point> stopped;
     bool told = false;
     std::optional<Ended> how = {};
-    std::string error = {};  // that it has told of
+    std::string error = {};  // Reported by the rank.
   };
 
   void run();
@@ -116,8 +117,8 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   void connect_to_head();
   void head_unreachable(const std::string& why, bool configuration);
 
-  void up(Frame frame);              // to the head
-  void deliver(const Frame& frame);  // to ranks of this host
+  void up(Frame frame);              // To the coordinator.
+  void deliver(const Frame& frame);  // To ranks of this host.
   void push(Order order);
   void write(Connection& connection, const Frame& frame);
   static bool flush(int fd, std::string& out);
@@ -129,35 +130,36 @@ class Agent::Loop : public std::enable_shared_from_this<Agent::Loop> {
   std::thread thread_, connector_;
   std::future<void> thread_done_, connector_done_;
   std::atomic<bool> ending_ = false;
-  std::atomic<int> oldest_world_ = 0;  // that somebody is in
+  std::atomic<int> oldest_world_ = 0;  // Oldest World that some rank is in.
   Fd wake_, orders_event_, listener_;
   std::optional<Acceptor> acceptor_;
   std::string address_;
 
-  std::mutex mutex_;  // of what other threads touch
+  std::mutex mutex_;  // Guards the members used by other threads.
   std::vector<std::function<void()>> commands_;
   std::deque<Order> orders_;
 
-  std::unique_ptr<Coordinator> coordinator_;  // null: another host has it
+  std::unique_ptr<Coordinator> coordinator_;  // Null: it runs on another host.
   std::list<Connection> connections_;
-  std::list<Node> nodes_;     // on the head: the others; else: the head
-  std::deque<Frame> unsent_;  // for a head that is not reached yet
+  std::list<Node> nodes_;     // On the coordinator: the other nodes. Otherwise: the coordinator.
+  std::deque<Frame> unsent_;  // For a coordinator that has not been reached yet.
   std::shared_ptr<Board> board_;
   int board_size_ = 0;
-  std::map<int, std::uint64_t> times_seen_;  // of each rank's steps: how many the head has been told
-  std::map<int, std::pair<Clock::time_point, bool>>
-      activity_;  // of each rank's threads, and when it was seen
+  // Number of each rank's step times that the coordinator has received.
+  std::map<int, std::uint64_t> times_seen_;
+  // Whether a rank's threads are active, and when that was checked.
+  std::map<int, std::pair<Clock::time_point, bool>> activity_;
   std::map<int, LocalRank> ranks_;
   std::vector<Dying> dying_;
-  std::atomic<bool> troubled_ = false;  // something has gone wrong in this attempt
+  std::atomic<bool> troubled_ = false;  // True once something has gone wrong in this attempt.
   bool paused_ = false, any_came_ = false, too_many_files_ = false;
-  bool started_ = false, finished_ = false,
-       failed_ = false;  // of the orders, and without a head to give them
+  bool started_ = false, finished_ = false;  // Orders given.
+  bool failed_ = false;                      // True if there is no coordinator to give orders any more.
   int agent_rank_ = -1;
   std::uint32_t last_serial_ = 0;
-  std::optional<Attach> head_holder_;   // in whose process the head is
-  std::string own_address_;             // towards the head
-  std::optional<std::string> refusal_;  // for those who come when it is known already
+  std::optional<Attach> head_holder_;   // The process that runs the coordinator.
+  std::string own_address_;             // This host's address as seen by the coordinator.
+  std::optional<std::string> refusal_;  // For ranks that join after the refusal.
   Clock::time_point last_tick_{}, accepts_again_{}, next_trouble_{};
 };
 

@@ -1,4 +1,5 @@
-// The agent's part towards the ranks of its host: what they say, whether they live, whether they are stopped.
+// The agent's side towards the ranks of its host: their messages, whether they are alive, whether they are
+// stopped.
 #include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -19,23 +20,23 @@ using std::chrono::milliseconds;
 
 namespace {
 
-constexpr milliseconds kDying(300);  // for a process whose lock is gone to count as ended
+constexpr milliseconds kDying(300);  // Time after which a process without its lock counts as ended.
 constexpr std::size_t kMostFlights = 250'000;
 constexpr milliseconds kLongWait(400), kLookAtThreads(250);
-constexpr milliseconds kNoFiles(100);  // until the next look for somebody who connects
+constexpr milliseconds kNoFiles(100);  // Delay before accepting again.
 
 }  // namespace
 
 void Agent::Loop::accept_ranks() {
   while (auto socket = accept_local(listener_.get())) {
-    if (!is_own(socket->get())) continue;  // another user's: closed
+    if (!is_own(socket->get())) continue;  // Of another user: closed.
     Connection connection;
     connection.pid = peer_of(socket->get()).pid;
     connection.fd = std::move(*socket);
     connection.serial = ++last_serial_;
     connections_.push_back(std::move(connection));
   }
-  // Whoever waits there is not taken for lack of descriptors: looking again at once would not help.
+  // A connection that waits is not accepted for lack of descriptors; retrying at once would not help.
   if (errno != EMFILE && errno != ENFILE) return;
   accepts_again_ = Clock::now() + kNoFiles;
   if (!std::exchange(too_many_files_, true))
@@ -53,7 +54,7 @@ void Agent::Loop::serve(Connection& connection) {
       while (auto frame = connection.in.next()) receive(connection, std::move(*frame));
     }
   } catch (const std::exception& error) {
-    options_.say(fmt::format("process {} was cut off: {}", connection.pid, error.what()));
+    options_.say(fmt::format("closed the connection of process {}: {}", connection.pid, error.what()));
     gone(connection);
   }
 }
@@ -61,7 +62,8 @@ void Agent::Loop::serve(Connection& connection) {
 void Agent::Loop::receive(Connection& connection, Frame frame) {
   if (frame.kind == Kind::hello) {
     auto hello = Hello::decode(frame.payload);
-    if (connection.pid != 0) hello.pid = connection.pid;  // else it says how it is called where it lives
+    // Otherwise the pid is the one in its own namespace.
+    if (connection.pid != 0) hello.pid = connection.pid;
     connection.rank = hello.rank;
     connection.world = hello.world;
     frame.payload = hello.encode();
@@ -73,7 +75,7 @@ void Agent::Loop::receive(Connection& connection, Frame frame) {
     connection.here = any_came_ = true;
     return up(std::move(frame));
   }
-  if (connection.rank < 0) throw FrameError("it spoke before it said who it is");
+  if (connection.rank < 0) throw FrameError("a message arrived before the rank's hello");
   if (connection.refused) return;
   frame.rank = connection.rank;
   switch (frame.kind) {
@@ -111,10 +113,10 @@ void Agent::Loop::attach(Connection& connection, const Hello& hello) {
       board_size_ = hello.size;
     } catch (const std::system_error& error) {
       complain(error.what());
-      return write(connection, frame);  // it does without: its end is known by its connection
+      return write(connection, frame);  // Works without a board: its connection reports its end.
     }
   }
-  if (hello.rank >= board_size_) return;  // it will be refused: its size is another
+  if (hello.rank >= board_size_) return;  // It will be refused: its size differs.
   const bool taken = std::any_of(connections_.begin(), connections_.end(), [&](const auto& each) {
     return &each != &connection && !each.closed && each.attached && each.rank == hello.rank;
   });
@@ -124,13 +126,13 @@ void Agent::Loop::attach(Connection& connection, const Hello& hello) {
   try {
     connection.attached = send_with_fd(connection.fd.get(), encode(frame), board_->fd());
   } catch (const Error& error) {
-    // It may have ended meanwhile: then reading from it tells, and what it said before that counts.
-    log(LogLevel::debug, "the board did not reach process {}: {}", connection.pid, error.what());
+    // It may have ended meanwhile. Then reading reports that, after the messages it sent before.
+    log(LogLevel::debug, "cannot send the board to process {}: {}", connection.pid, error.what());
   }
   if (!connection.attached) write(connection, frame);
 }
 
-// A thread per rank: the kernel has no way to wait for many such locks that old kernels have too.
+// One thread per rank: old kernels have no way to wait for many such locks.
 void Agent::Loop::watch(int rank, int pid) {
   auto look = [self = weak_from_this(), board = board_, rank, pid] {
     for (;;) {
@@ -148,8 +150,8 @@ void Agent::Loop::watch(int rank, int pid) {
   try {
     std::thread(std::move(look)).detach();
   } catch (const std::system_error& error) {
-    // Its end is known by its connection then, and by looks at /proc.
-    complain(fmt::format("no thread to watch rank {}: {}", rank, error.what()));
+    // Then its end is known by its connection and by /proc.
+    complain(fmt::format("cannot start a thread to watch rank {}: {}", rank, error.what()));
   }
 }
 
@@ -158,7 +160,7 @@ void Agent::Loop::gone(Connection& connection) {
   connection.closed = true;
   const bool here = connection.here;
   connection.here = false;
-  // Of a rank that is here in another process too, this one is about to be refused.
+  // If the rank is also connected from another process, this one is about to be refused.
   const bool second = std::any_of(connections_.begin(), connections_.end(), [&](const auto& each) {
     return each.here && each.rank == connection.rank;
   });
@@ -167,12 +169,12 @@ void Agent::Loop::gone(Connection& connection) {
   look_at_dying();
 }
 
-// The lock of a thread is given up before the whole process counts as ending.
+// A thread's lock is released before the whole process counts as ending.
 void Agent::Loop::look_at_dying() {
   std::erase_if(dying_, [&](const Dying& each) {
     const auto process = control::look_at(each.pid);
-    // One that is gone was waited for by its parent: where that is `lockstep run`, it says in a moment how it
-    // ended.
+    // A process that is gone was reaped by its parent. If the parent is `lockstep run`, it will report in a
+    // moment how the process ended.
     const bool known = process ? process->ending : options_.local_ranks == 0;
     if (!known && Clock::now() - each.since < kDying) return false;
     report_end(each.rank, how_it_ended(each.pid, process));
@@ -183,7 +185,7 @@ void Agent::Loop::look_at_dying() {
 void Agent::Loop::report_end(int rank, Ended how) {
   if (how.signal && how.note.empty() && options_.explain) how.note = options_.explain(how);
   if (!how.clean()) troubled_ = true;
-  // Whoever waits for it knows more than a look at /proc.
+  // The process that reaps it knows more than /proc.
   if (auto& known = ranks_[rank].how; !known || how.status || how.signal) known = how;
   send_rows(rank);
   up({.kind = Kind::rank_ended, .rank = rank, .payload = encode(how)});
@@ -196,15 +198,15 @@ void Agent::Loop::send_rows(int rank) {
   up({.kind = Kind::rows, .rank = rank, .payload = rows.encode()});
 }
 
-// A rank whose threads are all blocked in operations may have another one, which has issued none so far and is
-// about to: as long as one does anything, the rank does not count as blocked. Looking costs two files a thread,
-// so that is done only after some time, and not every time.
+// A rank whose threads are all blocked in operations may have another thread that has issued none yet and is
+// about to. While such a thread is active, the rank does not count as blocked. Checking costs two files per
+// thread, so it is done only after some time, and not every time.
 bool Agent::Loop::is_active(int rank, const Rows& rows) {
   const bool waits_long =
       rows.blocked == rows.threads && std::all_of(rows.rows.begin(), rows.rows.end(), [](const Row& row) {
         return row.waits_for < 0 || row.waited_ms >= kLongWait.count();
       });
-  if (!waits_long) return true;  // it has not been looked at
+  if (!waits_long) return true;  // Not checked.
   auto& [at, active] = activity_[rank];
   if (Clock::now() - at < kLookAtThreads) return active;
   at = Clock::now();
@@ -215,13 +217,13 @@ bool Agent::Loop::is_active(int rank, const Rows& rows) {
   return active;
 }
 
-// Killed ranks' too: their memory is the board's.
+// Includes killed ranks: the board keeps their memory.
 void Agent::Loop::send_flights() {
   if (!board_ || options_.local_ranks == 0) return;
   using std::chrono::nanoseconds;
   const auto offset = nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count() -
                       nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-  // Of very many ranks fewer each: one process gathers them all.
+  // With very many ranks fewer entries of each: one process gathers them all.
   const auto most = std::clamp(kMostFlights / static_cast<std::size_t>(board_size_), std::size_t{100},
                                std::size_t{FlightRing::kKept});
   for (const auto& [rank, state] : ranks_) {
@@ -253,7 +255,7 @@ void Agent::Loop::look_at_stops() {
   }
   for (auto& connection : connections_)
     if (connection.here && connection.pid != 0 && connection.pid != ::getpid()) {
-      // One that writes its core keeps its connection and its lock until that is done.
+      // A process that writes its core keeps its connection and its lock until that is done.
       if (auto process = control::look_at(connection.pid); process && process->ending)
         gone(connection);
       else
@@ -273,7 +275,7 @@ void Agent::Loop::look_at(int rank, int pid, const std::optional<ProcessState>& 
   const bool traced = process && process->state == 't', stopped = process && process->state == 'T';
   if (!traced && !stopped) {
     if (state.stopped && state.told)
-      options_.say(fmt::format("rank {} (pid {}) goes on after {:.1f} s", rank, pid,
+      options_.say(fmt::format("rank {} (pid {}) resumed after {:.1f} s", rank, pid,
                                std::chrono::duration<double>(now - *state.stopped).count()));
     state.stopped.reset();
     state.told = false;
@@ -282,10 +284,10 @@ void Agent::Loop::look_at(int rank, int pid, const std::optional<ProcessState>& 
   if (!state.stopped) state.stopped = now;
   const auto since = now - *state.stopped;
   if (traced) {
-    // Breakpoints come and go: only one that lasts is worth a line.
+    // Breakpoints are short: only a long one is worth a line.
     if (!state.told && since >= milliseconds(500)) {
-      options_.say(fmt::format("rank {} (pid {}) is held by a debugger (pid {}): it is not ended", rank, pid,
-                               process->tracer));
+      options_.say(fmt::format("rank {} (pid {}) is held by a debugger (pid {}): it will not be killed", rank,
+                               pid, process->tracer));
       state.told = true;
     }
     return;
@@ -293,8 +295,8 @@ void Agent::Loop::look_at(int rank, int pid, const std::optional<ProcessState>& 
   const auto grace = options_.stop_grace;
   if (!state.told)
     options_.say(
-        fmt::format("rank {} (pid {}) is stopped (SIGSTOP): it is ended in {:.1f} s unless it goes on", rank,
-                    pid, std::chrono::duration<double>(grace).count()));
+        fmt::format("rank {} (pid {}) is stopped (SIGSTOP): it will be killed in {:.1f} s unless it resumes",
+                    rank, pid, std::chrono::duration<double>(grace).count()));
   state.told = true;
   if (since < grace) return;
   Ended ended{.pid = pid, .status = {}, .signal = SIGKILL};

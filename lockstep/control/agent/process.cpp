@@ -15,7 +15,7 @@
 
 namespace lockstep::control {
 
-// With plain calls: a process that ends between open and read is an error that streams throw.
+// With plain system calls: streams throw if the process ends between open and read.
 std::string proc_text(int pid, const char* file) {
   const int fd = ::open(fmt::format("/proc/{}/{}", pid, file).c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return {};
@@ -41,7 +41,7 @@ bool has_active_thread(int pid) {
     if (stat.compare(begin + 1, 9, "lockstep-") == 0) continue;
     const char state = stat[close + 2];
     if (state == 'R' || state == 'D') return true;
-    const auto waits_in = file("wchan");  // a function of the kernel; "0" where it is secret
+    const auto waits_in = file("wchan");  // A kernel function; "0" if it is hidden.
     const auto idle = {"0",           "futex_",  "poll_",    "do_poll",
                        "do_sys_poll", "ep_poll", "do_epoll", "do_sigtimedwait"};
     if (!waits_in.empty() &&
@@ -53,14 +53,14 @@ bool has_active_thread(int pid) {
 
 std::optional<ProcessState> look_at(int pid) {
   const std::string text = proc_text(pid, "stat");
-  const auto name_begin = text.find('('), name_end = text.rfind(')');  // the name may hold brackets too
+  const auto name_begin = text.find('('), name_end = text.rfind(')');  // The name may contain brackets too.
   if (name_begin == std::string::npos || name_end == std::string::npos) return std::nullopt;
   std::istringstream fields(text.substr(name_end + 1));
   ProcessState process;
   process.name = text.substr(name_begin + 1, name_end - name_begin - 1);
   fields >> process.state;
-  constexpr int kParent = 4, kFlags = 9, kStart = 22,
-                kExitCode = 52;  // counted as proc(5) does; the state is the third
+  // Field numbers as in proc(5); the state is the third.
+  constexpr int kParent = 4, kFlags = 9, kStart = 22, kExitCode = 52;
   constexpr unsigned long kExiting = 0x4;
   std::string field;
   for (int number = kParent; number <= kExitCode && fields >> field; ++number) {
@@ -71,8 +71,8 @@ std::optional<ProcessState> look_at(int pid) {
   }
   const bool held = process.state == 'T' || process.state == 't';
   if (process.state == 'Z' || process.state == 'X') process.ending = true;
-  // Some thread of it may be ending already, or it writes its core: then the code is there (of one that is
-  // held it is the signal that stopped it).
+  // Some thread may already be ending, or the process writes its core: then the exit code is set. (For a
+  // stopped process it is the signal that stopped it.)
   if (!held && process.code != 0) process.ending = true;
   if (process.state == 't') {
     const auto status = proc_text(pid, "status");

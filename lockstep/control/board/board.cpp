@@ -13,16 +13,16 @@
 namespace lockstep::control {
 namespace {
 
-constexpr std::int64_t kDay = 24 * 3600 * 1000;  // in ms; waits and looks back end there
+constexpr std::int64_t kDay = 24 * 3600 * 1000;  // In ms; waits and ages are capped there.
 
-// To a few milliseconds, which is what it takes to tell a wait; a finer clock costs several times as much.
+// Coarse, to a few milliseconds: sufficient for waits, and several times cheaper than a finer clock.
 std::int64_t now_ms() {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
   return static_cast<std::int64_t>(now.tv_sec) * 1000 + now.tv_nsec / 1'000'000;
 }
 
-// How long a thread waits inside a step, which may take no longer than that.
+// Precise: for waits inside a step, which may last less than the coarse clock's resolution.
 std::int64_t now_ns() {
   timespec now{};
   ::clock_gettime(CLOCK_MONOTONIC, &now);
@@ -33,7 +33,7 @@ std::int64_t time_since(std::int64_t then, std::int64_t now) {
   return then < 0 || then > now ? 0 : std::min(now - then, kDay);
 }
 
-// -1 is "none" everywhere.
+// -1 means "none" everywhere.
 template <typename T>
 T number_or_none(T value) {
   return std::max<T>(value, -1);
@@ -49,12 +49,12 @@ std::string text(const char (&from)[N]) {
 // Not in the unnamed namespace: Board::Page, which has linkage, contains these.
 namespace board {
 
-// What every operation changes.
+// The part that every operation changes.
 struct State {
   std::int64_t sequence, waits_for;
   std::int64_t changed_ms, waits_since_ms;
   std::int32_t peer;
-  std::uint8_t used, retired, message, running;  // no bool: the reader may find any value there
+  std::uint8_t used, retired, message, running;  // Not bool: the reader may find any value there.
 };
 
 struct Line {
@@ -63,12 +63,13 @@ struct Line {
   char group[40], operation[sizeof CallTexts::operation], site[sizeof CallTexts::site];
 };
 
-// The rank writes, the agent reads: a version that is odd while something is being written. Every word is
-// released and acquired, so that whoever sees a new one sees the odd version too.
+// A seqlock written by the rank and read by the agent: the version is odd during a write. Every word is
+// stored with release and loaded with acquire, so that a reader that sees a new word also sees the odd
+// version.
 class VersionedLine {
  public:
-  template <typename T>  // Line, or the State that it begins with
-  T get() const {        // by the only writer
+  template <typename T>  // Line, or the State at its beginning
+  T get() const {        // For the only writer.
     static_assert(sizeof(T) % 8 == 0);
     T value;
     std::uint64_t words[sizeof(T) / 8];
@@ -76,7 +77,7 @@ class VersionedLine {
     std::memcpy(&value, words, sizeof value);
     return value;
   }
-  std::optional<Line> read() const {  // nothing while it is being written
+  std::optional<Line> read() const {  // nullopt during a write
     const auto before = version_.load(std::memory_order_acquire);
     Line line;
     std::uint64_t words[kWords];
@@ -91,7 +92,7 @@ class VersionedLine {
     std::memcpy(words, &value, sizeof value);
     const auto version = version_.load(std::memory_order_relaxed);
     version_.store(version + 1, std::memory_order_relaxed);
-    // Most stay as they are: a rank that does the same again changes a number and a time.
+    // Most words are unchanged: a rank that repeats a call changes a number and a time.
     for (std::size_t i = 0; i < std::size(words); ++i)
       if (words_[i].load(std::memory_order_relaxed) != words[i])
         words_[i].store(words[i], std::memory_order_release);
@@ -110,24 +111,25 @@ using namespace board;
 struct Board::Page {
   pthread_mutex_t alive;
   std::atomic<std::int64_t> step, committed;
-  std::atomic<std::int32_t> threads, blocked;  // that issue operations; of these, in a wait
+  // Threads that issue operations, and how many of these are in a wait.
+  std::atomic<std::int32_t> threads, blocked;
   StepRecord progress;
   VersionedLine lines[Board::kLines];
 };
 
-// Of each rank: its page, then its ring.
+// Layout of each rank's part: its page, then its ring.
 constexpr std::size_t kPage = 8192;
 constexpr std::size_t kShare = kPage + (sizeof(FlightRing) + 4095) / 4096 * 4096;
 static_assert(sizeof(Board::Page) <= kPage);
 
 Board::Board(int num_ranks) : fd_(::memfd_create("lockstep board", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
   if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
-  // Sparse: only pages that a rank of this host uses are ever there.
+  // Sparse: only pages used by ranks of this host are allocated.
   if (::ftruncate(fd_, static_cast<off_t>(kShare) * num_ranks) != 0 ||
       ::fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const int error = errno;
     ::close(fd_);
-    throw std::system_error(error, std::generic_category(), "the board of the ranks");
+    throw std::system_error(error, std::generic_category(), "cannot create the ranks' board");
   }
   map(num_ranks);
 }
@@ -140,7 +142,7 @@ void Board::map(int num_ranks) {
   if (memory == MAP_FAILED) {
     const int error = errno;
     ::close(fd_);
-    throw std::system_error(error, std::generic_category(), "the board of the ranks");
+    throw std::system_error(error, std::generic_category(), "cannot map the ranks' board");
   }
   memory_ = static_cast<char*>(memory);
 }
@@ -187,12 +189,12 @@ std::optional<bool> Board::holder_died(int rank, std::chrono::milliseconds limit
   if (result == ETIMEDOUT) return std::nullopt;
   if (result == EOWNERDEAD) ::pthread_mutex_consistent(&alive);
   if (result == 0 || result == EOWNERDEAD) ::pthread_mutex_unlock(&alive);
-  // Anything else is a lock that was written over: the end of the connection tells.
+  // Any other result means that the lock was overwritten; then the connection's end reports the rank's end.
   return result == EOWNERDEAD || result == ENOTRECOVERABLE;
 }
 
-// Any byte of a page may be wrong, by a stray write of the program that it belongs to: the agent and the
-// other ranks must not suffer from that.
+// Any byte of a page may be wrong, through a stray write of the rank's program. The agent and the other ranks
+// must tolerate that.
 Rows Board::rows(int rank) const {
   const Page& page = this->page(rank);
   Rows rows;
@@ -203,7 +205,7 @@ Rows Board::rows(int rank) const {
   const auto now = now_ms();
   for (const auto& versioned : page.lines) {
     const auto found = versioned.read();
-    if (!found || found->state.used == 0) continue;  // being written this moment: the next look will see it
+    if (!found || found->state.used == 0) continue;  // Being written; the next look will see it.
     const Line& line = *found;
     Row row;
     row.key = line.key;
@@ -231,7 +233,7 @@ Rows Board::rows(int rank, std::uint64_t& seen) const {
   return rows;
 }
 
-// Counts the calling thread among those that issue operations, as long as it lives.
+// Counts the calling thread among those that issue operations, until the thread ends.
 class StatusWriter::ThreadMark {
  public:
   ~ThreadMark() { clear(); }
@@ -248,7 +250,7 @@ class StatusWriter::ThreadMark {
 
  private:
   void clear() {
-    // In a child of fork() the page is its parent's.
+    // In a child of fork() the page belongs to the parent.
     const auto board = board_.lock();
     if (board && ::getpid() == process_) threads_->fetch_sub(1, std::memory_order_relaxed);
   }
@@ -316,7 +318,7 @@ void StatusWriter::write(int line, F change) {
 
 int StatusWriter::add_line(std::int64_t key, std::string_view group, bool messages) {
   std::lock_guard lock(mutex_);
-  // One whose group is gone is of use to others until its place is needed: the one that is longest unchanged.
+  // A retired group's line stays readable until its place is needed: reuse the one unchanged for longest.
   int free = -1;
   std::int64_t oldest = std::numeric_limits<std::int64_t>::max();
   for (int i = 0; i < Board::kLines; ++i) {
@@ -360,7 +362,7 @@ FlightRing::Ticket StatusWriter::began(int line, const Begun& begun, const CallT
 }
 
 void StatusWriter::ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool failed) {
-  const auto now = in_ns(std::chrono::steady_clock::now());  // the same clock, finer
+  const auto now = in_ns(std::chrono::steady_clock::now());  // The same clock, finer.
   std::lock_guard lock(mutex_);
   if (watch_.is_of_this_thread() && watch_.is_waiting()) watch_.waited(now);
   write<State>(line, [&](State& each) {
@@ -375,7 +377,7 @@ void StatusWriter::ended(int line, std::int64_t sequence, FlightRing::Ticket tic
 void StatusWriter::waits(int line, std::int64_t sequence) {
   const auto now = now_ms();
   std::lock_guard lock(mutex_);
-  if (watch_.is_of_this_thread()) watch_.waits(now_ns());  // also of a group for which there is no line
+  if (watch_.is_of_this_thread()) watch_.waits(now_ns());  // Also for a group without a line.
   write<State>(line, [&](State& each) {
     each.waits_for = sequence;
     each.waits_since_ms = now;

@@ -1,8 +1,9 @@
-// Some shared memory for each rank, from the agent of its host: a page that says where the rank is (step,
-// operation, what it waits for) and a ring of its last operations, written without a system call and read by
-// the agent; and a lock that the rank holds as long as it lives. The kernel gives that lock up before it
-// frees the memory of a process that ends, so a death is known at once at any size: a rank of 4 GiB was
-// noticed after 0.2 ms; by the end of its connection, or by waiting for it, after 280.
+// Shared memory for each rank, provided by the agent of its host. A page shows where the rank is (step,
+// operation, what it waits for), and a ring holds its last operations; the rank writes both without a system
+// call, and the agent reads them. A lock is held by the rank as long as it lives. The kernel releases the
+// lock before it frees the memory of an ending process, so a death is known at once whatever the process's
+// size: with 4 GiB after 0.2 ms, compared with 280 ms by the end of its connection or by waiting for the
+// process.
 #pragma once
 
 #include <pthread.h>
@@ -24,12 +25,12 @@ namespace lockstep::control {
 
 class Board {
  public:
-  // Lines of a page: groups beyond them are not on it.
+  // Number of lines on a page: further groups are not shown.
   static constexpr int kLines = 28;
 
-  // The agent's: makes it, for ranks 0 to num_ranks - 1. Throws std::system_error.
+  // For the agent: creates the board for ranks 0 to num_ranks - 1. Throws std::system_error.
   explicit Board(int num_ranks);
-  // A rank's: maps what the agent handed over; takes the descriptor.
+  // For a rank: maps the descriptor received from the agent and takes ownership of it.
   Board(int fd, int num_ranks);
   ~Board();
   Board(const Board&) = delete;
@@ -37,17 +38,18 @@ class Board {
 
   int fd() const { return fd_; }
 
-  // The agent, before it hands the board to a rank: as if nobody had used it.
+  // For the agent: resets a rank's part before handing the board to the rank.
   void prepare(int rank);
-  // The rank: holds the lock from here on; the calling thread must live as long as the process does.
+  // For the rank: acquires the lock. The calling thread must live as long as the process.
   bool hold(int rank);
   void let_go(int rank);
-  // The agent: until the holder has ended (true), has let go (false), or the time is over (nothing).
+  // For the agent: waits until the holder has ended (true) or released the lock (false), or until the limit
+  // (nullopt).
   std::optional<bool> holder_died(int rank, std::chrono::milliseconds limit);
 
   Rows rows(int rank) const;
   FlightLog flight(int rank) const { return ring(rank).read(); }
-  // And how its steps went, but for those that `seen` counts.
+  // Also the rank's step times, except for the first `seen` ones.
   Rows rows(int rank, std::uint64_t& seen) const;
 
   struct Page;
@@ -62,26 +64,26 @@ class Board {
   char* memory_ = nullptr;
 };
 
-// A rank's pen. Any thread.
+// Writes a rank's page and ring. Thread-safe.
 class StatusWriter {
  public:
   StatusWriter(std::shared_ptr<Board> board, int rank);
 
   void step(std::int64_t step);
   std::int64_t step() const;
-  void committed();  // a checkpoint is on disk that holds all steps so far
+  void committed();  // A checkpoint with all steps so far is on disk.
   void metric(std::string_view name, double value, std::int64_t step);
-  // A line for each group (collectives and messages apart); -1 when there is no more room.
+  // Adds a line for a group (collectives and messages separately). Returns -1 if there is no room.
   int add_line(std::int64_t key, std::string_view group, bool messages);
   void drop_line(int line);
   FlightRing::Ticket began(int line, const Begun& begun, const CallTexts& texts);
-  // And so has a wait for it.
+  // Also ends a wait for the operation.
   void ended(int line, std::int64_t sequence, FlightRing::Ticket ticket, bool failed);
-  // While it lives, the calling thread is blocked until an operation has ended. Counts only where the thread
-  // issues operations, too.
+  // While it exists, the calling thread counts as blocked in an operation. Counts only if the thread also
+  // issues operations.
   class Blocked {
    public:
-    explicit Blocked(StatusWriter* writer);  // null: nothing
+    explicit Blocked(StatusWriter* writer);  // null: no-op
     ~Blocked();
     Blocked(const Blocked&) = delete;
     Blocked& operator=(const Blocked&) = delete;
@@ -96,9 +98,9 @@ class StatusWriter {
   class ThreadMark;
   static ThreadMark& thread_mark();
   template <typename What, typename F>
-  void write(int line, F change);  // under the mutex
+  void write(int line, F change);  // Holds the mutex.
 
-  const std::uint64_t number_;  // of no other StatusWriter of this process
+  const std::uint64_t number_;  // Unique among the StatusWriters of this process.
   const std::shared_ptr<Board> board_;
   Board::Page& page_;
   FlightRing& ring_;

@@ -1,5 +1,5 @@
-// The flight record: the last operations of all ranks of a job, and how they ended. Gathered by the agents
-// when the ranks have ended and not all is well, and brought together by the head.
+// The flight record: the last operations of all ranks of a job, and how the ranks ended. After a failure the
+// agents gather it when the ranks have ended, and the coordinator merges it.
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,10 @@ namespace lockstep::control {
 struct RankFlight {
   int pid = 0;
   std::optional<Ended> ended = {};
-  std::string error = {};  // that it told of: an exception, an operation that failed
-  FlightLog log = {};      // times are nanoseconds since 1970, so that hosts can be compared
+  std::string error = {};  // Reported by the rank: an exception, or a failed operation.
+  FlightLog log = {};      // Times are nanoseconds since 1970, so that hosts can be compared.
 
-  // As many of the last operations as that, and as a frame has room for.
+  // Encodes at most that many of the last operations, and no more than a frame holds.
   std::string encode(std::size_t most = FlightRing::kKept) const;
   static RankFlight decode(std::string_view payload);
 };
@@ -29,8 +29,8 @@ struct RankFlight {
 struct FlightRecord {
   int attempt = 0, world_size = 0;
   std::optional<Failure> failure = {};
-  std::map<std::int64_t, GroupMade> groups = {};  // by key; those that were gone long ago are not known
-  std::map<int, RankFlight> ranks = {};           // that were heard from
+  std::map<std::int64_t, GroupMade> groups = {};  // By key; groups that ended long ago are missing.
+  std::map<int, RankFlight> ranks = {};           // The ranks that reported.
 };
 
 }  // namespace lockstep::control

@@ -7,12 +7,12 @@
 namespace lockstep::control {
 namespace {
 
-// Of the clock, and so that it can be counted from 1970 as well.
+// Latest time of the monotonic clock that can also be expressed since 1970.
 constexpr std::int64_t kLastNs = std::numeric_limits<std::int64_t>::max() / 2;
 
 constexpr std::uint64_t version_of(std::uint64_t ticket) { return 2 * ticket + 2; }
 
-// What goes into a file must be text: a byte that is none comes from a stray write.
+// Files must hold text: any other byte comes from a stray write.
 template <std::size_t N>
 std::string printable_text(const char (&from)[N]) {
   std::string found(from, ::strnlen(from, N));
@@ -38,12 +38,12 @@ FlightRing::Ticket FlightRing::begin(const Begun& begun, const CallTexts& texts,
   std::uint64_t words[kWords];
   std::memcpy(words, &record, sizeof record);
   slot.version.store(version_of(ticket) - 1, std::memory_order_relaxed);
-  // Released, so that whoever sees a new word sees the odd version too.
+  // Released, so that a reader that sees a new word also sees the odd version.
   slot.end.store(0, std::memory_order_release);
   for (std::size_t i = 0; i < kWords; ++i) slot.words[i].store(words[i], std::memory_order_release);
   slot.version.store(version_of(ticket), std::memory_order_release);
   next_.store(ticket + 1, std::memory_order_release);
-  // The next one has long left the cache by the time it is needed.
+  // Prefetch the next slot, which has left the cache by the time it is needed.
   const Slot& following = slots_[(ticket + 1) % kSlots];
   for (std::size_t at = 0; at < sizeof(Slot); at += 64)
     __builtin_prefetch(reinterpret_cast<const char*>(&following) + at, 1);
@@ -53,7 +53,8 @@ FlightRing::Ticket FlightRing::begin(const Begun& begun, const CallTexts& texts,
 void FlightRing::end(Ticket ticket, std::int64_t now_ns, bool failed) noexcept {
   if (ticket == kNone) return;
   Slot& slot = slots_[ticket % kSlots];
-  if (slot.version.load(std::memory_order_relaxed) != version_of(ticket)) return;  // another has its place
+  // The slot has been reused.
+  if (slot.version.load(std::memory_order_relaxed) != version_of(ticket)) return;
   slot.end.store(failed ? -now_ns : now_ns, std::memory_order_release);
 }
 

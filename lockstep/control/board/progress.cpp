@@ -9,16 +9,16 @@
 namespace lockstep::control {
 namespace {
 
-// What is told at a time takes half as long, or more. A cgroup that slows a rank down does so in periods of
-// 100 ms: less than that tells nothing. And agents look every 100 ms, those of several hosts at different
-// moments: the last 16 of all ranks overlap.
+// A report covers at least half of this time. A cgroup throttles a rank in periods of 100 ms, so less says
+// nothing. And agents look every 100 ms, at different moments on different hosts: the last 16 reports of all
+// ranks overlap.
 constexpr std::int64_t kTogether = 128'000'000;
-constexpr std::int64_t kOverdue = 4 * kTogether;  // numbers that are no multiples of anything
-// From here on a step that takes twice as long as usual is told by itself.
+constexpr std::int64_t kOverdue = 4 * kTogether;  // For step numbers that are multiples of nothing.
+// From this time on, a step that takes twice as long as usual is reported by itself.
 constexpr std::int64_t kTellsByItself = kTogether / 8;
 
-// Names that are too long lose their middle: "evaluation/accuracy/top1" and ".../top5" stay two. No half
-// characters.
+// Shortens a long name in the middle, so that "evaluation/accuracy/top1" and ".../top5" stay distinct. Does
+// not split characters.
 std::string shortened(std::string_view name, std::size_t most) {
   if (name.size() <= most) return std::string(name);
   const auto continues = [&](std::size_t at) {
@@ -32,7 +32,7 @@ std::string shortened(std::string_view name, std::size_t most) {
 
 }  // namespace
 
-// A reader that finds a word of what is written over the entry then finds that count too, and leaves it out.
+// A reader that finds a word of the next write in the entry also finds the new count, and skips the entry.
 void StepRecord::add(const StepTime& time) {
   const auto count = count_.load(std::memory_order_relaxed);
   Time& place = times_[count % kTimes];
@@ -45,7 +45,7 @@ void StepRecord::add(const StepTime& time) {
 
 std::vector<StepTime> StepRecord::times(std::uint64_t& seen) const {
   const auto count = count_.load(std::memory_order_acquire);
-  if (seen > count) seen = 0;  // the page of another process
+  if (seen > count) seen = 0;  // The page now belongs to another process.
   const auto first = std::max(seen, count - std::min<std::uint64_t>(count, kTimes));
   std::vector<StepTime> times;
   for (auto i = first; i < count; ++i) {
@@ -57,7 +57,8 @@ std::vector<StepTime> StepRecord::times(std::uint64_t& seen) const {
     time.waited_us = place.waited_us.load(std::memory_order_acquire);
     times.push_back(time);
   }
-  // Those that may have been written over meanwhile: of a full ring also the first, before the count tells.
+  // Entries that may have been overwritten meanwhile: of a full ring also the first, before the count
+  // changes.
   const auto after = count_.load(std::memory_order_relaxed);
   const auto intact = after >= kTimes ? after - kTimes + 1 : 0;
   if (intact > first)
@@ -65,7 +66,7 @@ std::vector<StepTime> StepRecord::times(std::uint64_t& seen) const {
                                                    std::min<std::uint64_t>(intact - first, times.size())));
   seen = count;
   constexpr std::int64_t kMost = std::int64_t{1} << 50;
-  for (StepTime& time : times) {  // a stray write of the program may have been here
+  for (StepTime& time : times) {  // Guards against a stray write of the program.
     time.step = std::max<std::int64_t>(time.step, -1);
     time.steps = std::clamp<std::int64_t>(time.steps, 1, kMost);
     time.took_us = std::clamp<std::int64_t>(time.took_us, 0, kMost);

@@ -15,14 +15,16 @@ int Coordinator::add_node(const NodeHello& hello) {
   int node = hello.node;
   if (options_.launches) {
     if (hello.num_nodes != options_.num_nodes)
-      throw ConfigError(fmt::format("hosts disagree on --nnodes: it is {} on node 0 and {} on node {}",
+      throw ConfigError(fmt::format("--nnodes differs between hosts: {} on node 0 and {} on node {}",
                                     options_.num_nodes, hello.num_nodes, node));
     if (node < 0 || node >= options_.num_nodes)
-      throw ConfigError(fmt::format("--node-rank {} is not allowed: with --nnodes {} it is from 0 to {}",
-                                    node, options_.num_nodes, options_.num_nodes - 1));
+      throw detail::bad_value(
+          "--node-rank",
+          fmt::format("an integer from 0 to {} with --nnodes {}", options_.num_nodes - 1, options_.num_nodes),
+          std::to_string(node));
     if (nodes_.contains(node))
       throw ConfigError(
-          fmt::format("two hosts have --node-rank {}: {} and {}; each needs its own, from 0 to {}", node,
+          fmt::format("two hosts have --node-rank {}: {} and {}; give each host its own, from 0 to {}", node,
                       nodes_[node].address, hello.address, options_.num_nodes - 1));
   } else {
     node = nodes_.empty() ? 0 : nodes_.rbegin()->first + 1;
@@ -90,10 +92,10 @@ void Coordinator::node_lost(int node, bool closed, const std::string& why) {
 
 void Coordinator::receive(int node, const Frame& frame) {
   auto rank = [&] {
-    if (frame.rank < 0 || frame.rank >= kMostRanks) throw FrameError("a message names no rank");
+    if (frame.rank < 0 || frame.rank >= kMostRanks) throw FrameError("a message without a rank");
     return frame.rank;
   };
-  // A second process of a rank may have spoken before it heard that it is refused.
+  // A second process with the same rank may have sent messages before it learned that it was refused.
   if (auto known = ranks_.find(frame.rank); frame.kind != Kind::hello && known != ranks_.end() &&
                                             known->second.node >= 0 && known->second.node != node)
     return;
@@ -128,9 +130,9 @@ void Coordinator::receive(int node, const Frame& frame) {
       };
       return store_.handle(who, StoreRequest::decode(frame.payload), answer, frame.id);
     }
-    case Kind::missing: {  // somebody has waited long enough: all are told who is to blame
+    case Kind::missing: {  // A rank's join timeout has passed: report the missing ranks to all.
       if (auto who = ranks_.find(rank()); who != ranks_.end() && who->second.welcomed)
-        return;  // the last one came meanwhile, and the welcome is on its way
+        return;  // The last rank joined meanwhile, and the welcome is on its way.
       Failure failure;
       failure.cause = missing_text();
       return fail(std::move(failure));
@@ -152,7 +154,8 @@ void Coordinator::receive(int node, const Frame& frame) {
       if (options_.launches && ranks_.contains(rank())) flights_[rank()] = RankFlight::decode(frame.payload);
       return;
     default:
-      throw FrameError(fmt::format("the head was sent a message of kind {}", static_cast<int>(frame.kind)));
+      throw FrameError(
+          fmt::format("the coordinator received a message of kind {}", static_cast<int>(frame.kind)));
   }
 }
 
@@ -160,7 +163,7 @@ void Coordinator::hello(int node, std::uint32_t from, const Hello& hello) {
   auto refuse_it = [&](std::string text) {
     ports_.send(node, {.kind = Kind::refused, .rank = hello.rank, .id = from, .payload = std::move(text)});
   };
-  // A job that has begun is not disturbed by one that comes late.
+  // A running job is not disturbed by a process that joins late.
   auto contradicts = [&](std::string text) {
     if (has_begun()) return refuse_it(std::move(text));
     came_.emplace(hello.host, hello.pid);
@@ -173,17 +176,18 @@ void Coordinator::hello(int node, std::uint32_t from, const Hello& hello) {
   if (size_ == 0) size_ = hello.size;
   if (hello.size != size_)
     return contradicts(
-        fmt::format("ranks disagree on WORLD_SIZE: it is {} on rank {} and {} for those before it",
-                    hello.size, hello.rank, size_));
+        fmt::format("ranks disagree on WORLD_SIZE: {} on rank {}, and {} on the ranks before it", hello.size,
+                    hello.rank, size_));
   if (auto other = ranks_.find(hello.rank); other != ranks_.end() && other->second.here) {
     const Hello& card = *other->second.card;
     return contradicts(fmt::format(
-        "two processes have RANK={}: process {} on {} and process {} on {}; each needs its own, from 0 to {}",
+        "two processes have RANK={}: process {} on {} and process {} on {}; give each its own, from 0 to {}",
         hello.rank, card.pid, card.host, hello.pid, hello.host, size_ - 1));
   }
   if (options_.launches && hello.attempt != attempt_)
-    return refuse_it(fmt::format("this process is of attempt {} of the job, which is at attempt {}",
-                                 hello.attempt, attempt_));
+    return refuse_it(
+        fmt::format("this process belongs to attempt {} of the job, but the job is at attempt {}",
+                    hello.attempt, attempt_));
   for (const auto& [number, other] : ranks_)
     if (other.card && other.card->version != hello.version)
       return contradicts(
@@ -241,7 +245,7 @@ void Coordinator::all_came() {
     }
 }
 
-// Somebody is in its World.
+// True if some rank is in its World.
 bool Coordinator::has_begun() const {
   return std::any_of(ranks_.begin(), ranks_.end(),
                      [](const auto& each) { return each.second.here && each.second.welcomed; });
@@ -258,7 +262,7 @@ std::string Coordinator::missing_text() const {
     auto rank = ranks_.find(r);
     (rank != ranks_.end() && rank->second.here ? here : missing).push_back(r);
   }
-  return fmt::format("of {} ranks (WORLD_SIZE) these did not come: {}; these did: {}", size_,
+  return fmt::format("of {} ranks (WORLD_SIZE) these did not join: {}; these did: {}", size_,
                      fmt::join(missing, ", "), fmt::join(here, ", "));
 }
 
@@ -276,7 +280,7 @@ void Coordinator::tick(Clock::time_point now) {
       if (!nodes_.contains(number)) missing.push_back(number);
     finish({.status = 1,
             .why = fmt::format(
-                "of {} hosts (--nnodes) these did not come in {:.1f} s: {}", options_.num_nodes,
+                "of {} hosts (--nnodes) these did not join within {:.1f} s: {}", options_.num_nodes,
                 std::chrono::duration<double>(options_.join_timeout).count(), fmt::join(missing, ", "))});
   }
   if (start_at_ && now >= *start_at_) start();

@@ -1,4 +1,4 @@
-// How ranks and the job end: who is to blame, when all stop, whether to start again.
+// How ranks and the job end: which rank is to blame, when all ranks stop, whether to restart.
 #include <signal.h>
 
 #include <algorithm>
@@ -13,9 +13,9 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// A rank that failed in an operation was most likely failed by another, whose end is known in a moment.
+// A rank that failed in an operation was most likely failed by a peer, whose end will be known in a moment.
 constexpr milliseconds kSuspicion(500);
-// Before another attempt: twice as long each time, so that a job that fails at once does not spin.
+// Delay before a restart. It doubles each time, so that a job that fails at once does not spin.
 constexpr milliseconds kFirstPause(100), kLongestPause(5000);
 
 int status_of(const Ended& ended) {
@@ -38,16 +38,16 @@ void Coordinator::fault(int number, const Fault& fault) {
   if (fault.kind == Fault::Kind::comm || fault.kind == Fault::Kind::uncaught_comm) {
     rank.comm_fault = fault.text;
     rank.comm_fault_at = Clock::now();
-    // It waits for the verdict before it ends.
+    // The rank waits for the verdict before it ends.
     if (fault.kind == Fault::Kind::uncaught_comm && !failure_ && !suspicion_)
       suspicion_ = {failure_of(number, "threw: " + fault.text), Clock::now()};
     return;
   }
-  // Ranks that throw at the same time: an exception that differs from the first is worth a line.
+  // Several ranks may throw at the same time: an exception that differs from the first one is worth a line.
   if (failure_ && options_.launches && fault.kind == Fault::Kind::exception && failure_->rank != number &&
       failure_->cause != "threw: " + fault.text)
-    ports_.say(fmt::format("rank {}{} threw, too: {}", number, pid_text(number), fault.text));
-  // Most likely the same exception: its end tells. Who caught that one has moved on.
+    ports_.say(fmt::format("rank {}{} threw as well: {}", number, pid_text(number), fault.text));
+  // Most likely the same exception, and the rank's end will tell. A rank that caught it has moved on.
   if (rank.comm_fault && Clock::now() - rank.comm_fault_at < kSuspicion) return;
   fail(failure_of(number, fault.kind == Fault::Kind::exception ? "threw: " + fault.text
                                                                : "leaves the job because of an exception"));
@@ -57,7 +57,7 @@ void Coordinator::rank_ended(int number, const Ended& ended) {
   Rank& rank = ranks_[number];
   if (failure_ && failure_->rank == number && (ended.status || ended.signal))
     failure_->status = status_of(ended);
-  // A script may fail though the program that it started did not.
+  // A script may fail although the program that it started did not.
   if (rank.ended && !(rank.ended->clean() && !ended.clean())) return;
   rank.ended = ended;
   const bool was_here = std::exchange(rank.here, false);
@@ -67,7 +67,7 @@ void Coordinator::rank_ended(int number, const Ended& ended) {
   if (failure_) return;
   if (stop_signal_ && (ended.clean() || ended.signal == stop_signal_)) return;
   if (ended.clean()) {
-    // Where nobody else is left, it harms nobody.
+    // Harmless if no other rank is left.
     const bool others =
         std::any_of(ranks_.begin(), ranks_.end(), [](const auto& each) { return each.second.here; });
     const bool awaited = others && !rank.card;
@@ -76,7 +76,7 @@ void Coordinator::rank_ended(int number, const Ended& ended) {
         std::any_of(rank.rows.rows.begin(), rank.rows.rows.end(), [](const Row& row) { return row.running; });
     if (awaited) return fail(failure_of(number, ended.text() + " before it joined"));
     if (amid) return fail(failure_of(number, ended.text() + " without leaving the job"));
-    return;  // whoever waits for it is told by look_at_waits
+    return;  // Ranks that wait for it are handled in look_at_waits.
   }
   auto failure = failure_of(number, ended.text());
   if (!rank.comm_fault || (ended.signal && ended.signal != SIGABRT && ended.signal != SIGTERM))
@@ -118,12 +118,12 @@ void Coordinator::stop(int signal) {
   if (stop_signal_ || finished_) return;
   stop_signal_ = signal;
   if (options_.launches && (size_ == 0 || start_at_))
-    return finish({.status = 128 + signal});  // nothing runs
+    return finish({.status = 128 + signal});  // Nothing is running.
   if (options_.launches) order_all(Stop{signal});
   broadcast({.kind = Kind::stop_prepare, .rank = -1});
 }
 
-// Each rank has told how often it was asked, and asks no further before it hears from us.
+// Decides once every rank has reported how often it was asked; ranks do not ask again before the decision.
 void Coordinator::decide_stop() {
   if (!stop_signal_ || stop_at_) return;
   std::int64_t highest = 0;
@@ -142,8 +142,8 @@ void Coordinator::node_done(int node) {
     all_done();
 }
 
-// Whether this attempt saved a checkpoint after a step. The next one then begins further on, even where the
-// program counts its steps from 0 again: the same number is not the same place.
+// True if this attempt saved a checkpoint after a step. The next attempt then starts further on, even if the
+// program counts its steps from 0 again: the same step number is not the same point.
 bool Coordinator::has_committed() const {
   return std::any_of(ranks_.begin(), ranks_.end(), [](const auto& each) {
     const Rows& rows = each.second.rows;
@@ -156,7 +156,7 @@ void Coordinator::all_done() {
   const bool whole =
       std::none_of(nodes_.begin(), nodes_.end(), [](const auto& each) { return each.second.lost; });
   if (start_at_ && whole) return;
-  // Nobody else is left who could be to blame. Of ranks that were asked to stop nobody is.
+  // No other rank is left to blame. Ranks that were asked to stop are not to blame.
   if (!failure_ && suspicion_ && !stop_signal_) fail(suspicion_->first);
   tell_flight();
   Finish finish;
@@ -166,19 +166,19 @@ void Coordinator::all_done() {
     finish.status = failure_->status;
     if (last_failure_ && last_failure_->same_as(*failure_) && !has_committed() && !start_at_) {
       finish.why = fmt::format(
-          "attempts {} and {} came to the same end, so there is no other: {}; what stands before that point "
-          "is to be looked at",
+          "attempts {} and {} failed in the same way, so the job is not restarted: {}; check what the "
+          "program does before that point",
           attempt_ - 1, attempt_, failure_->text());
     } else if (attempt_ < options_.max_restarts && whole) {
       last_failure_ = failure_;
       ++attempt_;
       ports_.say(
-          fmt::format("starting again, attempt {} of {} after the first", attempt_, options_.max_restarts));
+          fmt::format("restarting: attempt {} of {} after the first", attempt_, options_.max_restarts));
       const auto pause = kFirstPause * (std::int64_t{1} << std::min(attempt_ - 1, 10));
       start_at_ = Clock::now() + std::min<milliseconds>(pause, kLongestPause);
       return;
     } else if (options_.max_restarts > 0) {
-      finish.why = !whole ? "a lost host cannot be started again from here"
+      finish.why = !whole ? "a lost host cannot be restarted from here"
                           : fmt::format("all {} restarts are used up", options_.max_restarts);
     }
   }

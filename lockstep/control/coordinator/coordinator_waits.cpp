@@ -1,5 +1,5 @@
-// Who waits for whom: who has left is a failure, who is merely slow is a line to the person. And whose steps
-// are longer than the others'.
+// Which rank waits for which: a wait for a rank that has left is a failure; a slow rank is reported in a
+// line. Also finds deadlocks, and ranks whose steps are longer than their peers'.
 #include <algorithm>
 #include <set>
 
@@ -14,13 +14,13 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// A collective that a rank which has left never came to: what it did before it left is known by then.
+// Minimum wait for a rank that left before reaching the collective: by then its earlier operations are known.
 constexpr std::int64_t kLeftMs = 300;
 constexpr std::chrono::seconds kForget(30);
-// How long ranks that wait for one another must stay as they are, and how often each must be seen so.
+// How long a deadlock must persist unchanged, and how often each of its ranks must be seen in it.
 constexpr std::chrono::seconds kDeadlock(1);
 constexpr std::int64_t kDeadlockLooks = 3;
-constexpr std::size_t kMostSides = 4;  // of a deadlock, that are shown
+constexpr std::size_t kMostSides = 4;  // Number of sides of a deadlock that are shown.
 constexpr std::int64_t kFirstTell = 1000, kLastTell = std::int64_t{1} << 40;
 
 std::string seconds(std::int64_t ms) { return fmt::format("{:.1f} s", static_cast<double>(ms) / 1000); }
@@ -35,7 +35,7 @@ std::string call_text(const Row& row, std::int64_t sequence) {
 
 }  // namespace
 
-// The operation that it is in, else the last one.
+// The operation that the rank is in, else its last one.
 std::string Coordinator::where(int number) const {
   auto rank = ranks_.find(number);
   if (rank == ranks_.end()) return {};
@@ -109,7 +109,7 @@ void Coordinator::look_at_waits(const std::vector<Wait>& all, Clock::time_point 
     return;
   }
   if (now < quiet_until_) return;
-  std::erase_if(told_, [&](const auto& told) {  // of waits that are over
+  std::erase_if(told_, [&](const auto& told) {  // Waits that have ended.
     return std::none_of(all.begin(), all.end(), [&](const Wait& wait) {
       return told.first == std::pair(wait.row->key, wait.row->waits_for);
     });
@@ -126,7 +126,7 @@ void Coordinator::look_at_waits(const std::vector<Wait>& all, Clock::time_point 
       for (const Row& row : found->second.rows.rows)
         if (row.sequence >= 0 && (since < 0 || row.since_ms < since)) since = row.since_ms;
     absent.push_back(fmt::format("rank {}{}, {}{}{}", number, pid_text(number),
-                                 place.empty() ? "which has begun no operation" : "last " + place,
+                                 place.empty() ? "no operation begun" : "last " + place,
                                  since >= 0 ? fmt::format(", {} ago", seconds(since)) : "",
                                  found != ranks_.end() && found->second.rows.step >= 0
                                      ? fmt::format(", step {}", found->second.rows.step)
@@ -136,15 +136,15 @@ void Coordinator::look_at_waits(const std::vector<Wait>& all, Clock::time_point 
       break;
     }
   }
-  ports_.say(fmt::format("rank {} has waited {} in {}; not there: {}", longest->rank,
+  ports_.say(fmt::format("rank {} has waited {} in {}; missing: {}", longest->rank,
                          seconds(longest->waited_ms), call_text(*longest->row, longest->row->waits_for),
                          fmt::join(absent, "; ")));
 }
 
-// The largest set of ranks of which none can go on: every thread that issues operations is blocked in a
-// collective to which another rank of the set has not come, and that one can issue nothing. What a rank has
-// issued and does not wait for counts as arrived. Whether a message has arrived is not known, so a rank that
-// waits for one is not in the set.
+// Returns the largest set of ranks that cannot continue: every thread that issues operations is blocked in a
+// collective that another rank of the set has not reached, and that rank can issue nothing. An operation that
+// a rank has issued without waiting for it counts as reached. Whether a message has arrived is not known, so
+// a rank that waits for a message is not in the set.
 Coordinator::Stuck Coordinator::deadlocked(const std::vector<Wait>& all) const {
   Stuck stuck;
   for (const Wait& wait : all)
@@ -153,7 +153,7 @@ Coordinator::Stuck Coordinator::deadlocked(const std::vector<Wait>& all) const {
     const Rows& rows = ranks_.at(each.first).rows;
     const auto waiting =
         std::count_if(rows.rows.begin(), rows.rows.end(), [](const Row& row) { return row.waits_for >= 0; });
-    // Each thread has a line of its own, and each of those waits for somebody.
+    // Each thread has its own line, and each line waits for a peer.
     return rows.threads == 0 || rows.blocked != rows.threads || waiting != rows.blocked ||
            waiting != static_cast<std::ptrdiff_t>(each.second.size());
   });
@@ -168,7 +168,7 @@ Coordinator::Stuck Coordinator::deadlocked(const std::vector<Wait>& all) const {
   return stuck;
 }
 
-// Whether that rank's page has room for the group, so that what it has begun there is known.
+// True if the rank's page has room for the group, so that what the rank has begun there is known.
 bool Coordinator::tells_of(int number, std::int64_t key) const {
   const auto& rows = ranks_.at(number).rows.rows;
   return rows.size() < Board::kLines || std::any_of(rows.begin(), rows.end(), [&](const Row& row) {
@@ -217,7 +217,7 @@ void Coordinator::look_at_deadlock(const std::vector<Wait>& all, Clock::time_poi
     deadlock_since_ = now;
   }
   if (deadlock_.empty() || now - deadlock_since_ < kDeadlock) return;
-  // A host that says nothing looks as if nothing changed there.
+  // A silent host looks as if nothing changed there.
   for (const StuckWait& each : deadlock_)
     if (ranks_.at(each.rank).looks < each.looks + kDeadlockLooks) return;
   fail(stuck.empty() ? failure_of(calls) : failure_of(stuck));
@@ -238,9 +238,9 @@ Failure Coordinator::failure_of(const Differing& calls) const {
   return failure;
 }
 
-// One cycle, from its lowest rank on.
+// Describes one cycle, starting at its lowest rank.
 Failure Coordinator::failure_of(const Stuck& stuck) const {
-  std::vector<std::pair<const Wait*, int>> path;  // each with the rank that it waits for
+  std::vector<std::pair<const Wait*, int>> path;  // Each with the rank that it waits for.
   for (int number = stuck.begin()->first;;) {
     const auto begin =
         std::find_if(path.begin(), path.end(), [&](const auto& each) { return each.first->rank == number; });
@@ -261,7 +261,7 @@ Failure Coordinator::failure_of(const Stuck& stuck) const {
   std::vector<std::string> sides;
   for (const auto& [wait, other] : path) {
     if (sides.size() == kMostSides && path.size() > kMostSides + 1) {
-      sides.push_back(fmt::format("and so on, over {} ranks", path.size()));
+      sides.push_back(fmt::format("and so on, {} ranks in all", path.size()));
       break;
     }
     sides.push_back(fmt::format("rank {}{} waits for rank {} in {}", wait->rank, pid_text(wait->rank), other,
@@ -271,7 +271,7 @@ Failure Coordinator::failure_of(const Stuck& stuck) const {
   failure.kind = CommError::Kind::mismatch;
   failure.cause = fmt::format("deadlock: {}", fmt::join(sides, "; "));
   if (stuck.size() > path.size())
-    failure.cause += fmt::format("; {} more cannot go on because of these", stuck.size() - path.size());
+    failure.cause += fmt::format("; {} more blocked by these", stuck.size() - path.size());
   failure.cause += ". Every rank must call the operations of its groups in the same order";
   return failure;
 }
@@ -298,8 +298,8 @@ void Coordinator::look_at_pace() {
   ports_.status(status);
 }
 
-// Pages have room for few groups that are gone; of one that is on none nobody can wait. Another may be so new
-// that nobody's page has told.
+// A page has room for only a few retired groups. No rank can wait in a group that is on no page, unless the
+// group is so new that no page has shown it yet.
 void Coordinator::forget_groups(Clock::time_point now) {
   forgets_at_ = now + kForget;
   for (const auto& [number, rank] : ranks_)

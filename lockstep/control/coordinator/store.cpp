@@ -12,8 +12,8 @@ namespace lockstep::control {
 namespace {
 
 constexpr std::size_t kMostKey = 4096, kMostKeys = 1 << 16;
-constexpr std::size_t kMostBytes = std::size_t{256} << 20;  // of all values and keys
-constexpr std::size_t kMostReply = kMostPayload - 4096;     // of the values that one answer holds
+constexpr std::size_t kMostBytes = std::size_t{256} << 20;  // Limit for all keys and values together.
+constexpr std::size_t kMostReply = kMostPayload - 4096;     // Limit for the values in one answer.
 
 void write_list(Writer& out, const std::vector<std::string>& list) {
   out.number(static_cast<std::int64_t>(list.size()));
@@ -22,7 +22,7 @@ void write_list(Writer& out, const std::vector<std::string>& list) {
 
 std::vector<std::string> read_list(Reader& in, std::size_t most_length) {
   std::vector<std::string> list;
-  // Not reserved: the number is only a claim.
+  // Not reserved: the count comes from the peer and may be wrong.
   for (auto left = in.number(0, kMostKeys); left > 0; --left) list.push_back(in.text(most_length));
   return list;
 }
@@ -34,16 +34,14 @@ void StoreRequest::check() const {
   for (const auto& key : keys) {
     bytes += sizeof(std::uint32_t) + key.size();
     if (key.size() > kMostKey)
-      throw Error(fmt::format("a key of {} bytes is not allowed in the store: at most {} are ({}...)",
-                              key.size(), kMostKey, key.substr(0, 64)));
+      throw Error(fmt::format("store: expected a key of at most {} bytes, got {} ({}...)", kMostKey,
+                              key.size(), key.substr(0, 64)));
   }
   for (const auto& value : values) bytes += sizeof(std::uint32_t) + value.size();
   if (keys.size() > kMostKeys)
-    throw Error(fmt::format("{} keys in one request to the store are not allowed: at most {} are",
-                            keys.size(), kMostKeys));
+    throw Error(fmt::format("store: expected at most {} keys in a request, got {}", kMostKeys, keys.size()));
   if (bytes > kMostReply)
-    throw Error(
-        fmt::format("a request of {} bytes to the store is not allowed: at most {} are", bytes, kMostReply));
+    throw Error(fmt::format("store: expected a request of at most {} bytes, got {}", kMostReply, bytes));
 }
 
 std::string StoreRequest::encode() const {
@@ -80,7 +78,8 @@ StoreRequest StoreRequest::decode(std::string_view payload) {
     }
     return false;
   }();
-  if (!fits) throw FrameError(fmt::format("a request to the store has {} keys and {} values", keys, values));
+  if (!fits)
+    throw FrameError(fmt::format("malformed request to the store: {} keys and {} values", keys, values));
   return request;
 }
 
@@ -114,12 +113,11 @@ void StoreServer::put(const std::string& key, std::string value) {
   const auto after = key.size() + value.size();
   if (value.size() > kMostReply) {
     if (is_new) values_.erase(place);
-    throw Error(fmt::format("a value of {} bytes is not allowed in the store: at most {} are", value.size(),
-                            kMostReply));
+    throw Error(fmt::format("store: expected a value of at most {} bytes, got {}", kMostReply, value.size()));
   }
   if (bytes_ - before + after > kMostBytes) {
     if (is_new) values_.erase(place);
-    throw Error(fmt::format("the store is full: it holds {} bytes", bytes_));
+    throw Error(fmt::format("store: full, it holds {} bytes", bytes_));
   }
   bytes_ += after - before;
   place->second = std::move(value);
@@ -130,7 +128,7 @@ void StoreServer::erase(std::map<std::string, std::string>::iterator place) {
   values_.erase(place);
 }
 
-// All of them or none.
+// Stores all of them or none.
 void StoreServer::put_all(StoreRequest& request) {
   std::vector<std::optional<std::string>> before;
   try {
@@ -140,7 +138,7 @@ void StoreServer::put_all(StoreRequest& request) {
       put(request.keys[i], std::move(request.values[i]));
     }
   } catch (const Error&) {
-    before.pop_back();  // of the one that did not fit, which is as it was
+    before.pop_back();  // The failed one is unchanged.
     for (auto i = before.size(); i-- > 0;) {
       auto place = values_.find(request.keys[i]);
       if (before[i])
@@ -175,18 +173,17 @@ void StoreServer::handle(int who, StoreRequest request, Answer answer, std::int6
           const char* end = old->second.data() + old->second.size();
           const auto [rest, problem] = std::from_chars(old->second.data(), end, value);
           if (problem != std::errc() || rest != end)
-            throw Error(fmt::format("the value of key '{}' in the store is no number: it cannot be added to",
-                                    request.keys[0]));
+            throw Error(
+                fmt::format("store: cannot add to key '{}': its value is not a number", request.keys[0]));
         }
-        if (__builtin_add_overflow(value, request.number, &value))
-          throw Error("a counter in the store overflows");
+        if (__builtin_add_overflow(value, request.number, &value)) throw Error("store: counter overflow");
         put(request.keys[0], std::to_string(value));
         reply.number = value;
         break;
       }
       case StoreCall::compare_set: {
-        // As c10d's stores do: a key that is not there is set where nothing was expected, and what comes
-        // back is what is there then, or what was expected.
+        // As in c10d's stores: if the key is missing, it is set if nothing was expected. The reply is the
+        // value stored then, or the expected one.
         auto old = values_.find(request.keys[0]);
         const auto &expected = request.values[0], &desired = request.values[1];
         const bool sets = old == values_.end() ? expected.empty() : old->second == expected;
@@ -216,7 +213,7 @@ void StoreServer::handle(int who, StoreRequest request, Answer answer, std::int6
           bytes += sizeof(std::uint32_t) + value.size();
           if (bytes > kMostReply)
             throw Error(
-                fmt::format("the values of {} keys are more than one answer of the store holds: {} bytes",
+                fmt::format("store: the values of {} keys exceed the limit of {} bytes for one answer",
                             request.keys.size(), kMostReply));
           reply.values.push_back(value);
         }
@@ -259,7 +256,7 @@ StoreReply LocalStore::ask(const StoreRequest& request, Clock::time_point deadli
   if (*answer) return std::move(**answer);
   server_.forget(who);
   if (ended) throw Error("the job has failed");
-  throw Error(fmt::format("a wait in the store hit its timeout for: {}", fmt::join(request.keys, ", ")));
+  throw Error(fmt::format("store: timeout for: {}", fmt::join(request.keys, ", ")));
 }
 
 void LocalStore::wake() {

@@ -1,5 +1,5 @@
-// Keys and values through which the ranks of a job find one another: what c10d's stores offer, as messages.
-// The head serves them; where ranks are threads, or alone, a LocalChannel does without a socket.
+// The job's key-value store for rendezvous: the operations of c10d's stores, as messages. The coordinator
+// serves it; ranks that are threads, and a single rank, use a LocalStore without a socket.
 #pragma once
 
 #include <chrono>
@@ -33,21 +33,21 @@ enum class StoreCall : std::uint8_t {
   forget,
 };
 
-// Requests: the call, then keys and values. get, wait and check take any number of keys; get and wait answer
-// when all of them are there, wait without their values. forget ends such a request, and has no answer.
+// A request: the call, then keys and values. get, wait and check take any number of keys. get and wait answer
+// once all keys exist, wait without their values. forget cancels such a request and has no answer.
 struct StoreRequest {
   StoreCall call{};
   std::vector<std::string> keys = {};
-  std::vector<std::string> values = {};  // of set, compare_set (expected, desired), append, multi_set
-  std::int64_t number = 0;               // of add; of forget: the request that it ends
+  std::vector<std::string> values = {};  // For set, compare_set (expected, desired), append and multi_set.
+  std::int64_t number = 0;               // For add; for forget: the request to cancel.
 
-  void check() const;  // throws Error where a server would not take it, and would cut off who sent it
+  void check() const;  // Throws Error if the server would reject it and close the connection.
   std::string encode() const;
-  static StoreRequest decode(std::string_view payload);  // throws FrameError
+  static StoreRequest decode(std::string_view payload);  // Throws FrameError.
 };
 
 struct StoreReply {
-  std::string error = {};  // empty: it worked
+  std::string error = {};  // Empty: success.
   std::vector<std::string> values = {};
   std::int64_t number = 0;
 
@@ -55,13 +55,13 @@ struct StoreReply {
   static StoreReply decode(std::string_view payload);
 };
 
-// Not for several threads.
+// Not thread-safe.
 class StoreServer {
  public:
   using Answer = std::function<void(StoreReply)>;
-  // Answers at once, or when the keys that it asks for are there.
+  // Answers at once, or once the requested keys exist.
   void handle(int who, StoreRequest request, Answer answer, std::int64_t id = 0);
-  // Whoever it is does not want its answers any more.
+  // Cancels the client's pending requests.
   void forget(int who);
   std::size_t size() const { return values_.size(); }
   std::size_t num_waiting() const { return waiting_.size(); }
@@ -76,26 +76,27 @@ class StoreServer {
   void put(const std::string& key, std::string value);
   void put_all(StoreRequest& request);
   void erase(std::map<std::string, std::string>::iterator place);
-  // The first key that is not there; null: all are.
+  // The first missing key; null if all exist.
   const std::string* lacking(const std::vector<std::string>& keys) const;
   void settle(const std::string& key);
 
   std::map<std::string, std::string> values_;
   std::size_t bytes_ = 0;
-  std::multimap<std::string, Waiting> waiting_;  // by a key that each lacks
+  std::multimap<std::string, Waiting> waiting_;  // By one missing key each.
 };
 
-// How a rank asks, wherever the server is.
+// A client's connection to the store, wherever the server is.
 class Channel {
  public:
   virtual ~Channel() = default;
-  // Throws Error when there is no answer by then, or when failed() turns true: it is asked after wake().
+  // Sends a request and waits for the reply. Throws Error at the deadline, or when failed() turns true;
+  // failed() is called again after wake().
   virtual StoreReply ask(const StoreRequest& request, Clock::time_point deadline,
                          const std::function<bool()>& failed) = 0;
   virtual void wake() = 0;
 };
 
-// The server's threads are its clients: ranks as threads, and a world of one.
+// Store for ranks that are threads of this process, and for a world of one. Thread-safe.
 class LocalStore final : public Channel {
  public:
   StoreReply ask(const StoreRequest& request, Clock::time_point deadline,

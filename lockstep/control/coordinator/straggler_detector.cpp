@@ -9,28 +9,28 @@ namespace lockstep::control {
 namespace {
 
 constexpr double kFactor = 2;
-constexpr double kFineFactor = 1.5;  // below that a rank is no longer slow
+constexpr double kFineFactor = 1.5;  // Below this factor a rank is no longer slow.
 constexpr int kFineSteps = 5;
 constexpr double kOwnFactor = 1.25;
-constexpr int kFirst = 3;           // warm-up: what is made once is made in the first steps
-constexpr std::size_t kKnown = 8;   // so many steps tell what is usual
-constexpr std::size_t kUsual = 32;  // of the last ones it is the median
-// What nobody minds, and what a busy machine does to anybody: per step, and in all that was told at once.
+constexpr int kFirst = 3;           // Warm-up: the first steps include one-time work.
+constexpr std::size_t kKnown = 8;   // Number of steps after which the usual time is known.
+constexpr std::size_t kUsual = 32;  // The usual time is the median of this many steps.
+// Differences below these do not matter, or occur on any busy machine: per step, and in one report in total.
 constexpr double kLeastUs = 2000, kLeastTogetherUs = 5000, kLeastCrowdedUs = 200'000;
 constexpr int kInARow = 3;
-constexpr double kChance = 3e-7;  // of so many long steps in a row without a cause
+constexpr double kChance = 3e-7;  // Probability of that many long steps in a row without a cause.
 constexpr std::size_t kWaiting = 64;
-constexpr double kRecentUs = 2e6;  // for the steps per second
+constexpr double kRecentUs = 2e6;  // Window for the steps per second.
 
 std::string in_milliseconds(double us) {
   return us < 9950 ? fmt::format("{:.1f} ms", us / 1000) : fmt::format("{:.0f} ms", us / 1000);
 }
 
 std::string times(double ratio) {
-  return ratio < 100 ? fmt::format("{:.1f} times", ratio) : "more than 100 times";
+  return ratio < 100 ? fmt::format("{:.1f} times as long", ratio) : "more than 100 times as long";
 }
 
-// Of all but the one at `place`, where they are in order.
+// Median of all values in `sorted` except the one at `place`.
 double middle_of_others(const std::vector<double>& sorted, std::size_t place) {
   const auto at = (sorted.size() - 1) / 2;
   return sorted[place <= at ? at + 1 : at];
@@ -47,11 +47,11 @@ void StragglerDetector::note(int number, const StepTime& time) {
   rank.waiting.push_back(
       {rank.last, steps, took / steps, std::max(0.0, took - waited) / steps, waited / steps});
   if (rank.waiting.size() <= kWaiting) return;
-  // Somebody makes no more steps, and is not waited for.
+  // A rank makes no more steps: stop waiting for it.
   rank.waiting.pop_front();
   const Key oldest = rank.waiting.front().key;
   std::erase_if(ranks_, [&](const auto& each) { return each.second.last < oldest; });
-  // It may come back, and knows nothing of rounds: they are counted anew.
+  // The rank may return, and counts its rounds from 0: so must all.
   for (auto& [each, other] : ranks_) {
     other.round = 0;
     other.last = {0, -1};
@@ -130,7 +130,7 @@ void StragglerDetector::look(const Share& share, double others, std::vector<std:
   const Entry& entry = *share.entry;
   const bool known = rank.usual.size() >= kKnown;
   const double usual = known ? middle(rank.usual) : 0;
-  // What it would have taken were it like the others.
+  // The time the rank would take if it were like its peers.
   const double other = stages_ ? usual * others : others;
   const double more = entry.busy_us - other;
   const double ratio = entry.busy_us / std::max(1.0, other);
@@ -161,8 +161,8 @@ void StragglerDetector::look(const Share& share, double others, std::vector<std:
     rank.fine = 0;
     ++rank.times_named;
     lines.push_back(
-        fmt::format("rank {} is slow: its steps take {} {} (busy {}, {} {}, steps {} to {})", share.number,
-                    times(rank.slow_ratio / rank.slow), stages_ ? "what they took" : "the others'",
+        fmt::format("rank {} is slow: its steps take {} as {} (busy {}, {} {}, steps {} to {})", share.number,
+                    times(rank.slow_ratio / rank.slow), stages_ ? "before" : "the other ranks'",
                     in_milliseconds(rank.slow_busy / rank.slow), stages_ ? "before" : "others",
                     in_milliseconds(rank.slow_other / rank.slow), rank.first_slow, entry.key.second));
     return;
@@ -172,14 +172,14 @@ void StragglerDetector::look(const Share& share, double others, std::vector<std:
   if (rank.fine < kFineSteps) return;
   rank.named = false;
   rank.slow = 0;
-  lines.push_back(fmt::format("rank {} is no longer slow: its steps take {} {} (busy {}, step {})",
-                              share.number, times(ratio), stages_ ? "what they took" : "the others'",
+  lines.push_back(fmt::format("rank {} is no longer slow: its steps take {} as {} (busy {}, step {})",
+                              share.number, times(ratio), stages_ ? "before" : "the other ranks'",
                               in_milliseconds(entry.busy_us), entry.key.second));
 }
 
-// So many long steps in a row that chance has no part in them, by how often such a row begins, and how often
-// it goes on (noise comes in bursts): on this rank, or on all, whichever is more. One that was named before
-// is not named for less.
+// The number of long steps in a row that chance does not explain, given how often such a run begins and how
+// often it continues (noise comes in bursts): on this rank or on all, whichever is more. A rank that was
+// named before needs more.
 int StragglerDetector::needed(const Rank& rank) const {
   double begins = 0, goes_on = 0;
   for (const Noise& noise : {rank.noise, noise_}) {

@@ -20,7 +20,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Between two calls of serve, whose thread has other work too.
+// Per call of serve(), whose thread has other work too.
 constexpr int kAcceptedAtOnce = 16;
 
 Fd open_spare() { return Fd(::open("/dev/null", O_RDONLY | O_CLOEXEC)); }
@@ -37,7 +37,7 @@ Acceptor::Acceptor(TcpListener listener, std::string key, std::string context,
       timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
       spare_(open_spare()) {
   LOCKSTEP_ASSERT(key_.size() == kKeySize, "a job's key has 32 bytes");
-  if (!epoll_ || !timer_) throw Error(fmt::format("connections cannot be awaited: {}", std::strerror(errno)));
+  if (!epoll_ || !timer_) throw Error(fmt::format("cannot wait for connections: {}", std::strerror(errno)));
   watch(listener_.fd.get(), EPOLL_CTL_ADD);
   watch(timer_.get(), EPOLL_CTL_ADD);
 }
@@ -49,15 +49,15 @@ void Acceptor::watch(int fd, int operation, bool wanted) {
   if (wanted) event.events = EPOLLIN;
   event.data.fd = fd;
   if (::epoll_ctl(epoll_.get(), operation, fd, &event) != 0)
-    throw Error(fmt::format("a connection cannot be watched: {}", std::strerror(errno)));
+    throw Error(fmt::format("cannot watch a connection: {}", std::strerror(errno)));
 }
 
 std::vector<Acceptor::Guest> Acceptor::serve() {
   std::array<epoll_event, kMostStrangers + 2> events{};
   const int ready = ::epoll_wait(epoll_.get(), events.data(), static_cast<int>(events.size()), 0);
   std::vector<Guest> guests;
-  bool knock = !awaits_knocks_;  // then epoll would not tell
-  // Who is here goes first: those who come next may push it out.
+  bool knock = !awaits_knocks_;  // The listener is not watched then, so epoll would not report it.
+  // Existing connections first: new ones may displace them.
   for (int i = 0; i < ready; ++i) {
     const int fd = events[static_cast<std::size_t>(i)].data.fd;
     if (fd == listener_.fd.get()) {
@@ -83,7 +83,7 @@ std::vector<Acceptor::Guest> Acceptor::serve() {
   return guests;
 }
 
-// Setting it anew also makes it unreadable.
+// Setting the timer also makes it unreadable.
 void Acceptor::set_timer() {
   itimerspec when{};
   if (!strangers_.empty() || refused_ > 0) {
@@ -93,22 +93,22 @@ void Acceptor::set_timer() {
   ::timerfd_settime(timer_.get(), 0, &when, nullptr);
 }
 
-// What is wrong with what it said; nothing where it may go on.
+// Reads from the guest. Returns what is wrong with its input, or nothing if it may continue.
 std::optional<std::string> Acceptor::hear(Guest& guest) {
   std::array<char, SecureLink::kMostBeforeProof> bytes;
   const auto size = ::recv(guest.fd.get(), bytes.data(), bytes.size(), 0);
   if (size < 0 && (errno == EAGAIN || errno == EINTR)) return std::nullopt;
-  if (size <= 0) return "it hung up before it had proven the key";
+  if (size <= 0) return "it disconnected before proving the key";
   try {
     guest.link.receive({bytes.data(), static_cast<std::size_t>(size)});
   } catch (const FrameError& error) {
     return error.what();
   }
-  // So few bytes always fit into a connection that has carried nothing yet.
+  // So few bytes always fit into a new connection's buffer.
   const auto answer = guest.link.take_output();
   if (::send(guest.fd.get(), answer.data(), answer.size(), MSG_NOSIGNAL) !=
       static_cast<ssize_t>(answer.size()))
-    return "it takes no answer";
+    return "it does not read the answer";
   return std::nullopt;
 }
 
@@ -130,7 +130,7 @@ void Acceptor::accept_some() {
     }
     if (strangers_.size() == kMostStrangers)
       refuse(strangers_.begin(),
-             fmt::format("it was the oldest of {} that had not proven the key", kMostStrangers));
+             fmt::format("it was the oldest of {} connections that had not proven the key", kMostStrangers));
     std::string from = remote_address_of(fd->get());
     try {
       watch(fd->get(), EPOLL_CTL_ADD);
@@ -145,17 +145,17 @@ void Acceptor::accept_some() {
   await_knocks(!full_of_newcomers());
 }
 
-// Who cannot be accepted would keep the listener readable and its thread busy.
+// Accepts one connection and closes it: otherwise the listener would stay readable and keep its thread busy.
 void Acceptor::turn_one_away() {
   spare_.reset();
   if (const auto fd = accept_tcp(listener_.fd.get()))
-    count_refusal(remote_address_of(fd->get()), "this process has too many files open");
+    count_refusal(remote_address_of(fd->get()), "this process has too many open files");
   spare_ = open_spare();
 }
 
 void Acceptor::refuse(Place stranger, const std::string& why) {
   count_refusal(std::move(stranger->guest.from), why);
-  strangers_.erase(stranger);  // epoll forgets what is closed
+  strangers_.erase(stranger);  // Closing the descriptor removes it from epoll.
 }
 
 void Acceptor::count_refusal(std::string from, std::string why) {
@@ -187,7 +187,7 @@ milliseconds Acceptor::next_deadline() const {
 
 void Acceptor::change_context(std::string context) {
   context_ = std::move(context);
-  while (!strangers_.empty()) refuse(strangers_.begin(), "it came for an attempt that is over");
+  while (!strangers_.empty()) refuse(strangers_.begin(), "its attempt is over");
   set_timer();
 }
 

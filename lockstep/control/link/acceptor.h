@@ -1,9 +1,10 @@
-// Where other hosts come in: holds those who have connected until they have proven the job's key.
+// Accepts connections from other hosts and holds them until they have proven the job's key.
 //
-// Anybody who reaches the port may connect and say anything, or nothing. So at most 64 are held, each for at
-// most a second, and the oldest goes when there is one too many; but nobody before it had time for the two
-// round trips that a true peer needs. Until then others wait in the kernel's queue, which is long enough for
-// thousands. Of nobody more than 64 bytes are read at a time before the proof.
+// Anything that reaches the port may connect and send any data, or none. So at most 64 connections are held,
+// each for at most a second, and a new one displaces the oldest, but not before the oldest had time for the
+// two round trips that a true peer needs. Until then new ones wait in the kernel's queue, which holds
+// thousands.
+// Before the proof, at most 64 bytes at a time are read from a connection.
 #pragma once
 
 #include <chrono>
@@ -23,30 +24,31 @@ class Acceptor {
  public:
   static constexpr std::size_t kMostStrangers = 64;
   static constexpr std::chrono::milliseconds kPatience{1000};
-  static constexpr std::chrono::milliseconds kStay{20};  // not pushed out sooner: 3,200 a second come through
+  // Not displaced sooner: 3,200 connections a second get through.
+  static constexpr std::chrono::milliseconds kStay{20};
   static constexpr std::chrono::milliseconds kBetweenReports{1000};
 
-  // say: a line about those who were refused, at most one a second.
+  // say: logs a line about refused connections, at most once a second.
   Acceptor(TcpListener listener, std::string key, std::string context,
            std::function<void(const std::string&)> say);
   ~Acceptor();
   Acceptor(Acceptor&&) = delete;
 
   const TcpListener& listener() const { return listener_; }
-  // Readable (poll, epoll) when serve has something to do, also when that is to give up on somebody.
+  // Readable (poll, epoll) when serve has something to do, including a timeout.
   int fd() const { return epoll_.get(); }
-  // When that will be, if nothing comes before; at most a minute.
+  // Time until the next timeout; at most a minute.
   std::chrono::milliseconds next_deadline() const;
 
   struct Guest {
-    Fd fd;  // all that the proof had to say has been written
+    Fd fd;  // All output of the proof has been written.
     SecureLink link;
-    std::string from;  // its address
+    std::string from;  // Its address.
   };
-  // Accepts, listens, refuses; never waits. Those who have proven the key by now.
+  // Accepts, reads and refuses connections without blocking. Returns those that have proven the key.
   std::vector<Guest> serve();
 
-  // From now on the proof is for another attempt. Those who are held are refused.
+  // Requires the proof for another attempt from now on. Refuses the connections held.
   void change_context(std::string context);
   std::size_t held() const { return strangers_.size(); }
 
@@ -73,10 +75,10 @@ class Acceptor {
   std::string key_, context_;
   std::function<void(const std::string&)> say_;
   Fd epoll_, timer_;
-  Fd spare_;  // given up for a moment when there are no descriptors left
+  Fd spare_;  // Closed briefly when no descriptors are left, to accept and refuse one connection.
   bool awaits_knocks_ = true;
-  std::list<Stranger> strangers_;  // the oldest first
-  std::size_t refused_ = 0;        // since the last report
+  std::list<Stranger> strangers_;  // Oldest first.
+  std::size_t refused_ = 0;        // Since the last report.
   std::string last_from_, last_why_;
   Clock::time_point next_report_{};
 };

@@ -22,7 +22,7 @@ namespace {
 
 constexpr std::size_t kDigits = 2 * kKeySize;
 
-// The text itself is in no error: errors end up in logs.
+// The text itself appears in no error, because errors end up in logs.
 std::string parse(const std::string& what, std::string_view text) {
   if (text.ends_with('\n')) text.remove_suffix(1);
   if (text.ends_with('\r')) text.remove_suffix(1);
@@ -35,32 +35,30 @@ std::string parse(const std::string& what, std::string_view text) {
   if (whole) return key;
   forget(key);
   throw ConfigError(
-      fmt::format("{} holds {} characters that are not a key: {} hexadecimal digits are, "
-                  "as `lockstep key` prints them",
-                  what, text.size(), kDigits));
+      fmt::format("{}: expected {} hexadecimal digits as printed by `lockstep key`, got {} characters", what,
+                  kDigits, text.size()));
 }
 
 std::string read_key_file(const std::string& what, const std::string& path) {
-  // What was opened is looked at, wherever a link led to, and not what has the name a moment before or after.
-  // A pipe would be waited for: not so without blocking.
+  // Checks the opened file itself, wherever a link led, not the name before or after opening it. Nonblocking,
+  // because opening a pipe would wait.
   const Fd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
   struct stat status {};
   if (!file || ::fstat(file.get(), &status) != 0)
-    throw ConfigError(fmt::format("{} {} cannot be read: {}", what, path, std::strerror(errno)));
-  if (!S_ISREG(status.st_mode)) throw ConfigError(fmt::format("{} {} is not a regular file", what, path));
+    throw ConfigError(fmt::format("{}: cannot read {}: {}", what, path, std::strerror(errno)));
+  if (!S_ISREG(status.st_mode)) throw ConfigError(fmt::format("{}: {} is not a regular file", what, path));
   if (status.st_uid != ::geteuid())
-    throw ConfigError(fmt::format("{} {} belongs to user {}, but must belong to user {}, who runs this", what,
-                                  path, status.st_uid, ::geteuid()));
+    throw ConfigError(fmt::format("{}: expected a file of user {}, who runs this, but {} belongs to user {}",
+                                  what, ::geteuid(), path, status.st_uid));
   if (const auto mode = status.st_mode & 07777; mode != 0600 && mode != 0400)
-    throw ConfigError(
-        fmt::format("{} {} has mode {:04o}: 0600 or 0400 is allowed, which is for its owner "
-                    "alone; do: chmod 600 {}",
-                    what, path, mode, path));
-  std::string text(kDigits + 3, '\0');  // room to see that there is more than digits and the end of a line
+    throw ConfigError(fmt::format(
+        "{}: expected mode 0600 or 0400, readable only by its owner, but {} has mode {:04o}; run: "
+        "chmod 600 {}",
+        what, path, mode, path));
+  std::string text(kDigits + 3, '\0');  // Longer than a key, to detect extra characters.
   const auto size = ::read(file.get(), text.data(), text.size());
   try {
-    if (size < 0)
-      throw ConfigError(fmt::format("{} {} cannot be read: {}", what, path, std::strerror(errno)));
+    if (size < 0) throw ConfigError(fmt::format("{}: cannot read {}: {}", what, path, std::strerror(errno)));
     std::string key = parse(fmt::format("{} {}", what, path),
                             std::string_view(text).substr(0, static_cast<std::size_t>(size)));
     forget(text);
@@ -74,7 +72,7 @@ std::string read_key_file(const std::string& what, const std::string& path) {
 }  // namespace
 
 void use_sodium() {
-  if (::sodium_init() < 0) throw Error("libsodium found no source of random numbers on this system");
+  if (::sodium_init() < 0) throw Error("libsodium cannot find a source of random numbers on this system");
 }
 
 void forget(std::string& secret) noexcept {
@@ -97,10 +95,10 @@ void make_key_file(const std::string& path) {
   const Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!file && errno == EEXIST)
     throw ConfigError(
-        fmt::format("{} is there already; a key is never overwritten: give another name", path));
-  if (!file) throw ConfigError(fmt::format("{} cannot be made: {}", path, std::strerror(errno)));
+        fmt::format("{} already exists; a key file is never overwritten: choose another name", path));
+  if (!file) throw ConfigError(fmt::format("cannot create {}: {}", path, std::strerror(errno)));
   std::string text = make_key_text();
-  // The umask may have taken away this user's bits too.
+  // The umask may have removed this user's bits too.
   const bool written = ::fchmod(file.get(), 0600) == 0 &&
                        ::write(file.get(), text.data(), text.size()) == static_cast<ssize_t>(text.size()) &&
                        ::fsync(file.get()) == 0;
@@ -108,14 +106,14 @@ void make_key_file(const std::string& path) {
   forget(text);
   if (written) return;
   ::unlink(path.c_str());
-  throw ConfigError(fmt::format("{} cannot be written: {}", path, std::strerror(problem)));
+  throw ConfigError(fmt::format("cannot write {}: {}", path, std::strerror(problem)));
 }
 
 std::optional<std::string> job_key(const std::string& key_file) {
   use_sodium();
-  if (!key_file.empty()) return read_key_file("the key file", key_file);
+  if (!key_file.empty()) return read_key_file("--key-file", key_file);
   if (const auto path = env::text("LOCKSTEP_KEY_FILE")) return read_key_file("LOCKSTEP_KEY_FILE", *path);
-  // Not through env::text, which makes a copy.
+  // Not env::text, which copies the secret.
   const char* text = std::getenv("LOCKSTEP_KEY");
   if (!text || !*text) return std::nullopt;
   return parse("LOCKSTEP_KEY", text);

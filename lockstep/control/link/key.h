@@ -1,6 +1,6 @@
-// The job's key: 256 bits that every host of a job has and nobody else. Whoever proves it is of the job.
+// The job's key: 256 random bits shared by the hosts of a job. A peer that proves it belongs to the job.
 //
-// It comes from a file or the environment and never from an argument, which every user of a host can read.
+// It is read from a file or the environment, never from an argument, which every user of a host can read.
 #pragma once
 
 #include <optional>
@@ -10,20 +10,21 @@ namespace lockstep::control {
 
 constexpr std::size_t kKeySize = 32;
 
-// 64 hexadecimal digits and a newline: what a key file holds.
+// Returns 64 hexadecimal digits and a newline: the content of a key file.
 std::string make_key_text();
 
-// Makes a new file that only this user can read, with a new key in it. ConfigError where there is one.
+// Creates a new file, readable only by this user, with a new key. Throws ConfigError if the file exists.
 void make_key_file(const std::string& path);
-
-// The key's 32 bytes: from key_file unless that is empty, else from the file that LOCKSTEP_KEY_FILE names,
+// Returns the key's 32 bytes: from key_file unless that is empty, else from the file named by
+// LOCKSTEP_KEY_FILE, else from LOCKSTEP_KEY; nullopt if none is set. Throws ConfigError for a file that other
+// users may read.
 // else from LOCKSTEP_KEY; nothing where there is none of them. ConfigError for a file that others may read.
 std::optional<std::string> job_key(const std::string& key_file);
 
-// Overwrites what is no longer needed, in a way that the compiler does not leave out.
+// Overwrites a secret in a way the compiler does not optimise away.
 void forget(std::string& secret) noexcept;
 
-// Before the first call of libsodium; as often as one likes, from any thread.
+// Call before using libsodium; any number of times, from any thread.
 void use_sodium();
 
 }  // namespace lockstep::control

@@ -18,7 +18,8 @@ using Bytes = std::array<unsigned char, 32>;
 using StreamHeader = std::array<unsigned char, crypto_secretstream_xchacha20poly1305_HEADERBYTES>;
 using Length = std::uint32_t;
 
-constexpr std::string_view kMagic = "lockstp1";  // the last digit is the version of what stands in the header
+// The last digit is the version of the protocol in the header.
+constexpr std::string_view kMagic = "lockstp1";
 constexpr std::size_t kGreetingSize = kMagic.size() + sizeof(Bytes);
 constexpr std::size_t kProofSize = sizeof(StreamHeader) + sizeof(Bytes);
 constexpr std::size_t kSealSize = crypto_secretstream_xchacha20poly1305_ABYTES;
@@ -42,7 +43,7 @@ void assign(T& bytes, std::string_view from) {
 }  // namespace
 
 struct SecureLink::Secrets {
-  Bytes key{}, context{}, caller{}, listener{};  // the last two are the random bytes of either side
+  Bytes key{}, context{}, caller{}, listener{};  // The last two are the random bytes of either side.
   crypto_secretstream_xchacha20poly1305_state out{}, in{};
 
   Secrets(std::string_view job_key, std::string_view text) {
@@ -51,7 +52,7 @@ struct SecureLink::Secrets {
   }
   ~Secrets() { ::sodium_memzero(this, sizeof *this); }
 
-  // The purpose's final 0 goes in, so that none is the beginning of another.
+  // Includes the purpose's final 0, so that no purpose is a prefix of another.
   Bytes derive(const char* purpose, std::string_view extra = {}) const {
     Bytes result{};
     crypto_generichash_state state;
@@ -122,7 +123,7 @@ void SecureLink::fail(const std::string& why) {
 }
 
 void SecureLink::receive(std::span<const char> bytes) {
-  if (stage_ == Stage::failed) throw FrameError("the connection was given up before");
+  if (stage_ == Stage::failed) throw FrameError("the connection has failed before");
   input_.append(bytes.data(), bytes.size());
   std::string_view input = input_;
   while (advance(input)) {
@@ -130,7 +131,7 @@ void SecureLink::receive(std::span<const char> bytes) {
   input_.erase(0, input_.size() - input.size());
 }
 
-// Takes one whole message from the front of the input, if it is there.
+// Takes one complete message from the front of the input, if there is one.
 bool SecureLink::advance(std::string_view& input) {
   if (stage_ == Stage::open) {
     Length length = 0;
@@ -158,8 +159,8 @@ bool SecureLink::advance(std::string_view& input) {
   if (input.size() < size) return false;
   const auto message = input.substr(0, size);
   input.remove_prefix(size);
-  // Only after the listener's proof, the last one, may more follow: before it each side waits for the other.
-  if (!input.empty() && stage_ != Stage::listener_proof) fail("it spoke out of turn");
+  // Data may follow only the listener's proof, the last one: before it each side waits for the other.
+  if (!input.empty() && stage_ != Stage::listener_proof) fail("it sent data out of turn");
   switch (stage_) {
     case Stage::hello:
       assign(secrets_->caller, message.substr(kMagic.size()));
@@ -168,7 +169,7 @@ bool SecureLink::advance(std::string_view& input) {
       break;
     case Stage::challenge:
       assign(secrets_->listener, message.substr(kMagic.size()));
-      if (secrets_->listener == secrets_->caller) fail("it sent our own words back");
+      if (secrets_->listener == secrets_->caller) fail("it reflected our own greeting");
       prove();
       stage_ = Stage::listener_proof;
       break;
@@ -186,10 +187,10 @@ std::string SecureLink::take_output() { return std::exchange(output_, {}); }
 bool SecureLink::proven() const { return stage_ == Stage::open; }
 
 void SecureLink::send(std::string_view message) {
-  LOCKSTEP_ASSERT(proven(), "nothing is sent to whom has not proven the key");
+  LOCKSTEP_ASSERT(proven(), "nothing is sent before the key is proven");
   if (message.size() > kMostMessage)
     throw FrameError(
-        fmt::format("a message of {} bytes is not allowed: at most {} are", message.size(), kMostMessage));
+        fmt::format("expected a message of at most {} bytes, got {}", kMostMessage, message.size()));
   const auto length = static_cast<Length>(message.size() + kSealSize);
   const auto begin = output_.size();
   output_.resize(begin + sizeof length + length);

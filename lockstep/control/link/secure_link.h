@@ -1,6 +1,6 @@
-// What agents of several hosts say to each other, over a connection that anybody may have opened.
+// Secure channel between agents of several hosts, over a connection from an untrusted peer.
 //
-// Both sides prove the job's key, then every message is encrypted and authenticated, in its order:
+// Both sides prove the job's key; then every message is encrypted and authenticated, in order:
 //
 //   caller                                            listener
 //   hello: "lockstp1", 32 random bytes (a)     ->
@@ -9,12 +9,12 @@
 //                                              <-     24 bytes (h'), mac("listener", a, b, c, h')
 //   length, sealed message                    <->     length, sealed message
 //
-// mac is BLAKE2b with the job's key. The keys of the two directions are made the same way with other words,
-// so none of it is of use in another connection, in the other direction, or under another context. h and h'
-// begin the two streams (libsodium's secretstream: XChaCha20-Poly1305, with a counter). The caller proves
-// first: to a stranger the listener says 40 bytes that mean nothing.
+// mac is BLAKE2b with the job's key. The keys of the two directions are derived the same way with other
+// purposes, so nothing can be replayed in another connection, in the other direction or under another
+// context. h and h' start the two streams (libsodium's secretstream: XChaCha20-Poly1305, with a counter). The
+// caller proves first: to a stranger the listener reveals only 40 bytes that mean nothing.
 //
-// Without sockets of its own, so that it can be tested and fuzzed.
+// Has no sockets, so that it can be tested and fuzzed.
 #pragma once
 
 #include <cstddef>
@@ -33,27 +33,27 @@ class SecureLink {
  public:
   enum class Side { caller, listener };
   static constexpr std::size_t kMostMessage = kHeaderSize + kMostPayload;
-  static constexpr std::size_t kMostBeforeProof = 64;  // bytes of the longest message before the proof
+  static constexpr std::size_t kMostBeforeProof = 64;  // Length of the longest message before the proof.
 
-  // context: what both sides must agree on beside the key: job, attempt, version. Any length.
+  // context: whatever both sides must agree on besides the key (job, attempt, version). Any length.
   SecureLink(Side side, std::string_view key, std::string_view context);
   SecureLink(SecureLink&&) noexcept;
   SecureLink& operator=(SecureLink&&) noexcept;
   ~SecureLink();
 
-  // FrameError, as in "it did not prove the key", where no peer of ours would have sent this. Then nothing
-  // more is said, and every further call is an error: the connection is to be closed.
+  // Throws FrameError, for example "it did not prove the key", for data that no correct peer sends. After
+  // that nothing more is sent, and every further call throws: the connection must be closed.
   void receive(std::span<const char> bytes);
-  // Bytes for the other side; what is not written must be kept by the caller.
+  // Bytes for the peer; the caller must keep what it could not write.
   std::string take_output();
 
-  bool proven() const;  // by both sides
+  bool proven() const;  // By both sides.
   void send(std::string_view message);
-  std::optional<std::string> next();  // a message that came whole
+  std::optional<std::string> next();  // A complete message.
 
  private:
   struct Secrets;
-  enum class Stage { hello, challenge, caller_proof, listener_proof, open, failed };  // what is awaited
+  enum class Stage { hello, challenge, caller_proof, listener_proof, open, failed };  // The awaited message.
 
   bool advance(std::string_view& input);
   void greet();

@@ -31,7 +31,7 @@ namespace {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// Without what is another in each attempt: numbers of processes, and times ("after 0.018 s").
+// Removes what differs in each attempt: process numbers and times ("after 0.018 s").
 std::string lasting_part(const std::string& text) {
   std::string kept;
   for (std::size_t at = 0; at < text.size();) {

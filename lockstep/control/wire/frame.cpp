@@ -26,8 +26,8 @@ T get(const char* bytes) {
 
 std::string encode(const Frame& frame) {
   if (frame.payload.size() > kMostPayload)
-    throw FrameError(fmt::format("a message of {} bytes is not allowed: at most {} are", frame.payload.size(),
-                                 kMostPayload));
+    throw FrameError(
+        fmt::format("expected a message of at most {} bytes, got {}", kMostPayload, frame.payload.size()));
   std::string bytes;
   bytes.reserve(kHeaderSize + frame.payload.size());
   put(bytes, static_cast<std::uint32_t>(frame.payload.size()));
@@ -52,9 +52,9 @@ std::optional<Frame> FrameBuffer::next() {
   const char* header = bytes_.data() + taken_;
   const auto length = get<std::uint32_t>(header);
   const auto kind = get<std::uint16_t>(header + 4);
-  if (length > kMostPayload) throw FrameError(fmt::format("a frame says that it is {} bytes long", length));
+  if (length > kMostPayload) throw FrameError(fmt::format("a frame claims to be {} bytes long", length));
   if (kind < 1 || kind > static_cast<std::uint16_t>(Kind::last) || get<std::uint16_t>(header + 6) != 0)
-    throw FrameError(fmt::format("a frame is of kind {}, which is not known", kind));
+    throw FrameError(fmt::format("a frame has the unknown kind {}", kind));
   if (size() < kHeaderSize + length) return std::nullopt;
   Frame frame;
   frame.kind = static_cast<Kind>(kind);
@@ -86,7 +86,7 @@ std::int64_t Reader::number() {
 std::int64_t Reader::number(std::int64_t lowest, std::int64_t highest) {
   const auto value = number();
   if (value < lowest || value > highest)
-    throw FrameError(fmt::format("a message holds {} where {} to {} is allowed", value, lowest, highest));
+    throw FrameError(fmt::format("expected {} to {} in a message, got {}", lowest, highest, value));
   return value;
 }
 
@@ -95,8 +95,8 @@ std::string Reader::text(std::size_t most) {
   const auto length = get<std::uint32_t>(left_.data());
   left_.remove_prefix(sizeof length);
   if (length > left_.size() || length > most)
-    throw FrameError(fmt::format("a message holds a text of {} bytes where {} are allowed", length,
-                                 std::min(most, left_.size())));
+    throw FrameError(fmt::format("expected a text of at most {} bytes in a message, got {}",
+                                 std::min(most, left_.size()), length));
   std::string value(left_.substr(0, length));
   left_.remove_prefix(length);
   return value;

@@ -1,7 +1,7 @@
-// The control plane's words on the wire: a fixed header and a payload of bounded length, little-endian.
+// The control plane's wire format: a fixed header and a payload of bounded length, little-endian.
 //
-// Every number that a peer sends is checked before it is used; what does not fit is a FrameError, after
-// which the connection is closed. Nothing here allocates more than a frame's limit.
+// Every number from a peer is checked before it is used; an invalid one is a FrameError, after which the
+// connection is closed. Nothing here allocates more than a frame's limit.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class FrameError : public Error {
 };
 
 enum class Kind : std::uint16_t {
-  // rank -> agent -> head
+  // rank -> agent -> coordinator
   hello = 1,
   attached,
   group,
@@ -32,7 +32,7 @@ enum class Kind : std::uint16_t {
   stop_count,
   missing,
   store,
-  // head -> agent -> rank
+  // coordinator -> agent -> rank
   attach,
   welcome,
   refused,
@@ -40,7 +40,7 @@ enum class Kind : std::uint16_t {
   verdict,
   stop_prepare,
   stop_at,
-  // agent <-> head
+  // agent <-> coordinator
   node_hello,
   node_done,
   rank_ended,
@@ -53,8 +53,8 @@ enum class Kind : std::uint16_t {
 
 struct Frame {
   Kind kind{};
-  std::int32_t rank = -1;  // whom it concerns; -1: all, or the node itself
-  std::uint32_t id = 0;    // a reply has its request's
+  std::int32_t rank = -1;  // The rank concerned; -1: all, or the node itself.
+  std::uint32_t id = 0;    // A reply has its request's id.
   std::string payload = {};
 };
 
@@ -63,11 +63,11 @@ constexpr std::size_t kMostPayload = std::size_t{1} << 20;
 
 std::string encode(const Frame& frame);
 
-// Takes bytes as they come and gives frames as they are complete.
+// Collects bytes as they arrive and returns complete frames.
 class FrameBuffer {
  public:
   void append(std::span<const char> bytes);
-  std::optional<Frame> next();  // throws FrameError on what no peer of ours sends
+  std::optional<Frame> next();  // Throws FrameError for data that no correct peer sends.
   std::size_t size() const { return bytes_.size() - taken_; }
 
  private:
@@ -96,7 +96,7 @@ class Reader {
   }
   int integer(int lowest, int highest) { return static_cast<int>(number(lowest, highest)); }
   std::string text(std::size_t most = kMostPayload);
-  void end() const;  // FrameError when something is left
+  void end() const;  // Throws FrameError if data is left.
 
  private:
   std::string_view left_;

@@ -8,18 +8,19 @@ namespace {
 
 constexpr int kAny = std::numeric_limits<int>::max();
 constexpr std::size_t kLine = 1024, kText = 65536;
-constexpr std::size_t kMostText = 8192;  // that is sent; a failure holds texts of others inside its own
-constexpr std::int64_t kMostMs = 24 * 3600 * 1000;  // of a wait, as the board has them
+constexpr std::size_t kMostText = 8192;  // Maximum text sent; a failure's text may contain other texts.
+constexpr std::int64_t kMostMs = 24 * 3600 * 1000;  // Longest wait, as the board caps it.
 
-constexpr std::int64_t kMostSteps = std::int64_t{1}
-                                    << 50;  // and microseconds of them: sums stay whole numbers
+// Maximum of steps and of their microseconds: sums stay exact integers.
+constexpr std::int64_t kMostSteps = std::int64_t{1} << 50;
 
-// What people read, and what the parts of a longer message may hold: the beginning says what it is about.
+// Truncates a text for users, keeping its beginning, which names the subject.
 std::string cut(const std::string& text, std::size_t most) {
   if (text.size() <= most) return text;
   const auto rest = " ... (" + std::to_string(text.size()) + " bytes in all)";
   auto end = most - rest.size();
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // no half characters
+  // Do not split a UTF-8 character.
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
   return text.substr(0, end) + rest;
 }
 

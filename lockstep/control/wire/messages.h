@@ -1,4 +1,4 @@
-// What the frames say.
+// Payloads of the frames.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ namespace lockstep::control {
 constexpr int kMostRanks = 1 << 20;
 constexpr int kNoWorld = std::numeric_limits<int>::max();
 
-// A rank comes: what it believes of the job, and what it is.
+// A rank joins: its identity, and what it knows of the job.
 struct Hello {
   int rank = 0, size = 1;
-  int local_rank = -1, local_size = -1;  // -1: not known
+  int local_rank = -1, local_size = -1;  // -1: not known.
   int pid = 0;
-  int world = 0;    // counts the Worlds of a process: it may leave and join again
-  int attempt = 0;  // of the job, as `lockstep run` counts restarts
+  int world = 0;    // Counts the Worlds of a process, which may leave and join again.
+  int attempt = 0;  // The job's attempt, as `lockstep run` counts restarts.
   int threads = 0;
   std::string version = {}, host = {};
 
@@ -30,21 +30,21 @@ struct Hello {
   static Hello decode(std::string_view payload);
 };
 
-// The agent's first answer: who it is. A descriptor of the board comes with it.
+// The agent's first answer: its identity. The board's descriptor is attached.
 struct Attach {
   int agent_pid = 0;
-  int agent_rank = -1;  // the rank whose process it runs in; -1: `lockstep run`
+  int agent_rank = -1;  // The rank whose process it runs in; -1: `lockstep run`.
   int stop_grace_ms = 0;
 
   std::string encode() const;
   static Attach decode(std::string_view payload);
 };
 
-// All have come.
+// All ranks have joined.
 struct Welcome {
   int local_rank = 0, local_size = 1;
-  std::string address = {};     // of this host, as the others reach it; empty: all are on this host
-  std::vector<int> nodes = {};  // of each rank: those with the same number share a host
+  std::string address = {};     // This host's address for other hosts; empty if all ranks are on this host.
+  std::vector<int> nodes = {};  // Of each rank; ranks with the same number share a host.
   std::vector<int> threads = {};
 
   std::string encode() const;
@@ -52,7 +52,7 @@ struct Welcome {
 };
 
 struct GroupMade {
-  std::int64_t key = 0;  // the same on every member, and of no other group
+  std::int64_t key = 0;  // The same on every member, and unique to the group.
   std::string name = {};
   std::vector<int> ranks = {};
 
@@ -60,13 +60,13 @@ struct GroupMade {
   static GroupMade decode(std::string_view payload);
 };
 
-// Something went wrong in a rank that still runs.
+// An error in a rank that is still running.
 struct Fault {
   enum class Kind : std::uint8_t {
-    exception,      // nobody caught it: the rank is about to end
-    unwinding,      // its World is left because of an exception that somebody may catch
-    comm,           // an operation failed: most likely because of another rank
-    uncaught_comm,  // and nobody caught its error: the rank is about to end
+    exception,      // An uncaught exception: the rank is about to end.
+    unwinding,      // An exception, which may still be caught, unwinds the rank's World.
+    comm,           // A failed operation, most likely because of another rank.
+    uncaught_comm,  // The same, uncaught: the rank is about to end.
   };
   Kind kind{};
   std::string text = {};
@@ -75,29 +75,29 @@ struct Fault {
   static Fault decode(std::string_view payload);
 };
 
-// Where a rank is in one group: its last operation, and the one that it waits for.
+// A rank's state in one group: its last operation, and the one it waits for.
 struct Row {
-  std::int64_t key = 0;  // the group's
+  std::int64_t key = 0;  // The group's key.
   std::string group = {};
   std::int64_t sequence = -1;
   std::string operation = {}, site = {};
-  bool message = false;  // a send or receive
-  int peer = -1;         // of a message
+  bool message = false;  // A send or receive.
+  int peer = -1;         // Of a message.
   bool running = false;
-  std::int64_t since_ms = 0;  // how long ago the last thing happened: it began, or ended
+  std::int64_t since_ms = 0;  // Time since the operation began or ended.
   std::int64_t waited_ms = -1;
-  std::int64_t waits_for = -1;  // the sequence number of what it waits for
+  std::int64_t waits_for = -1;  // Sequence number of the operation it waits for.
 };
 
 struct Rows {
   std::int64_t step = -1;
-  // Number of steps that the last checkpoint holds which this process saved: 1 + step, 0 before the first one.
-  // -1: it has saved none.
+  // Number of steps in the last checkpoint that this process saved: 1 + step, 0 before the first step. -1: it
+  // has saved none.
   std::int64_t committed = -1;
   // Number of threads of the process that issue operations, and of those that are blocked in a wait for one.
   int threads = 0, blocked = 0;
   std::vector<Row> rows = {};
-  std::vector<StepTime> times = {};  // that were not told before
+  std::vector<StepTime> times = {};  // Not reported before.
   std::vector<Metric> metrics = {};
 
   std::string encode() const;
@@ -105,9 +105,9 @@ struct Rows {
 };
 
 struct NodeHello {
-  int node = -1;  // -1: to be given one
+  int node = -1;  // -1: to be assigned.
   int num_nodes = 0, local_ranks = 0;
-  int agent_rank = -1, agent_pid = 0;  // the rank whose process the agent runs in
+  int agent_rank = -1, agent_pid = 0;  // The rank whose process the agent runs in.
   std::string version = {}, address = {};
 
   std::string encode() const;
@@ -118,7 +118,7 @@ std::string encode(const Ended& ended);
 Ended decode_ended(std::string_view payload);
 std::string encode(const Failure& failure);
 Failure decode_failure(std::string_view payload);
-// Of an agent's Order.
+// For an agent's Order.
 std::string encode(const Order& order);
 Order decode_order(std::string_view payload);
 

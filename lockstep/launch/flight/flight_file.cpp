@@ -24,7 +24,7 @@ using Json = nlohmann::ordered_json;
 constexpr int kFormat = 1;
 constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
 
-// A number in JSON is a double to many readers, and a key has 64 bits.
+// Hexadecimal, because many JSON readers parse numbers as doubles, and a key has 64 bits.
 std::string key_text(std::int64_t key) { return fmt::format("{:016x}", static_cast<std::uint64_t>(key)); }
 
 Json json_of(const FlightEntry& entry) {
@@ -54,10 +54,10 @@ Json json_of(int rank, const RankFlight& flight) {
   json["ended"] = ended;
   if (!flight.error.empty()) json["error"] = flight.error;
   json["operations_begun"] = flight.log.begun;
-  return json;  // its operations follow
+  return json;  // The caller adds its operations.
 }
 
-// Texts of programs need not be UTF-8.
+// Texts of programs may not be UTF-8.
 std::string dump(const Json& json) { return json.dump(-1, ' ', false, Json::error_handler_t::replace); }
 
 Json json_of(const Failure& failure) {
@@ -67,55 +67,55 @@ Json json_of(const Failure& failure) {
   return json;
 }
 
-// A part of the file, and how to say where it is.
+// A part of the file and its path, for errors.
 class Part {
  public:
   Part(const Json& json, std::string path, const std::string& file)
       : json_(json), path_(std::move(path)), file_(file) {}
 
   [[noreturn]] void refuse(const std::string& why) const {
-    throw ConfigError(fmt::format("'{}' is no flight record of lockstep run: {}{}", file_,
-                                  path_.empty() ? "" : path_ + " ", why));
+    throw ConfigError(fmt::format("'{}' is not a flight record of lockstep run: {}{}", file_,
+                                  path_.empty() ? "" : path_ + ": ", why));
   }
   bool has(const char* name) const {
     return json_.is_object() && json_.contains(name) && !json_.at(name).is_null();
   }
   Part at(const char* name) const {
-    if (!json_.is_object() || !json_.contains(name)) refuse(fmt::format("has no \"{}\"", name));
+    if (!json_.is_object() || !json_.contains(name)) refuse(fmt::format("missing \"{}\"", name));
     return {json_.at(name), path_ + "/" + name, file_};
   }
   std::int64_t number(std::int64_t lowest, std::int64_t highest) const {
     if (json_.is_number_integer() && (!json_.is_number_unsigned() || json_.get<std::uint64_t>() <= kAny))
       if (const auto value = json_.get<std::int64_t>(); value >= lowest && value <= highest) return value;
-    refuse(fmt::format("is not a whole number from {} to {}", lowest, highest));
+    refuse(fmt::format("expected an integer from {} to {}", lowest, highest));
   }
   int integer(int lowest, int highest) const { return static_cast<int>(number(lowest, highest)); }
-  // Printed later: what a terminal would obey is not passed on.
+  // The text is printed later, so control characters are replaced: they could control the terminal.
   std::string text() const {
-    if (!json_.is_string()) refuse("is not a text");
+    if (!json_.is_string()) refuse("expected a string");
     auto text = json_.get<std::string>();
     for (std::size_t i = 0; i < text.size(); ++i) {
       const auto c = static_cast<unsigned char>(text[i]);
       if (c < ' ' || c == 127) text[i] = ' ';
-      // U+0080 to U+009F: one of them begins what ESC [ begins.
+      // U+0080 to U+009F are control characters too; U+009B is equivalent to ESC [.
       const auto next = i + 1 < text.size() ? static_cast<unsigned char>(text[i + 1]) : 0;
       if (c == 0xc2 && next >= 0x80 && next < 0xa0) text[i] = text[i + 1] = ' ';
     }
     return text;
   }
   bool boolean() const {
-    if (!json_.is_boolean()) refuse("is not true or false");
+    if (!json_.is_boolean()) refuse("expected true or false");
     return json_.get<bool>();
   }
   std::int64_t key() const {
     const auto digits = text();
     if (digits.size() != 16 || digits.find_first_not_of("0123456789abcdef") != std::string::npos)
-      refuse("is not a group's key of 16 hexadecimal digits");
+      refuse("expected a group's key of 16 hexadecimal digits");
     return static_cast<std::int64_t>(std::stoull(digits, nullptr, 16));
   }
   template <typename F>
   void each(F&& take) const {
-    if (!json_.is_array()) refuse("is not a list");
+    if (!json_.is_array()) refuse("expected a list");
     for (std::size_t i = 0; i < json_.size(); ++i)
       take(Part(json_[i], fmt::format("{}/{}", path_, i), file_));
   }
@@ -190,7 +190,7 @@ std::string flight_json(const FlightRecord& record) {
   Json& groups = json["groups"] = Json::array();
   for (const auto& [key, group] : record.groups)
     groups.push_back({{"key", key_text(key)}, {"name", group.name}, {"ranks", group.ranks}});
-  // A line for each operation: for people, and for grep.
+  // One line per operation, for readers and for grep.
   std::string text = "{\n";
   for (const auto& [name, value] : json.items()) text += fmt::format(" {}: {},\n", dump(name), dump(value));
   text += " \"ranks\": [";
@@ -210,8 +210,8 @@ std::string flight_json(const FlightRecord& record) {
 FlightRecord parse_flight(std::string_view text, const std::string& file) {
   const auto json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   const Part all(json, {}, file);
-  if (json.is_discarded()) all.refuse("it is not JSON");
-  if (!json.is_object()) all.refuse("it is not an object");
+  if (json.is_discarded()) all.refuse("not JSON");
+  if (!json.is_object()) all.refuse("expected an object");
   all.at("lockstep_flight_record").number(kFormat, kFormat);
   FlightRecord record;
   record.world_size = all.at("world_size").integer(1, control::kMostRanks);
@@ -236,7 +236,7 @@ FlightRecord parse_flight(std::string_view text, const std::string& file) {
   });
   all.at("ranks").each([&](const Part& part) {
     const int rank = part.at("rank").integer(0, record.world_size - 1);
-    if (record.ranks.contains(rank)) part.refuse(fmt::format("is a second rank {}", rank));
+    if (record.ranks.contains(rank)) part.refuse(fmt::format("duplicate rank {}", rank));
     record.ranks[rank] = rank_of(part);
   });
   return record;

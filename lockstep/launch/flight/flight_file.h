@@ -1,5 +1,5 @@
-// The flight record as a JSON file: written after a failure by `lockstep run`, read by `lockstep trace
-// flight`.
+// Writes and reads the flight record as a JSON file: `lockstep run` saves it after a failure, and `lockstep
+// trace flight` reads it.
 #pragma once
 
 #include <string>
@@ -10,7 +10,8 @@
 namespace lockstep::detail {
 
 std::string flight_json(const control::FlightRecord& record);
-// Throws ConfigError that says what is wrong: anybody may have written it. `file` names it there.
+// Throws a ConfigError that states what is wrong: the file is untrusted input. `file` is its name in the
+// error.
 control::FlightRecord parse_flight(std::string_view text, const std::string& file);
 
 }  // namespace lockstep::detail

@@ -23,7 +23,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// "flight.json" of the second restart is "flight.restart-2.json", as with logs.
+// Names the file of a restart: "flight.json" becomes "flight.restart-2.json", like the logs.
 std::string of_attempt(const std::string& file, int attempt) {
   if (attempt == 0) return file;
   fs::path path(file);
@@ -32,7 +32,7 @@ std::string of_attempt(const std::string& file, int attempt) {
   return path.string();
 }
 
-// False where that cannot be done, with errno: also where a pipe's reader does not read. The job is to end.
+// Returns false with errno on failure, also if a pipe's reader does not read within 2 s: the job must end.
 bool write_soon(int fd, std::string_view bytes) {
   const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(2);
   while (!bytes.empty()) {
@@ -62,14 +62,15 @@ void FlightKeeper::take(control::FlightRecord record) {
 }
 
 std::pair<std::string, int> FlightKeeper::open(int attempt) const {
-  constexpr int kFlags = O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;  // never held up by a pipe
+  // A pipe must not block the end of the job.
+  constexpr int kFlags = O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
   auto file = options_.flight_record;
   if (file.empty() && !options_.log_directory.empty()) file = options_.log_directory + "/flight.json";
   if (!file.empty()) {
     file = of_attempt(file, attempt);
     return {file, ::open(file.c_str(), kFlags | O_TRUNC, 0666)};
   }
-  // Where everybody may write: a name that somebody else has put there is not followed.
+  // In a world-writable folder: refuse names that another user created.
   const char* given = std::getenv("TMPDIR");
   const std::string folder = given && *given ? given : "/tmp";
   for (int number = 0;; ++number) {
@@ -88,9 +89,10 @@ std::optional<std::string> FlightKeeper::save() {
     record = std::exchange(taken_, std::nullopt);
   }
   if (!record || options_.flight_record == "none") return std::nullopt;
-  // A job that was asked to stop has not failed: whoever wants its record says so.
+  // A job that was stopped by request has not failed; its record is saved only if the user asked for a file.
   if (!record->failure && options_.flight_record.empty()) return std::nullopt;
-  // A file that was asked for, and of an earlier failure, is not to be taken for that of this one.
+  // If a file was asked for, it is always replaced, so that an earlier failure's record is not mistaken for
+  // this one's.
   const bool any = !options_.flight_record.empty() ||
                    std::any_of(record->ranks.begin(), record->ranks.end(),
                                [](const auto& each) { return !each.second.log.entries.empty(); });
@@ -102,7 +104,7 @@ std::optional<std::string> FlightKeeper::save() {
   const int error = errno;
   const auto verdict = judge(*record).text;
   if (!written)
-    return fmt::format("the flight record could not be written to {}: {}; it says: {}", file,
+    return fmt::format("cannot write the flight record to {}: {}; its verdict: {}", file,
                        std::strerror(error), verdict);
   return fmt::format("flight record in {}: {}", file, verdict);
 }

@@ -1,4 +1,4 @@
-// Where `lockstep run` puts the flight record of an attempt that failed.
+// Keeps the flight record of a failed attempt and saves it for `lockstep run`.
 #pragma once
 
 #include <mutex>
@@ -14,12 +14,12 @@ class FlightKeeper {
  public:
   explicit FlightKeeper(const LaunchOptions& options) : options_(options) {}
 
-  void take(control::FlightRecord record);  // any thread
-  // Writes what was taken, if there is something to tell: the line that says so, and who diverged first.
+  void take(control::FlightRecord record);  // Thread-safe.
+  // Writes the record if there is anything to report. Returns a line with the file and the verdict.
   std::optional<std::string> save();
 
  private:
-  // A file of that attempt, made new where nobody said where.
+  // Opens the file of that attempt; creates a new one if the user named none.
   std::pair<std::string, int> open(int attempt) const;
 
   const LaunchOptions& options_;

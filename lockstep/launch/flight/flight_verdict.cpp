@@ -20,7 +20,7 @@ using Kind = FlightVerdict::Kind;
 
 std::string listed(const std::vector<int>& ranks) {
   if (ranks.size() == 1) return fmt::format("rank {}", ranks[0]);
-  // Of very many the first: the file has them all.
+  // Of very many ranks only the first ones; the file lists all.
   const auto shown = ranks.size() > 9 ? std::size_t{8} : ranks.size() - 1;
   auto text =
       fmt::format("ranks {} and ", fmt::join(ranks.begin(), ranks.begin() + static_cast<long>(shown), ", "));
@@ -30,7 +30,7 @@ std::string listed(const std::vector<int>& ranks) {
 
 bool is_open(const FlightEntry& entry) { return entry.ended_ns == 0 || entry.failed; }
 
-// What all ranks' calls to one collective share.
+// The properties that all ranks' calls to one collective must share.
 using Signature = std::tuple<std::string, std::string, std::string, int, std::int64_t>;
 
 Signature signature(const FlightEntry& entry) {
@@ -39,21 +39,21 @@ Signature signature(const FlightEntry& entry) {
   return {entry.operation, entry.dtype, entry.reduction, entry.peer, one_count ? entry.count : -1};
 }
 
-// Something that went wrong in one group.
+// A problem found in one group.
 struct Finding {
   FlightVerdict verdict;
   std::int64_t at_ns = 0;
-  bool root = true;  // those to blame did not wait for others themselves
+  bool root = true;  // True if the blamed ranks did not wait for peers themselves.
   std::string brief = {};
 };
 
-// A rank that others have waited for no longer than that need not be at fault: it only had not come yet.
+// A rank that peers have waited for no longer than this may be innocent: it may only have been late.
 constexpr std::int64_t kOftenWaitsNs = 1'000'000'000;
 
 // One rank's collectives of a group, by sequence number.
 struct Course {
   std::map<std::int64_t, const FlightEntry*> calls;
-  bool whole = true;  // nothing has fallen out of the ring
+  bool whole = true;  // True if no entry was overwritten in the ring.
   std::int64_t last() const { return calls.empty() ? -1 : calls.rbegin()->first; }
 };
 
@@ -64,8 +64,8 @@ class Judge {
       for (const auto& entry : flight.log.entries) {
         entries_[entry.key][rank].push_back(&entry);
         last_ns_ = std::max({last_ns_, entry.began_ns, entry.ended_ns});
-        // What the rank that failed was in when it came to its own end, it did not wait for; what failed, it
-        // did.
+        // The failed rank did not wait in an operation that was open when it ended, unless that operation
+        // failed.
         const bool own_end = record.failure && record.failure->rank == rank;
         if (is_open(entry) && (entry.failed || !own_end)) waiting_.insert(rank);
       }
@@ -83,7 +83,7 @@ class Judge {
                last_ns_ - each.at_ns < kOftenWaitsNs;
       });
     if (findings_.empty()) return agree();
-    // A call that differs is no matter of time.
+    // A differing call is an error whatever the timing.
     const auto sooner = [](const Finding& a, const Finding& b) {
       const bool a_differs = a.verdict.kind == Kind::differs, b_differs = b.verdict.kind == Kind::differs;
       if (a_differs != b_differs) return a_differs;
@@ -99,7 +99,7 @@ class Judge {
   }
 
  private:
-  // Ranks that wait for one another: which of them left the way cannot be said.
+  // Ranks that wait for each other: which of them diverged cannot be determined.
   void add_others_of_a_circle(FlightVerdict& verdict) const {
     std::set<int> all(verdict.ranks.begin(), verdict.ranks.end());
     std::vector<std::string> others;
@@ -110,7 +110,7 @@ class Judge {
     }
     if (others.empty()) return;
     verdict.ranks.assign(all.begin(), all.end());
-    verdict.text += fmt::format("; they wait for one another: {}", fmt::join(others, "; "));
+    verdict.text += fmt::format("; these ranks wait for each other: {}", fmt::join(others, "; "));
   }
 
   static bool names(const Finding& finding, int rank) {
@@ -118,7 +118,7 @@ class Judge {
     return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
   }
 
-  // Killed, or by an exception of its own: none of its operations had failed.
+  // True if the rank was killed or ended by its own exception: none of its operations had failed.
   bool failed_by_its_own_end() const {
     const auto flight = record_.ranks.find(record_.failure ? record_.failure->rank : -1);
     return flight != record_.ranks.end() && flight->second.ended &&
@@ -137,7 +137,7 @@ class Judge {
     return found;
   }
 
-  // A rank's operations of a group.
+  // One rank's operations in a group.
   const std::vector<const FlightEntry*>& entries(std::int64_t key, int rank) const {
     static const std::vector<const FlightEntry*> kNone;
     const auto& ranks = entries_.at(key);
@@ -150,7 +150,7 @@ class Judge {
     std::set<std::int64_t> sequences;
     for (int rank : members(key)) {
       const auto flight = record_.ranks.find(rank);
-      if (flight == record_.ranks.end()) continue;  // of a host that was lost
+      if (flight == record_.ranks.end()) continue;  // Of a host that was lost.
       Course& course = courses[rank];
       course.whole = is_whole(flight->second);
       for (const FlightEntry* entry : entries(key, rank))
@@ -174,7 +174,7 @@ class Judge {
     if (kinds.size() < 2) return false;
     std::vector<std::vector<int>> sides;
     for (auto& [kind, ranks] : kinds) sides.push_back(ranks);
-    // The fewest first; where they are as many, those with the lowest rank.
+    // The smallest side first; among equals, the one with the lowest rank.
     std::sort(sides.begin(), sides.end(), [](const auto& a, const auto& b) {
       return std::pair(a.size(), a[0]) < std::pair(b.size(), b[0]);
     });
@@ -194,7 +194,7 @@ class Judge {
       verdict = about(Kind::differs, sides[0], odd);
       verdict.text = fmt::format(
           "{} diverged first: {}, where {} called {}", listed(sides[0]), describe(record_, odd),
-          sides[1].size() + sides[0].size() == courses.size() && sides[1].size() > 1 ? "the others"
+          sides[1].size() + sides[0].size() == courses.size() && sides[1].size() > 1 ? "all other ranks"
                                                                                      : listed(sides[1]),
           brief(sides[1]));
     } else {
@@ -219,7 +219,7 @@ class Judge {
     for (const auto& [rank, course] : courses) {
       const auto call = course.calls.find(sequence);
       if (call == course.calls.end()) {
-        // Where its own operations have been written over, it may have been further.
+        // If its own operations were overwritten, it may have got further.
         if (course.last() < sequence && (!course.calls.empty() || course.whole)) missing.push_back(rank);
       } else if (is_open(*call->second)) {
         waiters.push_back(rank);
@@ -231,29 +231,29 @@ class Judge {
                  [&](int rank) { return !waiting_.contains(rank); });
     if (const auto& failure = record_.failure;
         failure && std::count(idle.begin(), idle.end(), failure->rank) != 0)
-      idle = {failure->rank};  // the others only had not come yet
+      idle = {failure->rank};  // The others were merely late.
     blame(Kind::did_not_come, idle.empty() ? missing : idle, !idle.empty(), *first,
-          fmt::format("did not come to {}, where {} waited", describe(record_, *first), listed(waiters)));
+          fmt::format("did not reach {}, where {} waited", describe(record_, *first), listed(waiters)));
     findings_.back().verdict.text +=
         other_step(courses.at(waiters[0]), courses.at(findings_.back().verdict.ranks[0]), waiters[0]);
     return true;
   }
 
-  // A step that was left out among calls that look the same shows here alone, where World::step is used.
+  // Calls that look the same do not show a skipped step, unless the program calls World::step.
   static std::string other_step(const Course& ours, const Course& theirs, int us) {
     for (const auto& [sequence, call] : theirs.calls) {
       const auto found = ours.calls.find(sequence);
       if (found == ours.calls.end() || call->step < 0 || found->second->step < 0) continue;
       if (call->step == found->second->step) continue;
       const bool from_the_first = call == theirs.calls.begin()->second || found == ours.calls.begin();
-      return fmt::format("; since {} #{}{} it was at another step: {} there, where rank {} was at {}",
-                         call->operation, sequence, from_the_first ? " or before" : "", call->step, us,
+      return fmt::format("; since {} #{}{} it was at a different step: {}, while rank {} was at {}",
+                         call->operation, sequence, from_the_first ? " or earlier" : "", call->step, us,
                          found->second->step);
     }
     return {};
   }
 
-  // Numbers of messages are each rank's own, so they are counted between two ranks, where all are there.
+  // Message numbers are local to each rank, so messages are counted between two ranks, if all are recorded.
   void look_at_messages(std::int64_t key) {
     const auto ranks = members(key);
     for (int rank : ranks) {
@@ -271,10 +271,9 @@ class Judge {
         const auto ours = count(entries(key, rank), entry.operation, ranks, other, false);
         const auto theirs = count(entries(key, other), sends ? "recv" : "send", ranks, rank, true);
         if (theirs >= ours) continue;
-        blame(
-            Kind::no_partner, {other}, !waiting_.contains(other), entry,
-            fmt::format("did not {} what rank {} {} in {}, having begun {} of {}", sends ? "receive" : "send",
-                        rank, sends ? "sent" : "waited for", describe(record_, entry), theirs, ours));
+        blame(Kind::no_partner, {other}, !waiting_.contains(other), entry,
+              fmt::format("did not {} what rank {} {} in {} ({} of {} begun)", sends ? "receive" : "send",
+                          rank, sends ? "sent" : "waited for", describe(record_, entry), theirs, ours));
         break;
       }
     }
@@ -307,32 +306,32 @@ class Judge {
     if (!log.empty()) finding.verdict.site = log.back().site;
     finding.brief = finding.verdict.text = listed(ranks) + " " + what;
     for (std::size_t i = 0; i < ranks.size() && i < 4; ++i)
-      finding.verdict.text += (i == 0 ? ": " : "; ") +
+      finding.verdict.text += "; " +
                               (ranks.size() == 1 ? std::string("its") : fmt::format("rank {}'s", ranks[i])) +
-                              " last " + last_of(ranks[i], awaited.began_ns);
+                              " last operation" + last_of(ranks[i], awaited.began_ns);
     findings_.push_back(std::move(finding));
   }
 
   std::string last_of(int rank, std::int64_t awaited_since) const {
     const RankFlight& flight = record_.ranks.at(rank);
-    std::string text = "operation is not recorded";
+    std::string text = ": not recorded";
     if (flight.log.begun == 0) {
-      text = "operation would have been its first";
+      text = ": none";
     } else if (!flight.log.entries.empty()) {
       const FlightEntry& last = flight.log.entries.back();
-      text = "was " + describe(record_, last);
+      text = " was " + describe(record_, last);
       if (last.ended_ns == 0)
         text += ", which did not end";
       else
-        text += fmt::format(", {} {} {}", last.failed ? "which failed" : "ended",
+        text += fmt::format(", {} {} {}", last.failed ? "which failed" : "which ended",
                             duration_text(std::abs(awaited_since - last.ended_ns)),
-                            last.ended_ns <= awaited_since ? "before" : "later");
+                            last.ended_ns <= awaited_since ? "earlier" : "later");
     }
     const auto end = end_of(rank, flight);
     return end.empty() ? text : text + "; it " + end;
   }
 
-  // How it ended by itself; what the launcher did to it afterwards tells nothing.
+  // How the rank ended by itself; signals sent by the launcher afterwards are not reported.
   std::string end_of(int rank, const RankFlight& flight) const {
     const bool failed = record_.failure && record_.failure->rank == rank;
     if (!flight.ended || (!failed && flight.ended->signal)) return {};
@@ -341,7 +340,7 @@ class Judge {
 
   FlightVerdict agree() const {
     FlightVerdict verdict;
-    const std::string so_far = "the ranks' calls agree, as far as they are recorded";
+    const std::string so_far = "the recorded calls of all ranks agree";
     verdict.text = record_.failure ? so_far + ": " + record_.failure->text() : so_far;
     const auto flight = record_.ranks.find(record_.failure ? record_.failure->rank : -1);
     if (flight == record_.ranks.end()) return verdict;
@@ -355,8 +354,9 @@ class Judge {
   }
 
   const FlightRecord& record_;
-  std::map<std::int64_t, std::map<int, std::vector<const FlightEntry*>>> entries_;  // by group and rank
-  std::int64_t last_ns_ = 0;                                                        // of everything
+  std::map<std::int64_t, std::map<int, std::vector<const FlightEntry*>>> entries_;  // By group and rank.
+  // Latest time of any entry.
+  std::int64_t last_ns_ = 0;
   std::set<int> waiting_;
   std::vector<Finding> findings_;
 };
@@ -395,7 +395,7 @@ std::string details(const FlightRecord& record, const FlightEntry& entry) {
   }
   if (!entry.reduction.empty()) parts.push_back(entry.reduction);
   if (entry.peer >= 0) {
-    // Of the world, as everything here.
+    // Shown as a world rank, like all ranks here.
     int rank = entry.peer;
     if (auto group = record.groups.find(entry.key);
         group != record.groups.end() && entry.peer < static_cast<int>(group->second.ranks.size()))

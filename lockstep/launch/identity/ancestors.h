@@ -1,5 +1,5 @@
-// The processes above this one: variables are inherited from every launcher around us, but only one of them
-// is the nearest.
+// The ancestors of this process. Environment variables are inherited from every enclosing launcher, but only
+// one launcher is the nearest.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@ namespace lockstep::detail {
 
 struct Process {
   int pid = 0;
-  std::string name;         // at most 15 characters; the kernel keeps no more
-  std::uint64_t start = 0;  // in the kernel's ticks since boot: with the pid, of one process alone
-  std::string title;        // its arguments, or what it has put in their place, each followed by a blank
+  std::string name;         // At most 15 characters; the kernel keeps no more.
+  std::uint64_t start = 0;  // In kernel ticks since boot; unique together with the pid.
+  std::string title;        // Its arguments, or the title it has set, each followed by a blank.
 };
 
-// The parent first. Ends where /proc does: at the outermost process of a container.
+// Parent first. Ends where /proc ends: at the outermost process of a container.
 std::vector<Process> ancestors();
 
 }  // namespace lockstep::detail

@@ -16,10 +16,10 @@ constexpr int kMostRanks = 1 << 20;
 constexpr int kMostThreads = 4096;
 constexpr std::size_t kLongestJob = 72;
 
-// Ports that are worked out: below those that Linux gives to outgoing connections, above the usual servers.
+// Range of derived ports: below Linux's ephemeral ports, above the usual servers.
 constexpr int kFirstPort = 20000, kLastPort = 32000, kPortsPerJob = 16;
 
-// The variables of one launcher; local ones may be null.
+// The variables of one launcher; the local ones may be null.
 struct Names {
   const char* launcher;
   const char* rank;
@@ -46,15 +46,15 @@ bool either_is_set(const Names& names) { return is_set(names.rank) || is_set(nam
 std::string value_of(const char* name) { return env::text(name).value_or(""); }
 
 void refuse_half_a_pair(const char* set, int value, const char* missing) {
-  throw ConfigError(fmt::format(
-      "{}={} is set and {} is not: a launcher sets both, a program alone has neither", set, value, missing));
+  throw ConfigError(
+      fmt::format("{}={} is set but {} is not: set both, as launchers do, or neither", set, value, missing));
 }
 
-// A number that counts from 0 to below another.
+// Requires 0 <= value < limit.
 void check_below(const char* name, int value, const char* limit_name, int limit) {
   if (value >= limit)
-    throw ConfigError(fmt::format("{}={} is not allowed: with {}={} it is from 0 to {}", name, value,
-                                  limit_name, limit, limit - 1));
+    throw bad_value(name, fmt::format("an integer from 0 to {} with {}={}", limit - 1, limit_name, limit),
+                    std::to_string(value));
 }
 
 void read_ranks(Identity& identity, const Names& names) {
@@ -69,8 +69,9 @@ void read_ranks(Identity& identity, const Names& names) {
   if (names.local_size) identity.local_size = number(names.local_size, 1, kMostRanks);
   identity.local_rank = number(names.local_rank, 0, kMostRanks - 1);
   if (identity.local_size && *identity.local_size > *size)
-    throw ConfigError(fmt::format("{}={} is not allowed: with {}={} it is from 1 to {}", names.local_size,
-                                  *identity.local_size, names.size, *size, *size));
+    throw bad_value(names.local_size,
+                    fmt::format("an integer from 1 to {} with {}={}", *size, names.size, *size),
+                    std::to_string(*identity.local_size));
   if (identity.local_rank)
     check_below(names.local_rank, *identity.local_rank, identity.local_size ? names.local_size : names.size,
                 identity.local_size.value_or(*size));
@@ -78,10 +79,10 @@ void read_ranks(Identity& identity, const Names& names) {
 
 // ---- SLURM ------------------------------------------------------------------------------------------------
 
-using Above = std::vector<Process>;  // the nearest first
+using Above = std::vector<Process>;  // Nearest first.
 
-// "3.0" of the nearest slurmstepd's title, "slurmstepd: [3.0]"; "3.batch" for a batch script. Empty: not
-// seen.
+// Returns "3.0" from the title "slurmstepd: [3.0]" of the nearest slurmstepd, or "3.batch" for a batch
+// script. Empty if there is none.
 std::string slurm_step_above(const Above& above) {
   for (const Process& process : above) {
     if (process.name != "slurmstepd") continue;
@@ -97,9 +98,9 @@ std::string slurm_step() {
                      env::text("SLURM_STEP_ID").value_or(value_of("SLURM_STEPID")));
 }
 
-// Whether srun started us. A batch script and the shell of salloc have SLURM_NTASKS, and the script
-// SLURM_PROCID=0 too, though it is one process; only a step has a number. Both inherit that of a step in
-// which they were asked for, and then the title of the daemon above tells.
+// True if srun started this process. A batch script and a salloc shell have SLURM_NTASKS, and the script has
+// SLURM_PROCID=0 too, although each is one process; only a step has a step number. Both inherit that number
+// if they were submitted from within a step; then the title of the slurmstepd above decides.
 bool in_slurm_step(const Above& all_above) {
   if (!is_set("SLURM_JOB_ID") || !is_set("SLURM_PROCID")) return false;
   if (!is_set("SLURM_STEP_ID") && !is_set("SLURM_STEPID")) return false;
@@ -111,7 +112,7 @@ bool in_slurm_step(const Above& all_above) {
   return !numbers && step != "batch" && step != "extern";
 }
 
-// SLURM_GTIDS has the ranks on this node: "0,1,4,5".
+// SLURM_GTIDS lists the ranks on this node: "0,1,4,5".
 std::optional<int> slurm_local_size() {
   const auto ranks = value_of("SLURM_GTIDS");
   if (ranks.empty() || ranks.find_first_not_of("0123456789,") != std::string::npos) return std::nullopt;
@@ -125,11 +126,11 @@ void read_slurm(Identity& identity) {
   const auto local_size = slurm_local_size();
   if (local_size && *local_size <= identity.size && identity.local_rank.value_or(0) < *local_size)
     identity.local_size = local_size;
-  // Two clusters may share a host, and each counts its jobs from 1.
+  // Two clusters may share a host, and each numbers its jobs from 1.
   identity.job = fmt::format("SLURM {} {}", value_of("SLURM_CLUSTER_NAME"), slurm_step());
 }
 
-// Jobs and steps that run side by side have near numbers, and so different ports.
+// Jobs and steps that run side by side have consecutive numbers, and so get different ports.
 int slurm_port() {
   const auto job = env::integer("SLURM_JOB_ID", 0, std::numeric_limits<std::uint32_t>::max()).value_or(0);
   const char* step_name = is_set("SLURM_STEP_ID") ? "SLURM_STEP_ID" : "SLURM_STEPID";
@@ -151,7 +152,8 @@ bool starts_with_any(const std::string& name, std::initializer_list<std::string_
                      [&](std::string_view beginning) { return name.starts_with(beginning); });
 }
 
-// Whose process that is; empty: no launcher's. MPICH's ranks come from a proxy, also on mpirun's own host.
+// The launcher this process belongs to; empty for other processes. MPICH's ranks are started by a proxy, also
+// on mpirun's own host.
 std::string_view launcher_of(const Process& process) {
   if (starts_with_any(process.name, {"hydra_pmi_proxy", "pmi_proxy"})) return kMpich.launcher;
   if (starts_with_any(process.name, {"orted", "orterun", "prted", "prterun", "mpirun", "mpiexec"}))
@@ -159,8 +161,8 @@ std::string_view launcher_of(const Process& process) {
   return process.name == "slurmstepd" ? kSlurm.launcher : "";
 }
 
-// The process of that launcher which all its ranks on this host come from: wrappers may stand between. The
-// parent where there is none, as with launchers that only speak MPICH's protocol.
+// Identifies the launcher process that all its ranks on this host descend from, possibly through wrappers.
+// Falls back to the parent, for launchers that only implement MPICH's protocol.
 std::string process_of_launcher(std::string_view launcher, const Above& above) {
   auto found = std::find_if(above.begin(), above.end(),
                             [&](const Process& process) { return launcher_of(process) == launcher; });
@@ -171,8 +173,8 @@ std::string process_of_launcher(std::string_view launcher, const Above& above) {
 
 bool in_slurm_job() { return is_set("SLURM_JOB_ID"); }
 
-// srun --mpi=pmi2 sets MPICH's variables, and --mpi=pmix leads Open MPI to set its own: they are the step's
-// then.
+// srun --mpi=pmi2 sets MPICH's variables, and --mpi=pmix makes Open MPI set its own; then they belong to the
+// step.
 bool pmi_is_slurms() { return in_slurm_job() && is_set("PMI_JOBID") && !is_set(kMpich.local_rank); }
 bool pmix_is_slurms() { return in_slurm_job() && value_of("PMIX_NAMESPACE").starts_with("slurm."); }
 
@@ -185,21 +187,21 @@ void read_open_mpi(Identity& identity, const Above& above) {
 
 void read_mpich(Identity& identity, const Above& above) {
   read_ranks(identity, kMpich);
-  // Nothing in the environment is this job's alone. Each host has a proxy of its own, so that over several
-  // hosts the master's address, which they need anyway, must do.
+  // No variable is unique to this job. Each host has its own proxy, so across hosts the master's address,
+  // which is required anyway, identifies the job.
   const bool several_hosts = is_set("MASTER_ADDR") && is_set("MASTER_PORT");
   identity.job = fmt::format("MPICH {}", several_hosts ? "" : process_of_launcher(kMpich.launcher, above));
 }
 
-// ---- all of them ------------------------------------------------------------------------------------------
+// ---- all launchers ------------------------------------------------------------------------------------
 
 std::string shown(const Names& names) {
   return fmt::format("{}={} and {}={}", names.rank, value_of(names.rank), names.size, value_of(names.size));
 }
 
-// mpirun's and srun's variables are inherited by what they start, other launchers among that: where there are
-// several, the nearest process decides. Where none can be seen (a container), mpirun is taken for the inner
-// one, as it is in a batch job.
+// mpirun's and srun's variables are inherited by nested launchers. If several sets are present, the nearest
+// launcher process decides. If none is visible (in a container), mpirun is assumed to be the inner one, as in
+// a batch job.
 void read_mpi_or_slurm(Identity& identity, const Above& above) {
   std::vector<std::string_view> candidates;
   if (either_is_set(kOpenMpi) && !pmix_is_slurms()) candidates.push_back(kOpenMpi.launcher);
@@ -208,7 +210,7 @@ void read_mpi_or_slurm(Identity& identity, const Above& above) {
   if (candidates.empty()) {
     if (is_set("PMIX_RANK") && !in_slurm_job())
       throw ConfigError(
-          fmt::format("PMIX_RANK={} is set, and nothing says how many ranks there are: set RANK "
+          fmt::format("PMIX_RANK={} is set, but nothing gives the number of ranks: set RANK "
                       "and WORLD_SIZE, or use mpirun or srun",
                       value_of("PMIX_RANK")));
     return;
@@ -222,7 +224,7 @@ void read_mpi_or_slurm(Identity& identity, const Above& above) {
       chosen = launcher_of(*nearest);
     else if (candidates[1] == kMpich.launcher)
       throw ConfigError(
-          fmt::format("{} contradict {}: unset those of the outer mpirun, or set RANK and WORLD_SIZE",
+          fmt::format("{} contradict {}: unset the variables of the outer mpirun, or set RANK and WORLD_SIZE",
                       shown(kOpenMpi), shown(kMpich)));
   }
   if (chosen == kOpenMpi.launcher)
@@ -238,7 +240,7 @@ Identity identity_of_launcher(const std::function<Above()>& above) {
   if (auto agent = env::text("LOCKSTEP_AGENT")) {
     if (!either_is_set(kTorchrun))
       throw ConfigError(fmt::format(
-          "LOCKSTEP_AGENT='{}' is set, and RANK and WORLD_SIZE are not: 'lockstep run' sets all three",
+          "LOCKSTEP_AGENT='{}' is set but RANK and WORLD_SIZE are not; 'lockstep run' sets all three",
           *agent));
     read_ranks(identity, kTorchrun);
     identity.launcher = "lockstep run";
@@ -254,13 +256,13 @@ Identity identity_of_launcher(const std::function<Above()>& above) {
   return identity;
 }
 
-// For several hosts, and to tell jobs apart that nothing else does.
+// The master address is used by jobs on several hosts, and distinguishes jobs that nothing else does.
 void read_master(Identity& identity) {
   auto address = env::text("MASTER_ADDR");
   auto port = number("MASTER_PORT", 1, std::numeric_limits<std::uint16_t>::max());
   const bool mpi = identity.launcher == kOpenMpi.launcher || identity.launcher == kMpich.launcher;
   if (identity.launcher == "lockstep run") {
-    if (!address || !port) return;  // its agent is the way to the others
+    if (!address || !port) return;  // The agent connects it to its peers.
   } else if (identity.launcher == kSlurm.launcher) {
     if (!address) address = slurm_first_host();
     if (!port) {
@@ -268,13 +270,13 @@ void read_master(Identity& identity) {
       identity.last_master_port = identity.master_port + kPortsPerJob - 1;
     }
   } else if (mpi && !address && !port) {
-    return;  // all of them are on this host, or it will be said that they are not
+    return;  // All ranks are on this host; if not, joining fails with an error.
   } else if (!address || !port) {
     throw ConfigError(fmt::format(
-        "{} is not set{}: with {} ranks it must be {}", address ? "MASTER_PORT" : "MASTER_ADDR",
-        mpi ? fmt::format(", and {} is", address ? "MASTER_ADDR" : "MASTER_PORT") : "", identity.size,
+        "{} is not set{}: with {} ranks, set it to {}", address ? "MASTER_PORT" : "MASTER_ADDR",
+        mpi ? fmt::format(" but {} is", address ? "MASTER_ADDR" : "MASTER_PORT") : "", identity.size,
         address ? "a free port of rank 0's host, from 1 to 65535"
-                : "rank 0's host, 127.0.0.1 where all ranks are on one"));
+                : "rank 0's host, or 127.0.0.1 if all ranks are on one host"));
   }
   identity.master_address = *address;
   if (port) identity.master_port = identity.last_master_port = *port;
@@ -292,8 +294,8 @@ void read_restart_count(Identity& identity) {
   if (!identity.job.empty()) identity.job += fmt::format(" restart {}", identity.restart_count);
 }
 
-// A name made of it must fit into the address of a unix socket, so long ones end in a sum over all of it
-// (FNV-1a): names of hosts have up to 255 characters.
+// The job's name must fit into a unix socket's address, so long names end in a hash of the whole (FNV-1a):
+// host names may have 255 characters.
 void shorten_job(std::string& job) {
   if (job.size() <= kLongestJob) return;
   std::uint64_t sum = 0xcbf29ce484222325;
@@ -301,18 +303,19 @@ void shorten_job(std::string& job) {
   job = fmt::format("{} {:016x}", job.substr(0, kLongestJob - 17), sum);
 }
 
-// What the program says of itself. Where the launcher says the same, the rest of what it says holds too.
+// Takes rank and size from the program. If the launcher agrees, its other values are used too.
 void take_arguments(Identity& identity, int rank, int size, const std::function<Above()>& above) {
   if (size < 1 || size > kMostRanks)
-    throw ConfigError(fmt::format("world_size={} is not allowed: from 1 to {} is, given together with rank",
-                                  size, kMostRanks));
+    throw bad_value("world_size",
+                    fmt::format("an integer from 1 to {}, given together with rank", kMostRanks),
+                    std::to_string(size));
   if (rank < 0 || rank >= size)
-    throw ConfigError(
-        fmt::format("rank={} is not allowed: with world_size={} it is from 0 to {}", rank, size, size - 1));
+    throw bad_value("rank", fmt::format("an integer from 0 to {} with world_size={}", size - 1, size),
+                    std::to_string(rank));
   try {
     identity = identity_of_launcher(above);
   } catch (const ConfigError&) {
-    // The program knows better, so what is wrong there does not matter.
+    // The program's values take precedence, so a bad environment does not matter.
   }
   if (identity.launcher != "none" && identity.rank == rank && identity.size == size) return;
   identity = Identity{};

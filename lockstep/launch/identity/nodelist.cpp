@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kLongestText = 1 << 16;
 constexpr std::size_t kMostHosts = 1 << 16;
-constexpr std::size_t kLongestHost = 255;  // DNS has no longer ones
+constexpr std::size_t kLongestHost = 255;  // The limit of DNS.
 constexpr std::size_t kMostDigits = 9;
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
@@ -24,7 +24,7 @@ class Reader {
  public:
   Reader(std::string_view what, std::string_view text) : what_(what), text_(text) {
     if (text.empty() || text.size() > kLongestText)
-      fail(fmt::format("it has {} characters, and from 1 to {} are allowed", text.size(), kLongestText));
+      fail(fmt::format("expected 1 to {} characters, got {}", kLongestText, text.size()));
   }
 
   std::vector<std::string> list() {
@@ -34,12 +34,13 @@ class Reader {
       if (all.size() + hosts.size() > kMostHosts) too_many();
       all.insert(all.end(), std::make_move_iterator(hosts.begin()), std::make_move_iterator(hosts.end()));
     } while (take(','));
-    if (at_ < text_.size()) fail(fmt::format("'{}' cannot stand {}", text_[at_], place()));
+    if (at_ < text_.size()) fail(fmt::format("unexpected '{}' {}", text_[at_], place()));
     return all;
   }
 
  private:
-  // Names and brackets in turn; each bracket multiplies what stands before it, the last one counts fastest.
+  // Parses alternating names and brackets. Each bracket multiplies the names before it; the last one varies
+  // fastest.
   std::vector<std::string> item() {
     std::vector<std::string> hosts{""};
     const auto begin = at_;
@@ -52,11 +53,11 @@ class Reader {
         for (const auto& part : parts) {
           longer.push_back(host + part);
           if (longer.back().size() > kLongestHost)
-            fail(fmt::format("a host's name has more than {} characters", kLongestHost));
+            fail(fmt::format("a host name has more than {} characters", kLongestHost));
         }
       hosts = std::move(longer);
     }
-    if (at_ == begin) fail("a host is missing " + place());
+    if (at_ == begin) fail("missing host " + place());
     return hosts;
   }
 
@@ -74,19 +75,19 @@ class Reader {
       const auto from = value(first), to = value(last);
       if (to < from) fail(fmt::format("the range {}-{} counts down", first, last));
       if (parts.size() + (to - from) >= kMostHosts) too_many();
-      // The zeros of the first number are those of all: 08-10 is 08, 09, 10.
+      // The first number sets the width: 08-10 is 08, 09, 10.
       for (auto each = from; each <= to; ++each) parts.push_back(fmt::format("{:0{}}", each, first.size()));
     } while (take(','));
-    if (!take(']')) fail("']' is missing " + place());
+    if (!take(']')) fail("missing ']' " + place());
     return parts;
   }
 
   std::string_view digits() {
     const auto begin = at_;
     while (at_ < text_.size() && is_digit(text_[at_])) ++at_;
-    if (at_ == begin) fail("a number is missing " + place());
+    if (at_ == begin) fail("missing number " + place());
     if (at_ - begin > kMostDigits)
-      fail(fmt::format("a number has {} digits, and at most {} are allowed", at_ - begin, kMostDigits));
+      fail(fmt::format("expected numbers of at most {} digits, got {} digits", kMostDigits, at_ - begin));
     return text_.substr(begin, at_ - begin);
   }
 
@@ -106,12 +107,12 @@ class Reader {
     return at_ < text_.size() ? fmt::format("at character {}", at_ + 1) : "at the end";
   }
 
-  [[noreturn]] void too_many() const { fail(fmt::format("it has more than {} hosts", kMostHosts)); }
+  [[noreturn]] void too_many() const { fail(fmt::format("expected at most {} hosts", kMostHosts)); }
 
   [[noreturn]] void fail(const std::string& why) const {
     const bool cut = text_.size() > 80;
-    throw ConfigError(fmt::format("{}='{}{}' is not allowed: {}; a list of hosts such as a,b[1-3,07] is",
-                                  what_, text_.substr(0, 80), cut ? "..." : "", why));
+    throw ConfigError(fmt::format("{}: expected a list of hosts such as a,b[1-3,07], got '{}{}': {}", what_,
+                                  text_.substr(0, 80), cut ? "..." : "", why));
   }
 
   std::string_view what_, text_;

@@ -1,4 +1,4 @@
-// Agents of this test, and what they said.
+// Agents of a test, and their log lines.
 #pragma once
 
 #include <chrono>
@@ -49,7 +49,7 @@ class AgentTest : public ::testing::Test {
     const auto address = coordinator.address();
     return std::stoi(address.substr(address.rfind(':') + 1));
   }
-  // The head with a rank of its own, and another host's agent.
+  // The coordinator with one rank, and another host's agent.
   std::pair<std::unique_ptr<Agent>, std::unique_ptr<Agent>> two_hosts() {
     auto coordinator = std::make_unique<Agent>(head_options());
     auto other = std::make_unique<Agent>(other_options(*coordinator));

@@ -1,12 +1,12 @@
-// A process of agent_processes_test.cpp. It is a program of its own because ThreadSanitizer cannot follow
+// A process of agent_processes_test.cpp. It is a separate program because ThreadSanitizer cannot follow
 // threads into a child of fork().
 //
 //   rank NAME RANK SIZE     joins, and stays
-//   second NAME leave|end   joins as rank 0 of 2, which there is already; 7: refused as it should be
-//   holder NAME fork|copy   holds the agent, is rank 0 of 2, and says the pid of a child of its own
-//   host NAME PORT          holds the agent of another host than the head's, and is rank 1 of 2
-//   hosts NAME              is two hosts, each with a rank; says so. 5: they were told of a failure
-//   namespace NAME          says the pid of a holder in another pid namespace; -1: there may be none
+//   second NAME leave|end   joins as rank 0 of 2, which exists already; 7: refused, as it should be
+//   holder NAME fork|copy   runs the agent, is rank 0 of 2, and prints the pid of a child of its own
+//   host NAME PORT          runs the agent of a host other than the coordinator's, and is rank 1 of 2
+//   hosts NAME              runs two hosts, each with a rank, and prints that; 5: a failure was reported
+//   namespace NAME          prints the pid of a holder in another pid namespace; -1: not permitted
 #include <sched.h>
 #include <unistd.h>
 
@@ -81,7 +81,7 @@ int second(const std::string& name, bool leaves) {
     hold(options(name, 0), 0, nullptr);
   }
   say(inner);
-  ::_exit(0);  // a leak checker's thread would have no place: new ones belong to the namespace
+  ::_exit(0);  // A leak checker's thread could not be created: new ones belong to the namespace.
 }
 
 AgentOptions host_options(const std::string& name, int rank, int port) {
@@ -123,7 +123,7 @@ int act(const std::vector<std::string>& words) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  ::alarm(120);  // whatever becomes of the test
+  ::alarm(120);  // Ends the process whatever happens to the test.
   try {
     return act({argv + 1, argv + argc});
   } catch (const std::exception& error) {

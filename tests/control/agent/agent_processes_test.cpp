@@ -1,4 +1,4 @@
-// Agents, and ranks that are processes: killed, stopped, held, forked.
+// Agents, and ranks that are processes: killed, stopped, debugged, forked.
 #include <fcntl.h>
 #include <signal.h>
 #include <spawn.h>
@@ -20,7 +20,7 @@ using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
 
-// A process that runs agent_probe.cpp; killed when it goes out of scope.
+// A process that runs agent_probe.cpp; killed at the end of its scope.
 class Probe {
  public:
   explicit Probe(std::vector<std::string> words) {
@@ -58,7 +58,7 @@ class Probe {
     }
     return status_.value_or(-1);
   }
-  // The number in the line that it prints; 0: it has ended without one.
+  // The number in the line that it prints; 0: it ended without one.
   int says() {
     std::string line;
     for (char byte; ::read(output_.get(), &byte, 1) == 1 && byte != '\n';) line += byte;
@@ -84,7 +84,7 @@ TEST_F(AgentProcesses, a_rank_that_is_killed_is_named_to_the_others_with_its_sig
   EXPECT_EQ(failure.rank, 1);
   EXPECT_EQ(failure.pid, victim.pid());
   EXPECT_THAT(failure.text(), HasSubstr("was killed by signal 9 (SIGKILL)"));
-  // Whoever waits in the store is freed, now and later.
+  // A rank that waits in the store is released, now and later.
   EXPECT_THAT(error_of<Error>([&] {
                 client->ask({.call = StoreCall::get, .keys = {"never"}, .values = {}},
                             Clock::now() + seconds(60), never);
@@ -94,7 +94,7 @@ TEST_F(AgentProcesses, a_rank_that_is_killed_is_named_to_the_others_with_its_sig
 
 TEST_F(AgentProcesses, a_stopped_rank_is_reported_goes_on_or_is_ended) {
   auto with_grace = options();
-  with_grace.stop_grace = milliseconds(3000);  // far longer than the first stop lasts on a busy machine
+  with_grace.stop_grace = milliseconds(3000);  // Far longer than the first stop lasts on a busy machine.
   Agent agent(with_grace);
   std::promise<Failure> told;
   Probe victim({"rank", options().name, "1", "2"});
@@ -103,7 +103,7 @@ TEST_F(AgentProcesses, a_stopped_rank_is_reported_goes_on_or_is_ended) {
   victim.send(SIGSTOP);
   EXPECT_TRUE(comes_to_say("rank 1 (pid " + std::to_string(victim.pid()) + ") is stopped"));
   victim.send(SIGCONT);
-  EXPECT_TRUE(comes_to_say("goes on after"));
+  EXPECT_TRUE(comes_to_say("resumed after"));
   EXPECT_FALSE(client->failure());
   victim.send(SIGSTOP);
   const auto failure = told.get_future().get();
@@ -125,7 +125,7 @@ TEST_F(AgentProcesses, a_rank_held_by_a_debugger_is_reported_and_left_alone) {
   EXPECT_FALSE(client->failure(milliseconds(300))) << "it has been held for longer than the grace";
 }
 
-// On the host of the first one and on the other: it is told, and the job goes on when it leaves and when it
+// On the first one's host and on the other: it is reported, and the job continues when it leaves and when it
 // ends.
 TEST_F(AgentProcesses, a_second_process_of_a_rank_is_refused_and_disturbs_nobody) {
   auto [coordinator, other] = two_hosts();
@@ -142,7 +142,7 @@ TEST_F(AgentProcesses, a_second_process_of_a_rank_is_refused_and_disturbs_nobody
   for (const auto& name : {here, there})
     for (const bool leaves : {true, false})
       EXPECT_EQ(Probe({"second", name, leaves ? "leave" : "end"}).wait(), 7);
-  EXPECT_FALSE(near->failure(milliseconds(500)));  // a verdict would have come
+  EXPECT_FALSE(near->failure(milliseconds(500)));  // A verdict would have arrived.
   for (const auto& client : {near, far_client}) {
     const auto deadline = Clock::now() + seconds(30);
     client->ask({.call = StoreCall::set, .keys = {"k"}, .values = {"v"}}, deadline, never);
@@ -153,8 +153,8 @@ TEST_F(AgentProcesses, a_second_process_of_a_rank_is_refused_and_disturbs_nobody
   far_client->leave();
 }
 
-// By fork(), whose child closes what is not its own, and by a copy of the descriptors that hides the end of
-// the connection.
+// By fork(), whose child closes the parent's descriptors, and by a copy of the descriptors that hides the end
+// of the connection.
 TEST_F(AgentProcesses, an_agent_that_ends_is_missed_though_a_child_of_its_process_lives) {
   for (const bool copies : {false, true}) {
     const auto each = options(copies ? "/copies" : "/fork");
@@ -210,7 +210,7 @@ TEST_F(AgentProcesses, a_child_of_a_rank_cannot_speak_for_it) {
   second->leave();
 }
 
-// Its kernel still acknowledges what it is sent: it has the time that a stopped rank has.
+// Its kernel still acknowledges data, so it gets the time of a stopped rank.
 TEST_F(AgentProcesses, an_agent_of_another_host_may_be_stopped_for_a_while) {
   auto patient = head_options();
   patient.stop_grace = seconds(4);
@@ -220,31 +220,32 @@ TEST_F(AgentProcesses, an_agent_of_another_host_may_be_stopped_for_a_while) {
   auto client = connect(patient.name);
   client->join(card(0, 2), seconds(30), [&](const Failure& failure) { told.set_value(failure); });
   holder.send(SIGSTOP);
-  EXPECT_TRUE(comes_to_say("the agent at 127.0.0.1 says nothing, though its host is there"));
+  EXPECT_TRUE(comes_to_say("the agent at 127.0.0.1 does not respond, although its host does"));
   EXPECT_FALSE(client->failure());
   holder.send(SIGCONT);
-  EXPECT_TRUE(comes_to_say("the agent at 127.0.0.1 goes on"));
+  EXPECT_TRUE(comes_to_say("the agent at 127.0.0.1 responds again"));
   holder.send(SIGSTOP);
-  EXPECT_THAT(told.get_future().get().text(), HasSubstr("nothing was heard from it for 4."));
+  EXPECT_THAT(told.get_future().get().text(), HasSubstr("it sent nothing for 4."));
 }
 
-// As when a machine that holds several hosts is frozen: none of them is taken for lost when it goes on.
+// As when a machine with several hosts is frozen: none of them is considered lost when it resumes.
 TEST_F(AgentProcesses, time_in_which_agents_could_hear_nobody_does_not_count) {
   Probe hosts({"hosts", options().name});
   ASSERT_EQ(hosts.says(), hosts.pid());
   for (int i = 0; i < 2; ++i) {
     hosts.send(SIGSTOP);
-    std::this_thread::sleep_for(milliseconds(1800));  // an agent that says nothing for 1.5 s is missed
+    std::this_thread::sleep_for(milliseconds(1800));  // An agent that is silent for 1.5 s is missed.
     hosts.send(SIGCONT);
-    std::this_thread::sleep_for(milliseconds(500));  // it would be found lost at the next look, in 100 ms
+    // It would be considered lost at the next look, in 100 ms.
+    std::this_thread::sleep_for(milliseconds(500));
   }
   hosts.send(SIGTERM);
   EXPECT_EQ(hosts.wait(), 128 + SIGTERM);
 }
 
-// The agent lives where it cannot see the pid of the test, which sees the agent's.
+// The agent cannot see the pid of the test, but the test sees the agent's.
 TEST_F(AgentProcesses, ranks_in_separate_pid_namespaces_meet) {
-  const auto here = options();  // its name has the test's pid
+  const auto here = options();  // Its name contains the test's pid.
   Probe outer({"namespace", here.name});
   const pid_t inner = outer.says();
   EXPECT_EQ(outer.wait(), 0);
@@ -253,7 +254,7 @@ TEST_F(AgentProcesses, ranks_in_separate_pid_namespaces_meet) {
   std::promise<Failure> told;
   auto client = connect(here.name);
   client->join(card(1, 2), seconds(30), [&](const Failure& failure) { told.set_value(failure); });
-  EXPECT_FALSE(client->failure(milliseconds(500)));  // it would be looked for, every 250 ms
+  EXPECT_FALSE(client->failure(milliseconds(500)));  // It would be looked for every 250 ms.
   ::kill(inner, SIGKILL);
   EXPECT_THAT(told.get_future().get().text(), HasSubstr("and with it the control plane of this host"));
 }

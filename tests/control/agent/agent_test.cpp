@@ -23,7 +23,7 @@ using testing::error_of;
 using testing::eventually;
 using ::testing::HasSubstr;
 
-// A bound port of 127.0.0.1 on which no process listens, nor can begin to.
+// A bound port of 127.0.0.1 on which no process can listen.
 class SilentPort {
  public:
   SilentPort() : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -86,7 +86,7 @@ TEST_F(AgentTest, what_no_rank_sends_cuts_the_connection_and_nothing_else) {
     pollfd readable{socket->get(), POLLIN, 0};
     while (::poll(&readable, 1, 30000) > 0 && ::recv(socket->get(), &byte, 1, MSG_DONTWAIT) > 0) {
     }
-    EXPECT_TRUE(comes_to_say("was cut off"));
+    EXPECT_TRUE(comes_to_say("closed the connection of process"));
   }
   auto client = connect(options().name);
   EXPECT_EQ(client->join(card(0, 1), seconds(30), [](const Failure&) {}).local_size, 1);
@@ -133,13 +133,13 @@ TEST_F(AgentTest, agents_of_two_hosts_are_one_job) {
           .values,
       ElementsAre("far"));
   auto far_client = far.get();
-  other.reset();  // the host is gone
+  other.reset();  // The host is gone.
   EXPECT_THAT(told.get_future().get().text(),
               AllOf(HasSubstr("rank 1 (pid "), HasSubstr("and with it the agent of the host at 127.0.0.1")));
 }
 
-// The agent reads the hello before it notices that the connection has ended, so the error names the rank. It
-// waits 300 ms before it reports such an end, so the rounds run side by side.
+// The agent reads the hello before it notices the end of the connection, so the error names the rank. It
+// waits 300 ms before it reports such an end, so the attempts run in parallel.
 TEST_F(AgentTest, a_rank_that_dies_right_after_its_hello_ends_itself_alone) {
   std::vector<std::thread> rounds;
   for (int i = 0; i < 6; ++i)
@@ -155,7 +155,7 @@ TEST_F(AgentTest, a_rank_that_dies_right_after_its_hello_ends_itself_alone) {
       auto client = connect(each.name);
       try {
         client->join(card(0, 2), seconds(30), [](const Failure&) {});
-      } catch (const JoinError&) {  // told already
+      } catch (const JoinError&) {  // Notified already.
       }
       const auto failure = client->failure(seconds(30));
       ASSERT_TRUE(failure);
@@ -202,7 +202,7 @@ TEST_F(AgentTest, what_is_too_long_is_cut_or_refused_where_it_comes_from) {
                 client->ask({.call = StoreCall::get, .keys = {std::string(5000, 'k')}, .values = {}},
                             deadline, never);
               }),
-              HasSubstr("a key of 5000 bytes is not allowed"));
+              HasSubstr("expected a key of at most 4096 bytes, got 5000"));
   EXPECT_THAT(error_of<Error>([&] {
                 client->ask({.call = StoreCall::set, .keys = {"k"}, .values = {std::string(2 << 20, 'v')}},
                             deadline, never);
@@ -247,7 +247,8 @@ TEST_F(AgentTest, a_name_that_only_this_host_reaches_is_told) {
   coordinator.link = link_at(0);
   coordinator.link->address = "localhost";
   Agent agent(coordinator);
-  EXPECT_THAT(all_said(), AllOf(HasSubstr("localhost is "), HasSubstr("which only this host reaches")));
+  EXPECT_THAT(all_said(),
+              AllOf(HasSubstr("localhost resolves to "), HasSubstr("which only this host can reach")));
 }
 
 TEST_F(AgentTest, a_head_that_accepts_and_never_answers_is_no_trap) {
@@ -259,7 +260,7 @@ TEST_F(AgentTest, a_head_that_accepts_and_never_answers_is_no_trap) {
   Agent agent(caller);
   auto client = connect(caller.name);
   EXPECT_THAT(error_of<Error>([&] { client->join(card(1, 2), seconds(30), [](const Failure&) {}); }),
-              HasSubstr("does not answer"));
+              HasSubstr("no answer"));
 }
 
 TEST_F(AgentTest, a_host_with_another_key_is_told) {

@@ -1,4 +1,4 @@
-// What /proc tells of processes.
+// States of processes from /proc.
 #include <lockstep/control/agent/process.h>
 
 #include <poll.h>
@@ -13,7 +13,7 @@
 namespace lockstep::control {
 namespace {
 
-// A child that does nothing but this, once it sleeps in the kernel.
+// A child that only runs this, once it sleeps in the kernel.
 class Sleeper {
  public:
   explicit Sleeper(void (*sleep)()) : pid_(::fork()) {

@@ -61,7 +61,7 @@ TEST(Board, lines_of_groups_that_are_gone_are_used_again_when_needed) {
     lines.push_back(line);
   ASSERT_GT(lines.size(), 8u);
   EXPECT_EQ(status.add_line(1, "more", false), -1);
-  began(status, -1, 0, "all_reduce", "", -1);  // no line, no harm
+  began(status, -1, 0, "all_reduce", "", -1);  // No line, no harm.
   status.drop_line(lines[3]);
   EXPECT_EQ(status.add_line(1, "more", false), lines[3]);
   EXPECT_EQ(status.add_line(1, "more", false), -1);
@@ -78,11 +78,11 @@ TEST(Board, long_names_are_cut) {
   EXPECT_EQ(Rows::decode(rows.encode()).rows[0].site, rows.rows[0].site);
 }
 
-// By a stray write of the program; what is read of it can still be sent and read.
+// After a stray write of the program, what is read can still be sent and received.
 TEST(Board, a_page_that_was_written_over_harms_nobody) {
   auto board = std::make_shared<Board>(1);
   auto* bytes = reinterpret_cast<char*>(&board->page(0));
-  for (int fill : {0x02, 0x7e, 0x80, 0xfe}) {  // even: the lines count as complete
+  for (int fill : {0x02, 0x7e, 0x80, 0xfe}) {  // Even: the lines count as complete.
     board->prepare(0);
     StatusWriter status(board, 0);
     const int line = status.add_line(1, "g", false);

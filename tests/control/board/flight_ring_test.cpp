@@ -69,7 +69,7 @@ TEST_F(FlightRingTest, what_a_pen_writes_is_read) {
 TEST_F(FlightRingTest, keeps_the_last_thousand) {
   std::vector<FlightRing::Ticket> tickets;
   for (int i = 0; i < 5000; ++i) tickets.push_back(begin(i));
-  ring.end(tickets[10], 77, false);  // whose place another has
+  ring.end(tickets[10], 77, false);  // Its slot has been reused.
   ring.end(tickets[4500], 99, false);
   const auto log = ring.read();
   EXPECT_EQ(log.begun, 5000);
@@ -82,7 +82,7 @@ TEST_F(FlightRingTest, keeps_the_last_thousand) {
   EXPECT_THAT(ring.read().entries, IsEmpty());
 }
 
-// As a rank leaves it that is killed between two words: the version is odd, whatever the count says.
+// As left by a rank killed between two words: the version is odd, whatever the count.
 TEST_F(FlightRingTest, a_record_that_was_not_finished_is_left_out) {
   begin(0);
   begin(1);
@@ -90,7 +90,7 @@ TEST_F(FlightRingTest, a_record_that_was_not_finished_is_left_out) {
   auto* words = reinterpret_cast<std::atomic<std::uint64_t>*>(&ring);
   std::size_t found = 0;
   for (std::size_t i = 1; found == 0 && i < 100; ++i)
-    if (words[i].load() == 4) found = i;  // the second operation's version
+    if (words[i].load() == 4) found = i;  // The second operation's version.
   ASSERT_NE(found, 0u);
   words[found] = 3;
   const auto log = ring.read();
@@ -119,7 +119,7 @@ TEST_F(FlightRingTest, that_was_written_over_harms_nobody) {
   EXPECT_EQ(log.entries[0].site, std::string(48, '?'));
 }
 
-// What is read is sent on, and what cannot be sent would cost the job its end.
+// Entries are sent on, and one that cannot be sent would keep the job from ending.
 TEST_F(FlightRingTest, a_number_that_makes_no_sense_is_left_out) {
   using Time = std::chrono::steady_clock::time_point;
   const auto add = [&](int peer, Time at = std::chrono::steady_clock::now()) {
@@ -133,7 +133,7 @@ TEST_F(FlightRingTest, a_number_that_makes_no_sense_is_left_out) {
   ring.end(add(kMostRanks - 1), 99, false);
   RankFlight flight{.log = ring.read()};
   ASSERT_THAT(flight.log.entries, SizeIs(1));
-  for (auto& entry : flight.log.entries) entry.began_ns += std::int64_t{1} << 61;  // as the agent does
+  for (auto& entry : flight.log.entries) entry.began_ns += std::int64_t{1} << 61;  // As the agent does.
   EXPECT_THAT(RankFlight::decode(flight.encode()).log.entries, SizeIs(1));
 }
 
@@ -163,7 +163,7 @@ TEST_F(FlightRingTest, a_reader_never_sees_half_a_record) {
   writer.join();
 }
 
-// Wherever the kernel stops it: what is read afterwards is whole.
+// Wherever the kernel stops it, what is read afterwards is consistent.
 TEST_F(FlightRingTest, a_rank_killed_while_it_writes_leaves_whole_records) {
   for (int round = 0; round < 20; ++round) {
     board->prepare(1);

@@ -1,4 +1,4 @@
-// How a rank's steps are timed and put on its page.
+// Timing of a rank's steps, and their record on its page.
 #include <lockstep/control/board/progress.h>
 
 #include <cmath>
@@ -19,7 +19,7 @@ using ::testing::SizeIs;
 
 constexpr std::int64_t kMs = 1'000'000;
 
-// As the agent makes a page: of zeros.
+// Zero-initialised, like the agent's pages.
 std::unique_ptr<StepRecord> page() { return std::unique_ptr<StepRecord>(new StepRecord()); }
 
 TEST(StepTimer, tells_how_long_a_step_took_and_how_much_of_it_was_waiting) {
@@ -30,7 +30,7 @@ TEST(StepTimer, tells_how_long_a_step_took_and_how_much_of_it_was_waiting) {
   watch.waits(10 * kMs);
   EXPECT_TRUE(watch.is_waiting());
   watch.waited(35 * kMs);
-  watch.waited(36 * kMs);  // of another operation: no wait has begun
+  watch.waited(36 * kMs);  // Of another operation: no wait has begun.
   EXPECT_FALSE(watch.step(7, 50 * kMs)[1]) << "it is the same step still";
   const auto time = watch.step(8, 100 * kMs)[1];
   ASSERT_TRUE(time);
@@ -63,10 +63,10 @@ TEST(StepTimer, tells_of_a_long_step_by_itself) {
   StepTimer watch;
   std::int64_t now = 0;
   for (std::int64_t step = 0; step <= 18; ++step, now += 20 * kMs)
-    watch.step(step, now);  // 16 and 17 are not told
+    watch.step(step, now);  // 16 and 17 are not reported.
   watch.waits(now);
   watch.waited(now + 30 * kMs);
-  const auto times = watch.step(19, now + 80 * kMs);  // 18 took 100 ms
+  const auto times = watch.step(19, now + 80 * kMs);  // Step 18 took 100 ms.
   ASSERT_TRUE(times[0] && times[1]);
   EXPECT_EQ(times[0]->step, 17);
   EXPECT_EQ(times[0]->steps, 2);
@@ -115,7 +115,7 @@ TEST(StepRecord, hands_out_each_time_once) {
   ASSERT_THAT(last, SizeIs(15)) << "those before are written over";
   EXPECT_EQ(last.front().step, 88);
   EXPECT_EQ(last.back().step, 102);
-  seen = 1000;  // of a page that was another's
+  seen = 1000;  // From the page of another process.
   EXPECT_THAT(progress->times(seen), SizeIs(15));
 }
 
@@ -185,7 +185,7 @@ TEST(StepRecord, any_byte_of_it_may_be_wrong) {
   EXPECT_EQ(Rows::decode(rows.encode()).metrics.size(), rows.metrics.size());
 }
 
-// A page has few lines; waits inside groups that have none are waits all the same.
+// A page has few lines; waits in groups without a line count too.
 TEST(Board, counts_waits_of_groups_without_a_line) {
   auto board = std::make_shared<Board>(1);
   board->prepare(0);

@@ -1,5 +1,5 @@
-// The head's decisions, without sockets or time: what ranks and agents say goes in, what it answers comes
-// out.
+// The coordinator's decisions, without sockets or time: tests feed it messages of ranks and agents, and check
+// its replies.
 #include <lockstep/control/coordinator/coordinator.h>
 
 #include <signal.h>
@@ -34,7 +34,7 @@ class CoordinatorTest : public ::testing::Test {
                   .flight = [this](FlightRecord record) { flights.push_back(std::move(record)); },
                   .status = [this](const Status& status) { statuses.push_back(status); }});
   }
-  // A job of `lockstep run` on one host, with all ranks in it.
+  // A job of `lockstep run` on one host that all ranks have joined.
   Coordinator running(int ranks, int max_restarts = 0) {
     Coordinator coordinator = make({.num_nodes = 1, .launches = true, .max_restarts = max_restarts});
     coordinator.add_node(
@@ -59,7 +59,7 @@ class CoordinatorTest : public ::testing::Test {
     coordinator.receive(0,
                         {.kind = Kind::hello, .rank = rank, .payload = card(rank, size, attempt).encode()});
   }
-  // It has begun collective number `sequence`, and waits for it if `waited_ms` is not negative.
+  // The rank has begun collective number `sequence`, and waits for it if `waited_ms` is not negative.
   static void is_at(Coordinator& coordinator, int rank, std::int64_t sequence, std::int64_t waited_ms,
                     std::int64_t step = -1) {
     Rows rows{.step = step, .rows = {}};
@@ -184,7 +184,7 @@ TEST_F(CoordinatorTest, hosts_that_do_not_come_are_named) {
   EXPECT_THAT(orders, IsEmpty());
   coordinator.tick(Clock::now() + seconds(3));
   ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
-  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("these did not come in 2.0 s: 0, 2"));
+  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("these did not join within 2.0 s: 0, 2"));
 }
 
 TEST_F(CoordinatorTest, a_job_that_is_stopped_before_it_starts_ends) {
@@ -201,7 +201,7 @@ TEST_F(CoordinatorTest, those_who_are_missing_are_named_to_all) {
   come(coordinator, 0, 4);
   come(coordinator, 2, 4);
   coordinator.receive(0, {.kind = Kind::missing, .rank = 2});
-  EXPECT_THAT(verdict(), AllOf(HasSubstr("these did not come: 1, 3"), HasSubstr("these did: 0, 2")));
+  EXPECT_THAT(verdict(), AllOf(HasSubstr("these did not join: 1, 3"), HasSubstr("these did: 0, 2")));
 }
 
 TEST_F(CoordinatorTest, a_killed_rank_is_named_with_pid_signal_and_place) {
@@ -261,7 +261,7 @@ TEST_F(CoordinatorTest, the_same_exception_is_said_once_and_another_by_itself) {
   fault(coordinator, 3, Fault::Kind::exception, "no space left");
   EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 101) threw: batch_size"));
   ASSERT_THAT(said, SizeIs(1));
-  EXPECT_EQ(said[0], "rank 3 (pid 103) threw, too: no space left");
+  EXPECT_EQ(said[0], "rank 3 (pid 103) threw as well: no space left");
 }
 
 TEST_F(CoordinatorTest, a_rank_that_ends_before_it_joins_is_told_to_those_who_wait) {
@@ -284,7 +284,7 @@ TEST_F(CoordinatorTest, also_to_those_who_come_later) {
 TEST_F(CoordinatorTest, a_rank_that_leaves_is_no_failure_until_somebody_waits_for_it) {
   Coordinator coordinator = running(2);
   is_at(coordinator, 1, 4, -1);
-  is_at(coordinator, 0, 4, 1000);  // both were there: it is only slow to see it
+  is_at(coordinator, 0, 4, 1000);  // All ranks had reached it: this one is only slow to notice.
   coordinator.receive(0, {.kind = Kind::leave, .rank = 1});
   ends(coordinator, 1, {.pid = 101, .status = 0});
   coordinator.tick(Clock::now());
@@ -305,7 +305,7 @@ TEST_F(CoordinatorTest, a_rank_that_exits_inside_an_operation_has_failed) {
 
 TEST_F(CoordinatorTest, who_is_waited_for_is_told_once_a_doubling) {
   Coordinator coordinator = running(4);
-  // The head takes the time itself when it hears of a rank, so all must come within a moment. On a busy
+  // The coordinator reads the clock itself when a rank reports, so all reports must arrive quickly. On a busy
   // machine that may take several tries.
   Clock::time_point begin, start;
   do {
@@ -317,9 +317,9 @@ TEST_F(CoordinatorTest, who_is_waited_for_is_told_once_a_doubling) {
   coordinator.tick(start);
   EXPECT_THAT(said, IsEmpty());
   for (int ms = 200; ms < 8900; ms += 100) coordinator.tick(start + milliseconds(ms));
-  ASSERT_THAT(said, SizeIs(4));  // after 1, 2, 4 and 8 s
+  ASSERT_THAT(said, SizeIs(4));  // After 1, 2, 4 and 8 s.
   EXPECT_THAT(said[0], AllOf(HasSubstr("has waited 1.1 s in all_reduce #8 of group 'world' at train.cpp:42"),
-                             HasSubstr("not there: rank 2 (pid 102), last after all_reduce #7"),
+                             HasSubstr("missing: rank 2 (pid 102), last after all_reduce #7"),
                              HasSubstr("1.2 s ago"), HasSubstr("step 3"), Not(HasSubstr("rank 3 ("))));
 }
 
@@ -331,7 +331,7 @@ TEST_F(CoordinatorTest, nothing_is_said_while_the_ranks_are_stopped_on_purpose) 
   coordinator.paused(true);
   for (int ms = 0; ms < 5000; ms += 100) coordinator.tick(start + milliseconds(ms));
   coordinator.paused(false);
-  coordinator.tick(start + milliseconds(5000));  // the rank that is late has only just been continued
+  coordinator.tick(start + milliseconds(5000));  // The late rank has only just been continued.
   EXPECT_THAT(said, IsEmpty());
   coordinator.tick(start + milliseconds(6500));
   EXPECT_THAT(said, SizeIs(1));
@@ -390,13 +390,13 @@ TEST_F(CoordinatorTest, a_job_starts_again_and_ends_when_it_comes_to_the_same_en
   EXPECT_THAT(orders_of<Start>(), SizeIs(3));
   ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
   EXPECT_THAT(orders_of<Finish>()[0].why,
-              AllOf(HasSubstr("attempts 1 and 2 came to the same end"), HasSubstr("step 20")));
+              AllOf(HasSubstr("attempts 1 and 2 failed in the same way"), HasSubstr("step 20")));
   EXPECT_EQ(orders_of<Finish>()[0].status, 139);
 }
 
 TEST_F(CoordinatorTest, a_job_that_commits_steps_is_started_again_though_it_ends_at_the_same_count) {
-  // A program that counts its steps from 0 in each attempt. In the last one it saves before its first step
-  // only: nothing new.
+  // A program that counts its steps from 0 in each attempt. In the last attempt it saves only before its
+  // first step: no progress.
   Coordinator coordinator = running(2, /*max_restarts=*/9);
   const std::vector<std::int64_t> committed = {11, 11, 0};
   for (int attempt = 0; attempt < 3; ++attempt) {
@@ -412,7 +412,7 @@ TEST_F(CoordinatorTest, a_job_that_commits_steps_is_started_again_though_it_ends
     EXPECT_THAT(orders_of<Start>(), SizeIs(attempt < 2 ? attempt + 2 : 3));
   }
   ASSERT_THAT(orders_of<Finish>(), SizeIs(1));
-  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("attempts 1 and 2 came to the same end"));
+  EXPECT_THAT(orders_of<Finish>()[0].why, HasSubstr("attempts 1 and 2 failed in the same way"));
 }
 
 TEST_F(CoordinatorTest, without_steps_each_checkpoint_is_progress) {
@@ -439,7 +439,8 @@ TEST_F(CoordinatorTest, an_older_attempt_is_refused) {
   coordinator.tick(Clock::now() + seconds(1));
   come(coordinator, 0, 2, 0);
   ASSERT_THAT(of_kind(Kind::refused), SizeIs(1));
-  EXPECT_THAT(of_kind(Kind::refused)[0].payload, HasSubstr("attempt 0 of the job, which is at attempt 1"));
+  EXPECT_THAT(of_kind(Kind::refused)[0].payload,
+              HasSubstr("attempt 0 of the job, but the job is at attempt 1"));
 }
 
 TEST_F(CoordinatorTest, each_attempt_waits_longer_than_the_one_before) {
@@ -449,7 +450,7 @@ TEST_F(CoordinatorTest, each_attempt_waits_longer_than_the_one_before) {
     is_at(coordinator, 1, attempt, -1, attempt);
     ends(coordinator, 1, {.pid = 101, .status = 3});
     const auto before = Clock::now();
-    coordinator.receive(0, {.kind = Kind::node_done});  // the pause begins within
+    coordinator.receive(0, {.kind = Kind::node_done});  // The pause begins within.
     return std::pair(before, Clock::now());
   };
   for (int attempt = 0; attempt < 10; ++attempt) {
@@ -512,14 +513,14 @@ TEST_F(CoordinatorTest, a_failed_operation_is_told_though_all_end_within_a_momen
 }
 
 TEST_F(CoordinatorTest, who_caught_an_error_and_throws_another_is_told) {
-  constexpr milliseconds kSuspicion(500);  // of the head, by its own clock
+  constexpr milliseconds kSuspicion(500);  // The coordinator's, by its own clock.
   for (bool in_time = false; !in_time;) {
     sent.clear();
     Coordinator coordinator = running(2);
     const auto begin = Clock::now();
     fault(coordinator, 1, Fault::Kind::comm, "recv #0: deadline");
     fault(coordinator, 1, Fault::Kind::unwinding, "");
-    in_time = Clock::now() - begin < kSuspicion;  // else the machine is busy: once more
+    in_time = Clock::now() - begin < kSuspicion;  // Otherwise the machine is busy: retry.
     if (!in_time) continue;
     EXPECT_EQ(verdict(), "") << "most likely the same one";
     std::this_thread::sleep_for(kSuspicion + milliseconds(10));
@@ -556,8 +557,8 @@ TEST_F(CoordinatorTest, a_job_is_not_refused_for_one_that_contradicts_it_late) {
   newer.version = "2";
   late(newer);
   coordinator.receive(0, {.kind = Kind::leave, .rank = 1});
-  late(newer);  // its place is free, and the job goes on
-  // Both join again: nothing is left of the others.
+  late(newer);  // Its place is free, and the job continues.
+  // Both join again: nothing is left of the earlier ones.
   coordinator.receive(0, {.kind = Kind::leave, .rank = 0});
   sent.clear();
   come(coordinator, 0, 2);
@@ -570,7 +571,7 @@ TEST_F(CoordinatorTest, nobody_is_missing_from_a_job_that_is_complete) {
   coordinator.add_node({});
   come(coordinator, 0, 2);
   come(coordinator, 1, 2);
-  coordinator.receive(0, {.kind = Kind::missing, .rank = 0});  // the welcome was on its way
+  coordinator.receive(0, {.kind = Kind::missing, .rank = 0});  // The welcome was on its way.
   EXPECT_EQ(verdict(), "");
 }
 
@@ -589,7 +590,7 @@ TEST_F(CoordinatorTest, the_status_and_pid_are_those_of_who_ended) {
   is_at(coordinator, 1, 4, -1);
   coordinator.receive(0, {.kind = Kind::leave, .rank = 1});
   fault(coordinator, 1, Fault::Kind::comm, "recv #0: deadline");
-  ends(coordinator, 1, {.pid = 222, .status = 4});  // a wrapper's
+  ends(coordinator, 1, {.pid = 222, .status = 4});  // A wrapper's.
   coordinator.tick(Clock::now());
   EXPECT_THAT(verdict(), HasSubstr("rank 1 (pid 222) exited with status 4 while rank 0 waits for it"));
   coordinator.receive(0, {.kind = Kind::node_done});
@@ -638,7 +639,7 @@ TEST_F(CoordinatorTest, the_flight_record_of_a_failure_is_told_before_the_end) {
   Coordinator coordinator = running(2, 1);
   ends(coordinator, 1, {.pid = 101, .signal = SIGKILL});
   for (int rank : {0, 1}) coordinator.receive(0, flight(rank, 40 + rank));
-  coordinator.receive(0, flight(7, 3));  // of no rank of the job
+  coordinator.receive(0, flight(7, 3));  // Of no rank of the job.
   auto broken = flight(0, 50);
   broken.payload.pop_back();
   EXPECT_THROW(coordinator.receive(0, broken), FrameError);
@@ -653,7 +654,7 @@ TEST_F(CoordinatorTest, the_flight_record_of_a_failure_is_told_before_the_end) {
   EXPECT_EQ(flights[0].ranks.at(1).log.begun, 41);
   EXPECT_EQ(flights[0].ranks.at(0).log.entries.at(0).sequence, 39);
 
-  // The next attempt ends well, whatever an agent sends.
+  // The next attempt succeeds, whatever an agent sends.
   coordinator.tick(Clock::now() + seconds(10));
   all_come(coordinator, 2, 1);
   coordinator.receive(0, flight(0, 3));
@@ -684,8 +685,8 @@ TEST_F(CoordinatorTest, a_rank_whose_steps_are_far_longer_is_named_and_all_is_in
   Coordinator coordinator = running(2);
   make_steps(coordinator, false);
   EXPECT_THAT(said,
-              ::testing::ElementsAre("rank 1 is slow: its steps take 5.0 times the others' (busy 100 ms, "
-                                     "others 20 ms, steps 20 to 22)"));
+              ::testing::ElementsAre("rank 1 is slow: its steps take 5.0 times as long as the other ranks' "
+                                     "(busy 100 ms, others 20 ms, steps 20 to 22)"));
   ASSERT_FALSE(statuses.empty());
   EXPECT_EQ(statuses.back().step, 23);
   EXPECT_EQ(statuses.back().slowest, 1);
@@ -697,7 +698,7 @@ TEST_F(CoordinatorTest, a_rank_whose_steps_are_far_longer_is_named_and_all_is_in
 TEST_F(CoordinatorTest, ranks_that_send_messages_are_compared_with_themselves) {
   Coordinator coordinator = running(2);
   make_steps(coordinator, true);
-  EXPECT_THAT(said, ::testing::ElementsAre(HasSubstr("5.0 times what they took")));
+  EXPECT_THAT(said, ::testing::ElementsAre(HasSubstr("5.0 times as long as before")));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Ranks that wait for one another in several groups.
+// Ranks that wait for each other in several groups.
 #include <lockstep/control/coordinator/coordinator.h>
 
 #include "support/errors.h"
@@ -50,13 +50,13 @@ class HeadDeadlock : public ::testing::Test {
     std::vector<Row> rows;
     int threads = 1, blocked = 1;
   };
-  // Rank 0 waits in "other", and ranks 1 and 2 in "world", of which rank 0 has done one less.
+  // Rank 0 waits in "other", and ranks 1 and 2 in "world", where rank 0 has made one call less.
   static std::vector<Place> cycle() {
     return {{{line(1, 4, false), line(2, 7, true)}},
             {{line(1, 5, true), line(2, 6, false)}},
             {{line(1, 5, true), line(2, 6, false)}}};
   }
-  // What the coordinator makes of it after looking for 1.5 s at ranks that stay like that.
+  // The coordinator's verdict after 1.5 s of ranks in that state.
   std::string verdict_of(const std::vector<Place>& places) {
     for (int i = 0; i < 15 && verdict_.empty(); ++i) {
       look(places);
@@ -87,13 +87,12 @@ TEST_F(HeadDeadlock, is_ended_after_a_second_and_shows_both_sides) {
   EXPECT_EQ(verdict_,
             "deadlock: rank 0 (pid 100) waits for rank 1 in all_gather #7 of group 'other' at net.cpp:7; "
             "rank 1 (pid 101) waits for rank 0 in all_reduce #5 of group 'world' at train.cpp:42; 1 more "
-            "cannot go on because of these. Every rank must call the operations of its groups in the same "
-            "order");
+            "blocked by these. Every rank must call the operations of its groups in the same order");
   EXPECT_EQ(kind_, CommError::Kind::mismatch);
 }
 
 TEST_F(HeadDeadlock, of_three_ranks_shows_all_of_them) {
-  // Each pair of ranks has a group of its own, and each rank waits for the next one.
+  // Each pair of ranks has its own group, and each rank waits for the next one.
   for (int r = 0; r < 3; ++r) {
     const GroupMade pair{.key = 10 + r, .name = "pair", .ranks = {r, (r + 1) % 3}};
     coordinator_.receive(0, {.kind = Kind::group, .rank = r, .payload = pair.encode()});
@@ -122,7 +121,7 @@ TEST_F(HeadDeadlock, is_none_where_another_thread_of_a_rank_runs) {
 
 TEST_F(HeadDeadlock, is_none_where_another_thread_waits_for_something_that_can_end) {
   auto places = cycle();
-  // A group of rank 0 and 1, where both have come.
+  // A group of ranks 0 and 1 that both have reached.
   coordinator_.receive(0, {.kind = Kind::group,
                            .rank = 0,
                            .payload = GroupMade{.key = 3, .name = "third", .ranks = {0, 1}}.encode()});
@@ -134,13 +133,13 @@ TEST_F(HeadDeadlock, is_none_where_another_thread_waits_for_something_that_can_e
 
 TEST_F(HeadDeadlock, is_none_where_a_wait_is_not_on_the_page) {
   auto places = cycle();
-  places[0].threads = places[0].blocked = 2;  // two threads wait in one group: its line shows one of them
+  places[0].threads = places[0].blocked = 2;  // Two threads wait in one group, whose line shows one of them.
   EXPECT_EQ(verdict_of(places), "");
 }
 
 TEST_F(HeadDeadlock, is_none_where_the_operation_was_issued_without_waiting) {
   auto places = cycle();
-  places[0].rows[0] = line(1, 5, false);  // an asynchronous or a dropped one
+  places[0].rows[0] = line(1, 5, false);  // An asynchronous or dropped one.
   places[0].rows[0].running = true;
   EXPECT_EQ(verdict_of(places), "");
 }
@@ -155,7 +154,7 @@ TEST_F(HeadDeadlock, is_none_where_a_message_is_waited_for) {
 TEST_F(HeadDeadlock, is_none_where_a_page_has_no_room_for_the_group) {
   auto places = cycle();
   auto& rows = places[0].rows;
-  rows.erase(rows.begin());  // whatever rank 0 does in "world" is not known
+  rows.erase(rows.begin());  // The state of rank 0 in "world" is unknown.
   for (std::int64_t key = 100; rows.size() < 28; ++key) rows.push_back(line(key, 1, false));
   EXPECT_EQ(verdict_of(places), "");
 }
@@ -163,7 +162,7 @@ TEST_F(HeadDeadlock, is_none_where_a_page_has_no_room_for_the_group) {
 TEST_F(HeadDeadlock, is_none_while_something_changes) {
   auto places = cycle();
   for (int i = 0; i < 40; ++i) {
-    if (i % 5 == 0) {  // rank 0 goes on to the next one in "other", and so do the others
+    if (i % 5 == 0) {  // Rank 0 continues with the next one in "other", as do its peers.
       for (auto& place : places) ++place.rows[1].sequence;
       ++places[0].rows[1].waits_for;
     }

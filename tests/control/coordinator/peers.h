@@ -1,4 +1,4 @@
-// What the tests of agents and the processes that they start have in common.
+// Shared by the tests of agents and the processes that they start.
 #pragma once
 
 #include <unistd.h>
@@ -15,7 +15,7 @@
 
 namespace lockstep::control {
 
-// A rank's end, as soon as there is an agent of that name.
+// Connects a rank, once an agent of that name exists.
 inline std::shared_ptr<Client> connect(const std::string& name) {
   for (;; std::this_thread::sleep_for(std::chrono::milliseconds(1)))
     if (auto socket = connect_local(name)) return Client::make(std::move(*socket));
@@ -25,7 +25,7 @@ inline Hello card(int rank, int size) {
   return {.rank = rank, .size = size, .pid = ::getpid(), .version = "1", .host = "here"};
 }
 
-// To a head on this host; port 0: of the head itself.
+// A link to a coordinator on this host; port 0: the coordinator's own.
 inline Link link_at(int port) {
   return {.address = "127.0.0.1", .port = port, .last_port = port, .key = std::string(32, 'k'), .job = "j"};
 }

@@ -96,7 +96,7 @@ TEST_F(Store, what_is_no_number_is_not_counted_from) {
   for (const char* value : {"abc", "12x", ""}) {
     ask({.call = StoreCall::set, .keys = {"n"}, .values = {value}});
     EXPECT_THAT(ask({.call = StoreCall::add, .keys = {"n"}, .values = {}, .number = 1}).error,
-                HasSubstr("no number"));
+                HasSubstr("not a number"));
     EXPECT_THAT(ask({.call = StoreCall::get, .keys = {"n"}, .values = {}}).values, ElementsAre(value));
   }
 }
@@ -109,7 +109,7 @@ TEST_F(Store, several_values_are_set_all_or_none) {
                  .keys = {"a", "new", "large"},
                  .values = {"other", "1", std::string(2 << 20, 'x')}},
                 [&](StoreReply reply) { answer = std::move(reply); });
-  EXPECT_THAT(answer->error, HasSubstr("not allowed"));
+  EXPECT_THAT(answer->error, HasSubstr("at most"));
   EXPECT_THAT(ask({.call = StoreCall::get, .keys = {"a"}, .values = {}}).values, ElementsAre("old"));
   EXPECT_EQ(server.size(), 1u);
 }
@@ -132,7 +132,7 @@ TEST_F(Store, a_request_that_is_given_up_is_forgotten) {
     server.handle(who, StoreRequest::decode(StoreRequest{.call = StoreCall::forget, .number = 1}.encode()),
                   [](StoreReply) { ADD_FAILURE() << "nobody waits for that"; });
   };
-  forget(8);  // of somebody else
+  forget(8);  // Another client's.
   EXPECT_EQ(server.num_waiting(), 2u);
   forget(7);
   EXPECT_EQ(server.num_waiting(), 1u);
@@ -143,14 +143,14 @@ TEST_F(Store, a_request_that_is_given_up_is_forgotten) {
 TEST_F(Store, an_answer_is_no_longer_than_a_message) {
   ask({.call = StoreCall::set, .keys = {"k"}, .values = {std::string(1 << 19, 'x')}});
   EXPECT_THAT(ask({.call = StoreCall::get, .keys = std::vector<std::string>(1000, "k")}).error,
-              HasSubstr("more than"));
+              HasSubstr("exceed the limit"));
   for (int i = 0; i < 2; ++i)
     ask({.call = StoreCall::append, .keys = {"k"}, .values = {std::string(1 << 19, 'x')}});
   const auto value = ask({.call = StoreCall::get, .keys = {"k"}});
   EXPECT_EQ(value.error, "");
   EXPECT_LE(value.encode().size(), kMostPayload);
   EXPECT_THAT(ask({.call = StoreCall::append, .keys = {"k"}, .values = {std::string(1 << 19, 'x')}}).error,
-              HasSubstr("not allowed"));
+              HasSubstr("at most"));
 }
 
 TEST_F(Store, requests_that_no_rank_makes_are_refused) {

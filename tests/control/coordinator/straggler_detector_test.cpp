@@ -1,4 +1,4 @@
-// Who is slow: decided from steps that are made up.
+// Detection of slow ranks, from synthetic step times.
 #include <lockstep/control/coordinator/straggler_detector.h>
 
 #include <cmath>
@@ -68,14 +68,17 @@ TEST(StragglerDetector, names_a_rank_slowed_to_a_fifth_after_three_steps_and_tel
   Job job(4);
   job.run(17, [](int, std::int64_t) { return 20; });
   job.run(20, [](int rank, std::int64_t) { return rank == 2 ? 96 : 20; });
-  ASSERT_THAT(job.lines,
-              ElementsAre("rank 2 is slow: its steps take 4.8 times the others' (busy 96 ms, others 20 "
-                          "ms, steps 17 to 19)"));
+  ASSERT_THAT(
+      job.lines,
+      ElementsAre(
+          "rank 2 is slow: its steps take 4.8 times as long as the other ranks' (busy 96 ms, others 20 "
+          "ms, steps 17 to 19)"));
   EXPECT_EQ(job.told_at[0], 19);
   job.run(10, [](int rank, std::int64_t) { return rank == 2 ? 22 : 20; });
   ASSERT_THAT(job.lines, SizeIs(2));
-  EXPECT_EQ(job.lines[1],
-            "rank 2 is no longer slow: its steps take 1.1 times the others' (busy 22 ms, step 41)");
+  EXPECT_EQ(
+      job.lines[1],
+      "rank 2 is no longer slow: its steps take 1.1 times as long as the other ranks' (busy 22 ms, step 41)");
 }
 
 TEST(StragglerDetector, finds_it_with_any_number_of_ranks_and_from_the_first_steps_on) {
@@ -97,9 +100,10 @@ TEST(StragglerDetector, names_half_of_the_ranks_where_a_whole_host_is_slow) {
 
 TEST(StragglerDetector, says_nothing_of_first_steps_single_long_ones_and_short_ones) {
   Job job(2);
-  job.run(3, [](int rank, std::int64_t) { return rank == 0 ? 5000 : 100; });  // makes what is made once
-  job.run(500, [](int rank, std::int64_t step) { return rank == 0 && step % 50 < 2 ? 2000 : 20; });  // saves
-  job.run(500, [](int rank, std::int64_t) { return rank == 0 ? 1.5 : 0.1; });  // a millisecond
+  job.run(3, [](int rank, std::int64_t) { return rank == 0 ? 5000 : 100; });  // One-time work.
+  // Saves checkpoints.
+  job.run(500, [](int rank, std::int64_t step) { return rank == 0 && step % 50 < 2 ? 2000 : 20; });
+  job.run(500, [](int rank, std::int64_t) { return rank == 0 ? 1.5 : 0.1; });  // A millisecond.
   EXPECT_THAT(job.lines, IsEmpty());
 }
 
@@ -126,7 +130,7 @@ TEST(StragglerDetector, stages_of_a_pipeline_are_compared_with_themselves) {
   EXPECT_THAT(job.lines, IsEmpty()) << "uneven, and steady";
   job.run(3, [&](int rank, std::int64_t step) { return stage(rank, step) * (rank == 0 ? 5 : 1); });
   EXPECT_THAT(job.lines,
-              ElementsAre("rank 0 is slow: its steps take 5.0 times what they took (busy 20 ms, before "
+              ElementsAre("rank 0 is slow: its steps take 5.0 times as long as before (busy 20 ms, before "
                           "4.0 ms, steps 1000 to 1002)"));
 }
 
@@ -138,7 +142,7 @@ TEST(StragglerDetector, compares_the_same_steps_whenever_they_are_told_and_whate
                   {.step = step, .steps = 1, .took_us = 200'000, .waited_us = 200'000 - busy_ms * 1000});
     for (auto& line : detector.judge()) lines.push_back(line);
   };
-  // Every tenth step is long for all; rank 1 is late in telling, and some are lost.
+  // Every tenth step is long for all; rank 1 reports late, and some reports are lost.
   for (std::int64_t block = 0; block < 100; ++block) {
     for (std::int64_t i = 0; i < 8; ++i)
       if (i != 3) tell(0, 8 * block + i, i < 4 ? 150 : 10);
@@ -164,7 +168,7 @@ TEST(StragglerDetector, does_not_wait_for_a_rank_that_makes_no_more_steps) {
   EXPECT_THAT(job.lines, ElementsAre(HasSubstr("rank 0 is slow: its steps take 5.0 times")));
 }
 
-// Where steps are counted from 0 in each epoch, and one rank alone makes many, for an evaluation say.
+// Steps are counted from 0 in each epoch, and only one rank makes many, for example for an evaluation.
 TEST(StragglerDetector, compares_ranks_again_that_were_apart_for_long) {
   StragglerDetector detector;
   std::vector<std::string> lines;
@@ -195,8 +199,8 @@ TEST(StragglerDetector, one_that_is_slow_again_and_again_is_named_less_and_less)
   EXPECT_LE(job.lines.size(), 6u);
 }
 
-// Noise as of a busy machine: one step in twenty of a rank takes longer, by a factor without a mean (Pareto,
-// 1), cut at 50; besides, all times vary by a tenth or so. Bursts of two steps come too.
+// Noise of a busy machine: one step in twenty of a rank takes longer, by a factor without a mean (Pareto, 1),
+// capped at 50; in addition, all times vary by about a tenth. Bursts of two steps occur too.
 TEST(StragglerDetector, gives_no_false_alarm_in_healthy_steps_with_heavy_tailed_noise) {
   constexpr std::int64_t kSteps = 25'000;
   int alarms = 0;
@@ -228,7 +232,7 @@ TEST(StragglerDetector, gives_no_false_alarm_in_healthy_steps_with_heavy_tailed_
   EXPECT_GT(long_steps, 10'000) << "the noise is one";
 }
 
-// And with that noise one that is really slow is found, though it may take a few steps more.
+// With that noise a rank that is really slow is found, though it may take a few more steps.
 TEST(StragglerDetector, finds_a_slow_rank_in_noise) {
   std::mt19937_64 random(5);
   std::uniform_real_distribution<double> uniform(1e-9, 1);

@@ -40,7 +40,7 @@ class DoorTest : public ::testing::Test {
     return fd;
   }
 
-  // Serves as an agent's loop would, until `done` or for as long as given; guests are kept.
+  // Serves like an agent's loop, until `done` or for the given time; keeps the guests.
   bool serve(const std::function<bool()>& done, std::chrono::milliseconds limit = 60s) {
     for (const auto end = Clock::now() + limit; Clock::now() < end;) {
       pollfd poll{acceptor_.fd(), POLLIN, 0};
@@ -51,7 +51,7 @@ class DoorTest : public ::testing::Test {
     }
     return false;
   }
-  // How many refusals have been told.
+  // Number of refusals reported.
   int told() const {
     int sum = 0;
     for (const auto& line : lines_) {
@@ -72,7 +72,7 @@ class DoorTest : public ::testing::Test {
   std::vector<Acceptor::Guest> guests_;
 };
 
-// A caller in a thread of its own, as on another host.
+// A caller on its own thread, as on another host.
 class Caller {
  public:
   explicit Caller(int port, const std::string& key = kKey, const std::string& context = "job")
@@ -160,7 +160,7 @@ TEST_F(DoorTest, the_silent_and_the_slow_are_dropped_after_a_second) {
   EXPECT_GE(Clock::now() - begin, Acceptor::kPatience);
   EXPECT_TRUE(closed(silent) && closed(started));
   EXPECT_THAT(lines_.at(0), HasSubstr("within 1000 ms"));
-  // Of the listener it has 40 bytes and no more.
+  // It has received 40 bytes of the listener and no more.
   char bytes[100];
   EXPECT_EQ(::recv(stuck.get(), bytes, sizeof bytes, 0), 40);
   EXPECT_TRUE(closed(stuck));
@@ -192,11 +192,11 @@ TEST_F(DoorTest, other_protocols_random_bytes_and_lengths_are_refused_at_once) {
 TEST_F(DoorTest, who_hangs_up_is_forgotten) {
   stranger(), stranger("lock");
   ASSERT_TRUE(serve([&] { return told() == 2; }));
-  EXPECT_THAT(lines_[0], HasSubstr("hung up"));
+  EXPECT_THAT(lines_[0], HasSubstr("disconnected"));
 }
 
 TEST_F(DoorTest, a_crowd_does_not_keep_a_true_peer_out) {
-  // Both ends of the crowd are this process's.
+  // Both ends of the crowd belong to this process.
   rlimit limit{};
   ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
   if (limit.rlim_max < 2000)
@@ -205,16 +205,16 @@ TEST_F(DoorTest, a_crowd_does_not_keep_a_true_peer_out) {
   ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
   const auto before = open_descriptors();
   {
-    // Held open and silent, some with a beginning of what we speak; they come while the true one does.
+    // Held open and silent, some with the start of a greeting; they arrive while the true caller does.
     std::vector<Fd> crowd;
     std::atomic<bool> stop = false;
     std::atomic<int> came = 0;
     std::thread mob([&] {
       for (int i = 0; i < 1500 && !stop; ++i, ++came) crowd.push_back(stranger(i % 3 ? "" : "lockstp1"));
     });
-    // If each stranger held its place for a second, 64 at a time, a caller behind a thousand of them would wait
-    // for 15 s. Like a host's agent, a caller tries again when it is turned away: on a busy machine its thread
-    // may get no processor within the 20 ms that the door grants.
+    // If each stranger held its place for a second, 64 at a time, a caller behind a thousand of them would
+    // wait for 15 s. Like a host's agent, a refused caller retries: on a busy machine its thread may get no
+    // core within the 20 ms that the acceptor grants.
     const auto comes_in = [&] {
       for (const auto end = Clock::now() + 10s; Clock::now() < end;) {
         Caller caller(port());
@@ -230,7 +230,7 @@ TEST_F(DoorTest, a_crowd_does_not_keep_a_true_peer_out) {
     stop = true;
     mob.join();
     EXPECT_EQ(guests_.size(), 6);
-    // Of the crowd, at most 64 have an end in the room.
+    // At most 64 of the crowd are connected at a time.
     EXPECT_LE(open_descriptors(), before + crowd.size() + guests_.size() + 1 + Acceptor::kMostStrangers);
     EXPECT_TRUE(serve([&] { return acceptor_.held() == 0; }));
     guests_.clear();
@@ -241,7 +241,7 @@ TEST_F(DoorTest, a_crowd_does_not_keep_a_true_peer_out) {
 TEST_F(DoorTest, it_has_nothing_to_do_while_nobody_can_be_let_in) {
   std::vector<Fd> crowd;
   for (std::size_t i = 0; i < 6 * Acceptor::kMostStrangers; ++i) crowd.push_back(stranger());
-  // All come in at last, and are dropped; for that it is called now and then, not all the time.
+  // All are accepted in the end, and dropped; that takes a call now and then, not all the time.
   int calls = 0;
   EXPECT_TRUE(serve([&] { return ++calls, closed(crowd.back()); }));
   EXPECT_GT(calls, 10);
@@ -278,7 +278,7 @@ TEST_F(DoorTest, without_descriptors_left_it_neither_spins_nor_dies) {
   EXPECT_TRUE(serve([&] { return caller.done(); }));
   EXPECT_TRUE(caller.proven());
   EXPECT_TRUE(serve([&] { return !lines_.empty(); }));
-  EXPECT_THAT(lines_[0], HasSubstr("too many files open"));
+  EXPECT_THAT(lines_[0], HasSubstr("too many open files"));
 }
 
 }  // namespace

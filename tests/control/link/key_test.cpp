@@ -57,12 +57,12 @@ TEST_F(Key, a_new_file_is_for_this_user_alone_and_never_an_old_one) {
   EXPECT_EQ(key->size(), control::kKeySize);
 
   EXPECT_THAT(error_of<ConfigError>([&] { make_key_file(path); }),
-              AllOf(HasSubstr(path), HasSubstr("already")));
+              AllOf(HasSubstr(path), HasSubstr("already exists")));
   EXPECT_EQ(job_key(path), key);
-  // Not through a link that somebody put there.
+  // Not through a link planted by another user.
   const std::string link = folder_ / "link";
   fs::create_symlink(folder_ / "elsewhere", link);
-  EXPECT_THAT(error_of<ConfigError>([&] { make_key_file(link); }), HasSubstr("already"));
+  EXPECT_THAT(error_of<ConfigError>([&] { make_key_file(link); }), HasSubstr("already exists"));
   EXPECT_FALSE(fs::exists(folder_ / "elsewhere"));
   EXPECT_THAT(error_of<ConfigError>([&] { make_key_file(folder_ / "no" / "key"); }),
               HasSubstr("No such file"));

@@ -23,7 +23,7 @@ SecureLink listener(const std::string& key = kLinkKey, const std::string& contex
 
 std::string refusal(SecureLink& link, const std::string& bytes) {
   const auto text = error_of<FrameError>([&] { link.receive(bytes); });
-  // Whatever was wrong: nothing more is said, and nothing more is taken.
+  // After any error nothing more is sent, and nothing more is accepted.
   EXPECT_EQ(link.take_output(), "");
   EXPECT_FALSE(link.proven());
   EXPECT_EQ(link.next(), std::nullopt);
@@ -32,7 +32,7 @@ std::string refusal(SecureLink& link, const std::string& bytes) {
   return text;
 }
 
-// The four messages of the proof, as they went.
+// The four messages of the proof, as sent.
 std::vector<std::string> shake_hands(SecureLink& from, SecureLink& to) {
   std::vector<std::string> said;
   for (int i = 0; i < 4; ++i) {
@@ -77,7 +77,7 @@ TEST(SecureLink, it_does_not_matter_how_the_bytes_are_cut) {
   pass(from, to), pass(to, from), pass(from, to);
   EXPECT_TRUE(to.proven());
   EXPECT_FALSE(from.proven());
-  // What follows the last proof may come with it.
+  // Data may arrive together with the last proof.
   to.send("first"), to.send("second");
   from.receive(to.take_output());
   EXPECT_EQ(from.next(), "first");
@@ -110,7 +110,7 @@ TEST(SecureLink, nobody_speaks_before_the_caller_and_nothing_is_sent_before_the_
   EXPECT_THROW(from.send("x"), Error);
   to.receive(from.take_output());
   EXPECT_THROW(to.send("x"), Error);
-  // To a stranger: a challenge that is random and no more.
+  // A stranger gets only a random challenge.
   const auto challenge = to.take_output();
   EXPECT_EQ(challenge.size(), 40);
   auto other = listener();
@@ -134,7 +134,7 @@ TEST(SecureLink, another_key_or_context_does_not_fit) {
 }
 
 TEST(SecureLink, a_listener_without_the_key_is_refused_too) {
-  // It cannot get past the caller's proof by itself; so it tries what it heard in another connection.
+  // It cannot pass the caller's proof itself, so it replays what it heard in another connection.
   Pair other;
   auto from = caller();
   from.take_output();
@@ -160,9 +160,9 @@ TEST(SecureLink, what_was_recorded_is_of_no_use_later) {
 TEST(SecureLink, what_is_sent_back_to_its_sender_is_refused) {
   auto from = caller();
   const auto hello = from.take_output();
-  EXPECT_EQ(refusal(from, hello), "it sent our own words back");
+  EXPECT_EQ(refusal(from, hello), "it reflected our own greeting");
 
-  // Its proof, after a challenge of a stranger's own.
+  // A replayed proof, after the stranger's own challenge.
   auto again = caller();
   auto to = listener(std::string(32, 'x'));
   to.receive(again.take_output());
@@ -202,7 +202,7 @@ TEST(SecureLink, every_bit_of_a_message_counts) {
     sealed[bit / 8] = static_cast<char>(sealed[bit / 8] ^ (1 << bit % 8));
     try {
       pair.to.receive(sealed);
-      // It says that it is longer, and nothing of it is given out.
+      // It claims to be longer, and no part of it is returned.
       EXPECT_LT(bit, 32);
       EXPECT_EQ(pair.to.next(), std::nullopt) << bit;
     } catch (const FrameError&) {
@@ -226,7 +226,7 @@ TEST(SecureLink, part_of_a_message_is_nothing) {
   const auto cut = pair.sealed("another");
   pair.to.receive({cut.data(), cut.size() - 1});
   EXPECT_EQ(pair.to.next(), std::nullopt);
-  // What follows a cut is taken for its end.
+  // Data after a cut is taken as its end.
   EXPECT_EQ(refusal(pair.to, pair.sealed("third")), "a message was changed on its way");
 }
 
@@ -240,7 +240,7 @@ TEST(SecureLink, a_length_is_believed_only_within_the_limit) {
   Pair pair;
   EXPECT_THAT(error_of<FrameError>([&] { pair.from.send(std::string(SecureLink::kMostMessage + 1, 'x')); }),
               HasSubstr("at most"));
-  EXPECT_TRUE(pair.from.proven());  // nothing was sent, nothing is lost
+  EXPECT_TRUE(pair.from.proven());  // Nothing was sent, and nothing is lost.
 }
 
 TEST(SecureLink, other_protocols_are_refused_at_their_first_byte) {
@@ -257,10 +257,10 @@ TEST(SecureLink, other_protocols_are_refused_at_their_first_byte) {
 TEST(SecureLink, who_does_not_wait_for_an_answer_is_refused) {
   auto from = caller();
   auto to = listener();
-  EXPECT_EQ(refusal(to, from.take_output() + "x"), "it spoke out of turn");
+  EXPECT_EQ(refusal(to, from.take_output() + "x"), "it sent data out of turn");
   auto again = listener();
   again.receive(caller().take_output());
-  EXPECT_EQ(refusal(again, std::string(4096, 'x')), "it spoke out of turn");
+  EXPECT_EQ(refusal(again, std::string(4096, 'x')), "it sent data out of turn");
 }
 
 }  // namespace

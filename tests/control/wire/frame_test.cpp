@@ -30,7 +30,7 @@ TEST(Frame, what_is_encoded_comes_back) {
     bytes += encode({Kind::store, 7, 0xfffffffe, payload});
   bytes += encode({Kind::ping, -1, 0, ""});
   FrameBuffer buffer;
-  // Cut anywhere: a frame is given when its last byte is there.
+  // Split anywhere: a frame is returned once its last byte has arrived.
   std::vector<Frame> frames;
   for (std::size_t at = 0; at < bytes.size();) {
     const std::size_t size = at < 100 ? 1 : std::min<std::size_t>(65536, bytes.size() - at);
@@ -65,8 +65,8 @@ TEST(Frame, a_header_is_checked_before_its_payload_has_come) {
   EXPECT_THAT(refusal(header(0xffffffff, 1)), HasSubstr("4294967295"));
   EXPECT_THAT(refusal(header(8, 0)), HasSubstr("kind 0"));
   const auto beyond = static_cast<std::uint16_t>(static_cast<int>(Kind::last) + 1);
-  EXPECT_THAT(refusal(header(8, beyond)), HasSubstr("not known"));
-  EXPECT_THAT(refusal(header(8, 1, 1)), HasSubstr("not known"));
+  EXPECT_THAT(refusal(header(8, beyond)), HasSubstr("unknown kind"));
+  EXPECT_THAT(refusal(header(8, 1, 1)), HasSubstr("unknown kind"));
   EXPECT_THAT(refusal("GET / HTTP/1.1\r\n\r\n"), HasSubstr("bytes long"));
   EXPECT_THAT(
       error_of<FrameError>([] { (void)encode({Kind::store, 0, 0, std::string(kMostPayload + 1, 'x')}); }),
@@ -89,8 +89,8 @@ TEST(Frame, a_payload_that_does_not_fit_is_refused) {
   EXPECT_THAT(error_of<FrameError>([&] { Reader(number).number(0, 8); }), HasSubstr("0 to 8"));
   EXPECT_THAT(error_of<FrameError>([&] { Reader(number).integer(10, 12); }), HasSubstr("10 to 12"));
   EXPECT_THAT(error_of<FrameError>([&] { Reader(number.substr(1)).number(); }), HasSubstr("ends before"));
-  EXPECT_THAT(error_of<FrameError>([&] { Reader(text).text(3); }), HasSubstr("3 are allowed"));
-  EXPECT_THAT(error_of<FrameError>([&] { Reader(text.substr(0, 7)).text(); }), HasSubstr("3 are allowed"));
+  EXPECT_THAT(error_of<FrameError>([&] { Reader(text).text(3); }), HasSubstr("at most 3 bytes"));
+  EXPECT_THAT(error_of<FrameError>([&] { Reader(text.substr(0, 7)).text(); }), HasSubstr("at most 3 bytes"));
   EXPECT_THAT(error_of<FrameError>([&] { Reader("abc").text(); }), HasSubstr("ends before"));
   EXPECT_THAT(error_of<FrameError>([&] { Reader(std::string(4, '\xff')).text(); }), HasSubstr("4294967295"));
   EXPECT_THAT(error_of<FrameError>([&] { Reader("abc").end(); }), HasSubstr("3 bytes too many"));

@@ -217,9 +217,9 @@ TEST(MappedFile, is_the_file_and_changes_stay_in_memory) {
   EXPECT_THAT(error_of<ConfigError>([&] { detail::MappedFile file(path); }),
               AllOf(HasSubstr(path), HasSubstr("No such file")));
   EXPECT_THAT(error_of<ConfigError>([&] { detail::MappedFile file("/tmp"); }),
-              HasSubstr("/tmp: is no regular file"));
+              HasSubstr("/tmp: not a regular file"));
   EXPECT_THAT(error_of<ConfigError>([&] { detail::MappedFile file("/dev/null"); }),
-              HasSubstr("no regular file"));
+              HasSubstr("not a regular file"));
 }
 
 }  // namespace

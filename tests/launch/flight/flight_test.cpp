@@ -1,4 +1,4 @@
-// What is read out of flight records, and the file that they are kept in.
+// Verdicts on flight records, and the record's file.
 #include <lockstep/launch/flight/flight_file.h>
 #include <lockstep/launch/flight/flight_keeper.h>
 #include <lockstep/launch/flight/flight_verdict.h>
@@ -30,7 +30,7 @@ using Kind = FlightVerdict::Kind;
 constexpr std::int64_t kWorld = 1, kPair = -2;
 constexpr std::int64_t kSecond = 1'000'000'000;
 
-// Ranks that each do something a second, from the first on.
+// Ranks that each make one call a second, starting at the first.
 struct Job {
   FlightRecord record;
 
@@ -98,7 +98,7 @@ TEST(FlightVerdict, the_rank_whose_call_differs) {
   EXPECT_EQ(
       verdict.text,
       "rank 2 diverged first: all_reduce #41 of group 'world' (float32, 1000 elements, sum) at train.cpp:88, "
-      "where the others called broadcast (float32, 1000 elements, root 0) at train.cpp:80");
+      "where all other ranks called broadcast (float32, 1000 elements, root 0) at train.cpp:80");
 }
 
 TEST(FlightVerdict, every_part_of_a_call_counts) {
@@ -151,10 +151,9 @@ TEST(FlightVerdict, a_rank_that_did_not_come) {
   EXPECT_EQ(verdict.site, "x.cpp:12");
   EXPECT_EQ(
       verdict.text,
-      "rank 1 did not come to all_reduce #41 of group 'world' (float32, 1000 elements, sum) at train.cpp:42, "
-      "where ranks 0 and 2 waited: its last was all_reduce #40 of group 'world' (float32, 1000 elements, "
-      "sum) "
-      "at x.cpp:12, ended 900.0 ms before; it was killed by signal 9 (SIGKILL)");
+      "rank 1 did not reach all_reduce #41 of group 'world' (float32, 1000 elements, sum) at train.cpp:42, "
+      "where ranks 0 and 2 waited; its last operation was all_reduce #40 of group 'world' (float32, "
+      "1000 elements, sum) at x.cpp:12, which ended 900.0 ms earlier; it was killed by signal 9 (SIGKILL)");
 }
 
 TEST(FlightVerdict, one_that_had_not_come_yet_when_another_died_is_not_blamed) {
@@ -165,7 +164,7 @@ TEST(FlightVerdict, one_that_had_not_come_yet_when_another_died_is_not_blamed) {
   job.record.ranks[1].ended = {.pid = 101, .signal = SIGTERM};
   job.record.failure = {.rank = 2, .pid = 102, .cause = "exited with status 3"};
   EXPECT_THAT(judge(job.record).ranks, ElementsAre(2));
-  job.record.failure->rank = -1;  // a host was lost
+  job.record.failure->rank = -1;  // A host was lost.
   const auto both = judge(job.record);
   EXPECT_THAT(both.ranks, ElementsAre(1, 2));
   EXPECT_THAT(both.text, Not(HasSubstr("SIGTERM"))) << "that was the launcher";
@@ -180,11 +179,11 @@ TEST(FlightVerdict, a_step_that_was_left_out_among_equal_calls_shows) {
   job.call(0, 9, "all_reduce", "train.cpp:42");
   job.open(0);
   EXPECT_THAT(judge(job.record).text,
-              HasSubstr("; since all_reduce #4 it was at another step: 5 there, where rank 0 was at 4"));
+              HasSubstr("; since all_reduce #4 it was at a different step: 5, while rank 0 was at 4"));
   job.record.ranks[1].log.entries.erase(job.record.ranks[1].log.entries.begin(),
                                         job.record.ranks[1].log.entries.begin() + 6);
   EXPECT_THAT(judge(job.record).text,
-              HasSubstr("; since all_reduce #6 or before it was at another step: 7 there"));
+              HasSubstr("; since all_reduce #6 or earlier it was at a different step: 7,"));
 }
 
 TEST(FlightVerdict, a_rank_that_never_began_anything) {
@@ -194,11 +193,11 @@ TEST(FlightVerdict, a_rank_that_never_began_anything) {
   const auto verdict = judge(job.record);
   EXPECT_THAT(verdict.ranks, ElementsAre(1));
   EXPECT_THAT(verdict.text,
-              HasSubstr("rank 1 did not come to barrier #0 of group 'world' at a.cpp:1, where rank 0 "
-                        "waited: its last operation would have been its first"));
+              HasSubstr("rank 1 did not reach barrier #0 of group 'world' at a.cpp:1, where rank 0 "
+                        "waited; its last operation: none"));
 }
 
-// 0 waits in the world for 1, which waits in a pair for 2: that is where it began.
+// Rank 0 waits in the world for 1, which waits in a pair for 2: that is the cause.
 TEST(FlightVerdict, those_who_wait_themselves_are_not_to_blame) {
   Job job(3);
   job.record.groups[kPair] = {kPair, "pair", {1, 2}};
@@ -209,9 +208,9 @@ TEST(FlightVerdict, those_who_wait_themselves_are_not_to_blame) {
   job.open(1);
   const auto verdict = judge(job.record);
   EXPECT_THAT(verdict.ranks, ElementsAre(2));
-  // By time: 0 began to wait first, and of those it waits for only 2 does nothing.
+  // By time: 0 began to wait first, and of the ranks it waits for only 2 is idle.
   EXPECT_EQ(verdict.group, "world");
-  job.record.ranks[2].log.entries.back().ended_ns = 0;  // now all wait
+  job.record.ranks[2].log.entries.back().ended_ns = 0;  // Now all wait.
   EXPECT_EQ(judge(job.record).group, "world");
 }
 
@@ -244,7 +243,7 @@ TEST(FlightVerdict, messages_without_a_partner) {
       verdict.text,
       HasSubstr(
           "rank 0 did not send what rank 1 waited for in recv #1 of group 'world' (float32, 8 elements, from "
-          "rank 0) at pipe.cpp:3, having begun 1 of 2: its last was send #0"));
+          "rank 0) at pipe.cpp:3 (1 of 2 begun); its last operation was send #0"));
   job.message(0, 1, "send", 1, "pipe.cpp:1", 11 * kSecond);
   job.open(0);
   EXPECT_EQ(judge(job.record).kind, Kind::agree);
@@ -265,7 +264,7 @@ TEST(FlightVerdict, what_has_been_written_over_is_held_against_nobody) {
 TEST(FlightVerdict, ranks_that_agree) {
   Job job(2);
   job.together(0, 3);
-  EXPECT_EQ(judge(job.record).text, "the ranks' calls agree, as far as they are recorded");
+  EXPECT_EQ(judge(job.record).text, "the recorded calls of all ranks agree");
   EXPECT_THAT(judge(job.record).ranks, IsEmpty());
   job.record.failure = {
       .rank = 1, .pid = 7, .cause = "was killed by signal 9 (SIGKILL)", .where = "in all_reduce #2"};
@@ -277,7 +276,7 @@ TEST(FlightVerdict, ranks_that_agree) {
   EXPECT_EQ(verdict.text,
             "rank 1 was the first to end: rank 1 (pid 7) was killed by signal 9 (SIGKILL), in all_reduce #2; "
             "until then "
-            "the ranks' calls agree, as far as they are recorded");
+            "the recorded calls of all ranks agree");
   job.record.failure->rank = -1;
   EXPECT_EQ(judge(job.record).kind, Kind::agree) << "a host was lost";
   EXPECT_EQ(judge({}).kind, Kind::agree);
@@ -329,9 +328,9 @@ TEST(FlightFile, what_is_none_is_refused_with_a_reason) {
   auto error = [](const std::string& text) {
     return error_of<ConfigError>([&] { parse_flight(text, "f.json"); });
   };
-  EXPECT_THAT(error("{"), HasSubstr("'f.json' is no flight record of lockstep run: it is not JSON"));
-  EXPECT_THAT(error("[]"), HasSubstr("it is not an object"));
-  EXPECT_THAT(error("{}"), HasSubstr("has no \"lockstep_flight_record\""));
+  EXPECT_THAT(error("{"), HasSubstr("'f.json' is not a flight record of lockstep run: not JSON"));
+  EXPECT_THAT(error("[]"), HasSubstr("expected an object"));
+  EXPECT_THAT(error("{}"), HasSubstr("missing \"lockstep_flight_record\""));
   const auto good = flight_json(whole_job().record);
   auto changed = [&](const std::string& from, const std::string& to) {
     auto text = good;
@@ -340,16 +339,16 @@ TEST(FlightFile, what_is_none_is_refused_with_a_reason) {
     return error(text.replace(at, from.size(), to));
   };
   EXPECT_THAT(changed("record\": 1,", "record\": 2,"),
-              HasSubstr("/lockstep_flight_record is not a whole number from 1 to 1"));
+              HasSubstr("/lockstep_flight_record: expected an integer from 1 to 1"));
   EXPECT_THAT(changed("\"sequence\":0", "\"sequence\":-1"),
-              HasSubstr("/ranks/0/operations/0/sequence is not a whole number from 0"));
-  EXPECT_THAT(changed("\"sequence\":0", "\"sequence\":0.5"), HasSubstr("is not a whole number"));
+              HasSubstr("/ranks/0/operations/0/sequence: expected an integer from 0"));
+  EXPECT_THAT(changed("\"sequence\":0", "\"sequence\":0.5"), HasSubstr("expected an integer"));
   EXPECT_THAT(changed("\"sequence\":0", "\"sequence\":18446744073709551615"),
-              HasSubstr("is not a whole number"));
-  EXPECT_THAT(changed("{\"rank\":2", "{\"rank\":1"), HasSubstr("/ranks/2 is a second rank 1"));
+              HasSubstr("expected an integer"));
+  EXPECT_THAT(changed("{\"rank\":2", "{\"rank\":1"), HasSubstr("/ranks/2: duplicate rank 1"));
   EXPECT_THAT(changed("{\"rank\":2", "{\"rank\":3"), HasSubstr("from 0 to 2"));
-  EXPECT_THAT(changed("\"site\":\"train.cpp:42\"", "\"site\":7"), HasSubstr("is not a text"));
-  EXPECT_THAT(changed("0000000000000001", "000000000000000x"), HasSubstr("is not a group's key"));
+  EXPECT_THAT(changed("\"site\":\"train.cpp:42\"", "\"site\":7"), HasSubstr("expected a string"));
+  EXPECT_THAT(changed("0000000000000001", "000000000000000x"), HasSubstr("expected a group's key"));
 }
 
 TEST(FlightFile, what_a_terminal_would_obey_is_not_passed_on) {
@@ -363,7 +362,7 @@ TEST(FlightFile, what_a_terminal_would_obey_is_not_passed_on) {
   EXPECT_EQ(parse_flight(flight_json(job.record), "f").groups.at(kWorld).name, "a  31mb \xc3\xa4 \xc2\xa9");
 }
 
-// Others are somewhere between two operations at that moment, and some wait for them.
+// Peers are between two operations at that moment, and some wait for them.
 TEST(FlightVerdict, a_killed_rank_is_to_blame_and_not_one_that_had_not_come_yet) {
   Job job(3);
   job.together(0, 5);
@@ -376,7 +375,7 @@ TEST(FlightVerdict, a_killed_rank_is_to_blame_and_not_one_that_had_not_come_yet)
   auto verdict = judge(job.record);
   EXPECT_EQ(verdict.kind, Kind::ended);
   EXPECT_THAT(verdict.ranks, ElementsAre(2));
-  // One that was waited for so long may be why somebody killed it: both are told.
+  // A rank that kept its peers waiting that long may be why this one was killed: both are reported.
   job.fail(0);
   job.record.ranks[0].log.entries.back().ended_ns = 20 * kSecond;
   verdict = judge(job.record);
@@ -409,12 +408,13 @@ TEST(FlightVerdict, of_ranks_that_wait_for_one_another_all_are_named) {
   const auto verdict = judge(job.record);
   EXPECT_EQ(verdict.kind, Kind::did_not_come);
   EXPECT_THAT(verdict.ranks, ElementsAre(1, 2));
-  EXPECT_THAT(verdict.text, AllOf(HasSubstr("rank 1 did not come to all_reduce #5"),
-                                  HasSubstr("; they wait for one another: rank 2 did not come to barrier #0 "
-                                            "of group 'pair' at pair.cpp:7, where rank 1 waited")));
+  EXPECT_THAT(verdict.text,
+              AllOf(HasSubstr("rank 1 did not reach all_reduce #5"),
+                    HasSubstr("; these ranks wait for each other: rank 2 did not reach barrier #0 "
+                              "of group 'pair' at pair.cpp:7, where rank 1 waited")));
 }
 
-// Groups that are made anew in each step, and are known no longer.
+// Groups that are created in each step, and are no longer known.
 TEST(FlightVerdict, very_many_groups_take_no_time) {
   Job job(2);
   for (std::int64_t key = 10; key < 60'010; ++key)
@@ -432,16 +432,16 @@ TEST(FlightFile, that_cannot_be_written_is_told_with_what_it_says_and_holds_nobo
   FlightKeeper keeper(plan);
   auto job = whole_job();
   job.record.attempt = 0;
-  for (int i = 0; i < 1000; ++i) job.together(10 + i, 11 + i);  // more than a pipe holds
+  for (int i = 0; i < 1000; ++i) job.together(10 + i, 11 + i);  // More than a pipe holds.
   plan.flight_record = "/dev/full";
   keeper.take(job.record);
   const auto verdict = judge(job.record).text;
-  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("No space left on device; it says: " + verdict));
+  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("No space left on device; its verdict: " + verdict));
   plan.flight_record = (folder / "pipe").string();
   ASSERT_EQ(::mkfifo(plan.flight_record.c_str(), 0600), 0);
-  const int reader = ::open(plan.flight_record.c_str(), O_RDONLY | O_NONBLOCK);  // which does not read
+  const int reader = ::open(plan.flight_record.c_str(), O_RDONLY | O_NONBLOCK);  // Does not read.
   keeper.take(job.record);
-  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("Connection timed out; it says: " + verdict));
+  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("Connection timed out; its verdict: " + verdict));
   ::close(reader);
   std::filesystem::remove_all(folder);
 }
@@ -466,19 +466,20 @@ TEST(FlightFile, goes_where_it_was_asked_for_and_only_when_there_is_something_to
   job.record.attempt = 0;
   keeper.take(job.record);
   EXPECT_THAT(keeper.save().value_or(""), HasSubstr((folder / "mine").string() + ": "));
-  // An earlier one is not to be taken for that of this failure.
+  // An earlier record must not be mistaken for this failure's.
   Job early(2);
   early.record.failure = {.rank = 1, .pid = 101, .cause = "exited with status 3"};
   keeper.take(early.record);
   EXPECT_THAT(keeper.save().value_or(""), HasSubstr("mine: rank 1 was the first to end: "));
   plan.flight_record = (folder / "no" / "mine").string();
   keeper.take(job.record);
-  EXPECT_THAT(keeper.save().value_or(""), HasSubstr("could not be written to " + plan.flight_record));
+  EXPECT_THAT(keeper.save().value_or(""),
+              HasSubstr("cannot write the flight record to " + plan.flight_record));
   plan.flight_record = "none";
   keeper.take(job.record);
   EXPECT_EQ(keeper.save(), std::nullopt);
   plan.flight_record.clear();
-  job.record.failure.reset();  // it was asked to stop
+  job.record.failure.reset();  // It was asked to stop.
   keeper.take(job.record);
   EXPECT_EQ(keeper.save(), std::nullopt);
   std::filesystem::remove_all(folder);

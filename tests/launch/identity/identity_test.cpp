@@ -17,7 +17,7 @@ namespace {
 using detail::Process;
 using Variables = std::map<std::string, std::optional<std::string>>;
 
-// Every variable that counts, unset but for those given.
+// Unsets every relevant variable except the given ones.
 Variables only(Variables given) {
   Variables all;
   for (const char* name : {"RANK",
@@ -66,7 +66,7 @@ Variables join(Variables base, const Variables& changes) {
   return base;
 }
 
-// What the launchers leave in the environment, as found under the real ones.
+// Environments as left by the real launchers.
 const Variables kByHand{{"RANK", "3"},        {"WORLD_SIZE", "4"},
                         {"LOCAL_RANK", "1"},  {"LOCAL_WORLD_SIZE", "2"},
                         {"MASTER_ADDR", "a"}, {"MASTER_PORT", "29500"}};
@@ -101,7 +101,7 @@ const Variables kSrun = join(kBatch, {{"SLURM_STEP_ID", "1"},
 
 using Above = std::vector<Process>;
 
-// The tests themselves may run under a launcher, so the processes above are given too.
+// The tests themselves may run under a launcher, so the ancestors are given too.
 detail::Identity identity_from_environment(int rank = -1, int size = -1,
                                            const Above& above = {{7, "bash", 70, ""}}) {
   return detail::identity_from_environment(rank, size, [&] { return above; });
@@ -188,7 +188,7 @@ TEST(Identity, mpich_is_told_apart_by_its_process) {
   EXPECT_EQ(identity.rank, 4);
   EXPECT_EQ(identity.size, 5);
   EXPECT_EQ(identity.local_rank, 4);
-  EXPECT_EQ(identity.job, "MPICH 7@70 restart 0");  // the parent, where it is no MPICH that we know
+  EXPECT_EQ(identity.job, "MPICH 7@70 restart 0");  // The parent, without a known MPICH process.
   const Above wrapped{{9, "sh", 90, ""}, {8, "hydra_pmi_proxy", 80, ""}, {7, "mpirun.mpich", 70, ""}};
   EXPECT_EQ(identity_in(kMpich, wrapped).job, "MPICH 8@80 restart 0");
   // Over several hosts there are several such processes.
@@ -208,7 +208,7 @@ TEST(Identity, srun_tells_hosts_and_a_number_of_which_a_port_is_made) {
   EXPECT_EQ(identity.master_address, "n07");
   EXPECT_EQ(identity.master_port, 20000 + (12 + 131) * 16);
   EXPECT_EQ(identity.last_master_port, identity.master_port + 15);
-  // Any job and step: within the range, and others for neighbours.
+  // Any job and step: within the range, and different for neighbours.
   for (const char* job : {"0", "749", "750", "67043327", "4294967295"})
     for (const char* step : {"0", "1", "40000"}) {
       const auto other = identity_in(join(kSrun, {{"SLURM_JOB_ID", job}, {"SLURM_STEP_ID", step}}));
@@ -233,9 +233,9 @@ TEST(Identity, under_srun_the_master_may_be_given_in_part) {
 TEST(Identity, a_batch_script_is_one_process) {
   EXPECT_EQ(identity_in(kBatch).size, 1);
   EXPECT_EQ(identity_in(kBatch).launcher, "none");
-  // salloc's shell has even less.
+  // salloc's shell has even fewer.
   EXPECT_EQ(identity_in({{"SLURM_JOB_ID", "12"}, {"SLURM_NTASKS", "8"}}).size, 1);
-  // One asked for within a step that had PMI inherits it.
+  // A job submitted within a step that had PMI inherits it.
   EXPECT_EQ(identity_in(join(kBatch, {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"PMI_JOBID", "11.0"}})).size, 1);
   EXPECT_EQ(identity_in(join(kBatch, {{"PMIX_RANK", "1"}, {"PMIX_NAMESPACE", "slurm.pmix.11.0"}})).launcher,
             "none");
@@ -279,13 +279,13 @@ TEST(Identity, the_restart_count_is_the_launchers) {
             0);
 }
 
-// Where variables of several launchers are set: who wins when no launcher's process is above us.
+// Variables of several launchers are set: which one wins without a launcher process above.
 TEST(Identity, precedence) {
   struct {
     Variables variables;
     std::string launcher;
   } const cases[] = {
-      {join(join(join(kSrun, kOpenMpi), kTorchrun), kLockstep), "lockstep run"},  // the others are around it
+      {join(join(join(kSrun, kOpenMpi), kTorchrun), kLockstep), "lockstep run"},  // The others enclose it.
       {join(kTorchrun, kLockstep), "lockstep run"},
       {join(kSrun, kLockstep), "lockstep run"},
       {join(kMpich, kLockstep), "lockstep run"},
@@ -315,7 +315,7 @@ TEST(Identity, of_several_launchers_the_nearest_counts) {
   EXPECT_EQ(launcher_below({"slurmstepd", "mpirun.openmpi"}, all), "SLURM");
   EXPECT_EQ(launcher_below({"sh", "hydra_pmi_proxy", "mpirun"}, all), "MPICH");
   EXPECT_EQ(launcher_below({"sh", "mpiexec.openmpi", "hydra_pmi_proxy"}, all), "Open MPI");
-  // One that has left no variables is none of ours.
+  // A launcher that left no variables is ignored.
   EXPECT_EQ(launcher_below({"hydra_pmi_proxy", "orted"}, join(kSrun, kOpenMpi)), "Open MPI");
 }
 
@@ -329,14 +329,14 @@ TEST(Identity, the_variables_of_a_step_may_be_inherited_by_what_is_no_step) {
   EXPECT_EQ(size_below("slurmstepd: [12.extern] "), 1);
   EXPECT_EQ(size_below("slurmstepd: [11.1] "), 1);
   EXPECT_EQ(size_below("slurmstepd: [12.0] "), 1);
-  // Titles that say nothing we know.
+  // Titles without a known format.
   EXPECT_EQ(size_below(""), 6);
   EXPECT_EQ(size_below("slurmstepd "), 6);
   EXPECT_EQ(size_below("slurmstepd: ] [ "), 6);
   EXPECT_EQ(size_below("slurmstepd: [12+0.1] "), 6);
 }
 
-// What a process sees that has these names above it, the farthest first.
+// The ancestors with these names, the farthest first.
 TEST(Ancestors, are_told_from_the_nearest_with_names_titles_and_start) {
   std::array<int, 2> ends;
   ASSERT_EQ(::pipe(ends.data()), 0);
@@ -395,48 +395,51 @@ TEST(Identity, arguments_that_say_what_the_launcher_says_have_its_job) {
 
 struct BadCase {
   Variables variables;
-  std::vector<std::string> parts;  // of the error
+  std::vector<std::string> parts;  // Of the error.
 };
 
 TEST(Identity, what_is_wrong_is_named) {
   auto by_hand = [](const Variables& changes) { return join(kByHand, changes); };
   const BadCase cases[] = {
-      {by_hand({{"RANK", "4"}}), {"RANK=4", "WORLD_SIZE=4", "0 to 3"}},
-      {by_hand({{"RANK", "-1"}}), {"RANK='-1'"}},
-      {by_hand({{"RANK", "two"}}), {"RANK='two'", "number"}},
+      {by_hand({{"RANK", "4"}}), {"RANK: expected", "WORLD_SIZE=4", "0 to 3", "got '4'"}},
+      {by_hand({{"RANK", "-1"}}), {"RANK: expected", "got '-1'"}},
+      {by_hand({{"RANK", "two"}}), {"RANK: expected an integer", "got 'two'"}},
       {by_hand({{"RANK", std::nullopt}}), {"WORLD_SIZE=4", "RANK is not"}},
       {by_hand({{"WORLD_SIZE", std::nullopt}}), {"RANK=3", "WORLD_SIZE is not"}},
-      {by_hand({{"WORLD_SIZE", "0"}}), {"WORLD_SIZE='0'", "1 to"}},
+      {by_hand({{"WORLD_SIZE", "0"}}), {"WORLD_SIZE: expected", "1 to", "got '0'"}},
       {by_hand({{"MASTER_ADDR", ""}}), {"MASTER_ADDR is not set", "4 ranks", "127.0.0.1"}},
       {by_hand({{"MASTER_PORT", std::nullopt}}), {"MASTER_PORT is not set", "65535"}},
-      {by_hand({{"MASTER_PORT", "70000"}}), {"MASTER_PORT='70000'", "65535"}},
-      {by_hand({{"LOCAL_RANK", "2"}}), {"LOCAL_RANK=2", "LOCAL_WORLD_SIZE=2", "0 to 1"}},
-      {by_hand({{"LOCAL_RANK", "9"}, {"LOCAL_WORLD_SIZE", ""}}), {"LOCAL_RANK=9", "WORLD_SIZE=4", "0 to 3"}},
-      {by_hand({{"LOCAL_WORLD_SIZE", "5"}}), {"LOCAL_WORLD_SIZE=5", "WORLD_SIZE=4", "1 to 4"}},
-      {by_hand({{"LOCKSTEP_THREADS", "0"}}), {"LOCKSTEP_THREADS='0'", "1 to"}},
-      {by_hand({{"LOCKSTEP_RESTART_COUNT", "-1"}}), {"LOCKSTEP_RESTART_COUNT='-1'"}},
+      {by_hand({{"MASTER_PORT", "70000"}}), {"MASTER_PORT: expected", "65535, got '70000'"}},
+      {by_hand({{"LOCAL_RANK", "2"}}), {"LOCAL_RANK: expected", "LOCAL_WORLD_SIZE=2", "0 to 1", "got '2'"}},
+      {by_hand({{"LOCAL_RANK", "9"}, {"LOCAL_WORLD_SIZE", ""}}),
+       {"LOCAL_RANK: expected", "WORLD_SIZE=4", "0 to 3"}},
+      {by_hand({{"LOCAL_WORLD_SIZE", "5"}}), {"LOCAL_WORLD_SIZE: expected", "WORLD_SIZE=4", "1 to 4"}},
+      {by_hand({{"LOCKSTEP_THREADS", "0"}}), {"LOCKSTEP_THREADS: expected", "1 to"}},
+      {by_hand({{"LOCKSTEP_RESTART_COUNT", "-1"}}), {"LOCKSTEP_RESTART_COUNT: expected"}},
       {join(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "perhaps"}}),
-       {"TORCHELASTIC_USE_AGENT_STORE='perhaps'"}},
+       {"TORCHELASTIC_USE_AGENT_STORE: expected", "got 'perhaps'"}},
       {join(kTorchrun, {{"MASTER_PORT", ""}}), {"MASTER_PORT is not set"}},
       {{{"LOCKSTEP_AGENT", "x"}}, {"LOCKSTEP_AGENT='x'", "RANK and WORLD_SIZE are not"}},
       {{{"LOCKSTEP_AGENT", "x"}, {"RANK", "0"}}, {"RANK=0", "WORLD_SIZE is not"}},
-      {join(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "3"}}), {"OMPI_COMM_WORLD_RANK=3", "OMPI_COMM_WORLD_SIZE=3"}},
+      {join(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "3"}}),
+       {"OMPI_COMM_WORLD_RANK: expected", "OMPI_COMM_WORLD_SIZE=3"}},
       {join(kOpenMpi, {{"OMPI_COMM_WORLD_SIZE", ""}}),
        {"OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is not"}},
-      {join(kOpenMpi, {{"MASTER_ADDR", "a"}}), {"MASTER_PORT is not set, and MASTER_ADDR is"}},
-      {join(kOpenMpi, {{"MASTER_PORT", "9"}}), {"MASTER_ADDR is not set, and MASTER_PORT is"}},
-      {join(kMpich, {{"PMI_RANK", "5"}}), {"PMI_RANK=5", "PMI_SIZE=5", "0 to 4"}},
+      {join(kOpenMpi, {{"MASTER_ADDR", "a"}}), {"MASTER_PORT is not set but MASTER_ADDR is"}},
+      {join(kOpenMpi, {{"MASTER_PORT", "9"}}), {"MASTER_ADDR is not set but MASTER_PORT is"}},
+      {join(kMpich, {{"PMI_RANK", "5"}}), {"PMI_RANK: expected", "PMI_SIZE=5", "0 to 4"}},
       {join(kMpich, {{"PMI_RANK", ""}}), {"PMI_SIZE=5", "PMI_RANK is not"}},
-      {join(kMpich, {{"MPI_LOCALRANKID", "5"}}), {"MPI_LOCALRANKID=5", "MPI_LOCALNRANKS=5"}},
+      {join(kMpich, {{"MPI_LOCALRANKID", "5"}}), {"MPI_LOCALRANKID: expected", "MPI_LOCALNRANKS=5"}},
       {join(kMpich, kOpenMpi), {"OMPI_COMM_WORLD_RANK=1", "PMI_RANK=4", "contradict"}},
-      {{{"PMIX_RANK", "1"}}, {"PMIX_RANK=1", "how many"}},
-      {join(kSrun, {{"SLURM_PROCID", "6"}}), {"SLURM_PROCID=6", "SLURM_STEP_NUM_TASKS=6", "0 to 5"}},
+      {{{"PMIX_RANK", "1"}}, {"PMIX_RANK=1", "the number of ranks"}},
+      {join(kSrun, {{"SLURM_PROCID", "6"}}), {"SLURM_PROCID: expected", "SLURM_STEP_NUM_TASKS=6", "0 to 5"}},
       {join(kSrun, {{"SLURM_STEP_NUM_TASKS", ""}, {"SLURM_NTASKS", "5"}}),
-       {"SLURM_PROCID=5", "SLURM_NTASKS=5", "0 to 4"}},
+       {"SLURM_PROCID: expected", "SLURM_NTASKS=5", "0 to 4"}},
       {join(kSrun, {{"SLURM_STEP_NUM_TASKS", ""}, {"SLURM_NTASKS", ""}}),
        {"SLURM_PROCID=5", "SLURM_NTASKS is not"}},
-      {join(kSrun, {{"SLURM_STEP_NODELIST", "n[3-1]"}}), {"SLURM_STEP_NODELIST='n[3-1]'", "counts down"}},
-      {join(kSrun, {{"SLURM_JOB_ID", "x"}}), {"SLURM_JOB_ID='x'"}},
+      {join(kSrun, {{"SLURM_STEP_NODELIST", "n[3-1]"}}),
+       {"SLURM_STEP_NODELIST: expected", "got 'n[3-1]'", "counts down"}},
+      {join(kSrun, {{"SLURM_JOB_ID", "x"}}), {"SLURM_JOB_ID: expected", "got 'x'"}},
   };
   for (const auto& [variables, parts] : cases) {
     const auto text = error_of<ConfigError>([&, &v = variables] { identity_in(v); });
