@@ -1,5 +1,5 @@
-// What it costs to compare the ranks' calls before data moves (docs/errors.md), beside what it guards: an
-// all_reduce of one number between ranks that are threads, and the all_gather that LOCKSTEP_CHECK=1 adds on
+// What it costs to compare the ranks' calls before data moves (docs/reference/errors.md), beside what it guards:
+// an all_reduce of one number between ranks that are threads, and the all_gather that LOCKSTEP_CHECK=1 adds on
 // gloo.
 #include <benchmark/benchmark.h>
 

@@ -1,4 +1,4 @@
-"""The injections of faults.py against torchrun, for the last column of docs/faults.md.
+"""The injections of faults.py against torchrun, for the last column of docs/evidence/faults.md.
 
 usage: PYTHON-WITH-TORCH torchrun_faults.py TORCHRUN RESULTS [--only REGEX]
 

@@ -1,6 +1,6 @@
 """PyTorch's own suite of its distributed package, on gloo and on lockstep, with no GPU.
 
-usage: PYTHONPATH=build/python python tests/python/torch_suite.py [--write docs/pytorch-suite.md] [--only PATTERN]
+usage: PYTHONPATH=build/python python tests/python/torch_suite.py [--write docs/evidence/pytorch-suite.md] [--only PATTERN]
 
 The suite comes with PyTorch (torch.testing._internal.distributed.distributed_test) and runs here as PyTorch runs it: each
 test in processes of its own, which meet through a file. It knows gloo by name and skips most of its tests where the backend

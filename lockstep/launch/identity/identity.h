@@ -1,5 +1,5 @@
 // Who am I? Reads what the launcher left in the environment: `lockstep run`, torchrun, mpirun of Open MPI
-// and MPICH, srun, or a person. The innermost launcher counts; docs/launching.md has the table.
+// and MPICH, srun, or a person. The innermost launcher counts; docs/guides/launching.md has the table.
 #pragma once
 
 #include <functional>
