@@ -16,7 +16,7 @@ namespace {
 
 // Less is not worth two looks at the clock, and says little.
 constexpr std::size_t kPlainCopy = 16 << 10;
-// Measured (docs/reference/shared-memory.md): near processors take 1.4 times as long with ordinary stores, far
+// Measured (docs/evidence/benchmarks.md): near processors take 1.4 times as long with ordinary stores, far
 // ones 7 times. What the reader gains by them where it is near is not in it.
 constexpr double kFar = 3;
 
