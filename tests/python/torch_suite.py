@@ -2,11 +2,11 @@
 
 usage: PYTHONPATH=build/python python tests/python/torch_suite.py [--write docs/evidence/pytorch-suite.md] [--only PATTERN]
 
-The suite comes with PyTorch (torch.testing._internal.distributed.distributed_test) and runs here as PyTorch runs it: each
-test in processes of its own, which meet through a file. It knows gloo by name and skips most of its tests where the backend
-has another one; so it is told "gloo", and the processes then use lockstep. All tests run with 2 ranks, and those that ask for
-more with as many as they ask for, on both backends. It ends with 1 where a test that passes on gloo does not pass on
-lockstep: a skip counts as a failure.
+The suite is part of PyTorch (torch.testing._internal.distributed.distributed_test) and runs here as PyTorch runs it: each
+test in processes of its own, which connect through a file. It skips most tests if the backend's name is not gloo; so this
+program passes it "gloo", and the processes then use lockstep. All tests run with 2 ranks, and those that require more run
+with that many, on both backends. The exit status is 1 if a test that passes on gloo does not pass on lockstep; a skip
+counts as a failure.
 """
 
 import argparse
@@ -22,9 +22,9 @@ import sys
 import tempfile
 import unittest
 
-# Python's own refusal: a test that ends with it can pass on no backend of another name.
+# PyTorch's own error: a test that ends with it cannot pass on a backend with another name.
 TIED_TO_GLOO = "ValueError: monitored_barrier is only implemented for GLOO backend."
-# A part that takes half a minute: every collective, messages, groups, DistributedDataParallel in most of its forms.
+# A subset that takes half a minute: every collective, messages, groups, most uses of DistributedDataParallel.
 QUICK = """
     test_DistributedDataParallelCPU test_DistributedDataParallelCPU_grad_is_view test_accumulate_gradients_no_sync
     test_accumulate_gradients_no_sync_allreduce_with_then_hook test_all_gather test_all_gather_coalesced_with_empty
@@ -35,12 +35,12 @@ QUICK = """
     test_scatter_checks test_scatter_object_list test_send_recv_any_source test_send_recv_with_tag test_sparse_all_reduce_sum
     test_static_graph_api_cpu
 """.split()
-# These read the suite's own variable for the backend after the decorators have: it has to stay as it is.
+# These read the suite's variable for the backend after the decorators have read it, so it must not change.
 READ_THE_VARIABLE = "test_accumulate_gradients_no_sync"
 
 
 def prepare():
-    """Before the suite is imported, here or in a process that this one starts."""
+    """Prepares the import of the suite, in this process and its children. Call it before the import."""
     stand_in = str(pathlib.Path(__file__).resolve().parent / "stand_in")
     if stand_in not in sys.path:
         sys.path.append(stand_in)
@@ -48,13 +48,13 @@ def prepare():
 
 
 def tests():
-    """The suite's class, made when the environment says how it is to run: here, and in each rank's process."""
+    """The suite's class. Created after the environment is set, in this process and in each rank's process."""
     from torch.testing._internal.distributed import distributed_test as suite
 
     class TorchSuite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         def setUp(self):
             super().setUp()
-            # This process has imported torch: its children are there in 20 ms, and not in 5 s.
+            # This process has imported torch, so forked children start in 20 ms instead of 5 s.
             context = multiprocessing.get_context("fork")
 
             def process(target, name, args, kwargs):
@@ -112,8 +112,8 @@ class Outcomes(unittest.TestResult):
 
 
 def run_here(backend, ranks, names, report, workers):
-    """Runs those tests in children of this process, as many at a time. True if all ran to their ends, whatever that was."""
-    # The suite asks for two GPUs as soon as it sees one.
+    """Runs the tests in `workers` children of this process. True if all ran to completion, with any outcome."""
+    # The suite requires two GPUs as soon as it sees one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(BACKEND="gloo", TORCH_SUITE_BACKEND=backend, WORLD_SIZE=str(ranks), INIT_METHOD="file://")
     os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
@@ -136,7 +136,7 @@ def run_here(backend, ranks, names, report, workers):
 
 
 def run(backend, ranks, names=None, show=True, workers=1):
-    """{test: (outcome, detail)}, from a process of its own: the suite reads how it is to run when it is imported."""
+    """{test: (outcome, detail)}, from a new process, because the suite reads its configuration on import."""
     results = {}
     with tempfile.NamedTemporaryFile("w+") as file:
         command = [sys.executable, __file__, "--backend", backend, "--ranks", str(ranks), "--report", file.name,
@@ -156,7 +156,7 @@ def run(backend, ranks, names=None, show=True, workers=1):
 
 
 def wanted_ranks(reason):
-    """How many ranks a test asked for, if that is why it was skipped."""
+    """The number of ranks that a test requires, if it was skipped for that reason; else 0."""
     if "small world size" in reason:
         return 8
     match = re.search(r"world size of (\d+)", reason)
@@ -196,14 +196,15 @@ def table(rows):
     tied = [row[0] for row in rows if row[2][0] == "passed" and row[3][1] == TIED_TO_GLOO]
     text = f"""# PyTorch's own suite
 
-`tests/python/torch_suite.py` runs the tests that PyTorch {torch.__version__.split("+")[0]} has for its distributed package
-(`torch.testing._internal.distributed.distributed_test`) on gloo and on lockstep, without a GPU, and wrote this page. Tests run
-with 2 ranks, or with as many as they ask for.
+`tests/python/torch_suite.py` runs the tests of PyTorch {torch.__version__.split("+")[0]} for its distributed package
+(`torch.testing._internal.distributed.distributed_test`) on gloo and on lockstep, without a GPU, and writes this page.
+Tests run with 2 ranks, or with the number of ranks that they require.
 
-**Of {len(rows)} tests {passed(2)} pass on gloo and {passed(3)} on lockstep.** """
+**Of {len(rows)} tests, {passed(2)} pass on gloo and {passed(3)} on lockstep.** """
     if tied:
-        text += ("These pass on gloo alone, because\n`torch.distributed.monitored_barrier` refuses every backend that is not "
-                 "called gloo:\n" + ",\n".join(f"`{name}`" for name in tied) + ".")
+        text += ("The following tests pass on gloo only, because\n"
+                 "`torch.distributed.monitored_barrier` only accepts the backend named gloo:\n"
+                 + ",\n".join(f"`{name}`" for name in tied) + ".")
     text += "\n\n| test | ranks | gloo | lockstep |\n|---|---|---|---|\n"
     for name, ranks, gloo, ours in sorted(rows, key=lambda row: (row[2][0] != "passed", row[2][0] == "skipped", row[0])):
         text += f"| {name} | {ranks} | {short(*gloo)} | {'the same' if short(*gloo) == short(*ours) else short(*ours)} |\n"
@@ -212,9 +213,9 @@ with 2 ranks, or with as many as they ask for.
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", metavar="PAGE", help="write the table there")
-    parser.add_argument("--quick", action="store_true", help="a part of it, on lockstep alone; all must pass")
-    parser.add_argument("--only", metavar="PATTERN", help="only the tests whose names match")
+    parser.add_argument("--write", metavar="PAGE", help="write the table to PAGE")
+    parser.add_argument("--quick", action="store_true", help="run a subset, on lockstep only; all tests must pass")
+    parser.add_argument("--only", metavar="PATTERN", help="run only the tests whose names match PATTERN")
     for hidden in ("--backend", "--report"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
@@ -231,7 +232,7 @@ def main():
 
             return 0 if run_here(options.backend, options.ranks, options.names, report, options.workers) else 1
     if options.quick:
-        os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "240")  # of a test; they all end by themselves
+        os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "240")  # per test; none of them hangs
         results = run("lockstep", 2, QUICK, workers=2)
         for name, (outcome, detail) in results.items():
             if outcome != "passed":
