@@ -87,24 +87,18 @@ at::Tensor Attachment::operator()(const at::Tensor& input) {
   return output;
 }
 
-bool meets_in_forward(torch::nn::Module& module) {
-  const auto meets = [](torch::nn::Module& each) {
-    const auto* slot = slot_of(&each);
-    return dynamic_cast<CommunicatesInForward*>(&each) != nullptr ||
-           (slot && dynamic_cast<CommunicatesInForward*>(slot->attachment.get()) != nullptr);
-  };
+bool communicates_in_forward(const torch::nn::Module& module) {
   const auto below = module.modules(/*include_self=*/false);  // A module object has no shared_ptr to itself.
-  return meets(module) ||
-         std::any_of(below.begin(), below.end(), [&](const auto& each) { return meets(*each); });
+  return role_of<CommunicatesInForward>(module) ||
+         std::any_of(below.begin(), below.end(),
+                     [](const auto& each) { return role_of<CommunicatesInForward>(*each); });
 }
 
 std::optional<SplitModule> find_split(const torch::nn::Module& module) {
   const auto look = [](const torch::nn::Module& each, const std::string& name) -> std::optional<SplitModule> {
-    const auto* holder = dynamic_cast<const HoldsSlices*>(&each);
-    const auto* slot = dynamic_cast<const UnitSlot*>(&each);
-    if (!holder && slot) holder = dynamic_cast<const HoldsSlices*>(slot->attachment.get());
-    if (!holder || holder->slices_over().size() == 1) return std::nullopt;
-    return SplitModule{name, holder->slices_over()};
+    const auto* sharded = role_of<ShardedModule>(each);
+    if (!sharded || sharded->slices_over().size() == 1) return std::nullopt;
+    return SplitModule{name, sharded->slices_over()};
   };
   if (auto found = look(module, "the model itself")) return found;
   for (const auto& item : module.named_modules("", /*include_self=*/false))
@@ -113,6 +107,7 @@ std::optional<SplitModule> find_split(const torch::nn::Module& module) {
 }
 
 UnitSlot* slot_of(torch::nn::Module* module) { return dynamic_cast<UnitSlot*>(module); }
+const UnitSlot* slot_of(const torch::nn::Module* module) { return dynamic_cast<const UnitSlot*>(module); }
 
 void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<Attachment> attachment,
             bool watch) {

@@ -40,13 +40,22 @@ class CommunicatesInForward {
   virtual ~CommunicatesInForward() = default;
 };
 // True if the module or one of its submodules communicates in forward.
-bool meets_in_forward(torch::nn::Module& module);
+bool communicates_in_forward(const torch::nn::Module& module);
 
+// One parameter of a module whose parameters are slices.
+struct ParameterShard {
+  std::string name;  // Name in its module.
+  at::Tensor parameter;
+  std::int64_t dim;
+  int parts;
+  Group group;
+};
 // A module, or an attachment of one, whose parameters are this rank's slices of whole ones.
-class HoldsSlices {
+class ShardedModule {
  public:
-  virtual ~HoldsSlices() = default;
+  virtual ~ShardedModule() = default;
   virtual const Group& slices_over() const = 0;
+  virtual std::vector<ParameterShard> shards() const = 0;
 };
 // The first such module, among the module and its submodules, whose group has more than one rank.
 struct SplitModule {
@@ -144,6 +153,15 @@ bool name_matches(std::string_view pattern, std::string_view name);
 
 // Null if the module was not made by a Unit.
 UnitSlot* slot_of(torch::nn::Module* module);
+const UnitSlot* slot_of(const torch::nn::Module* module);
+
+// The module itself, or else what is attached to it, as a Role; null if neither has that role.
+template <typename Role>
+const Role* role_of(const torch::nn::Module& module) {
+  if (const auto* role = dynamic_cast<const Role*>(&module)) return role;
+  const auto* slot = slot_of(&module);
+  return slot ? dynamic_cast<const Role*>(slot->attachment.get()) : nullptr;
+}
 
 // Attaches to a Unit's module. name: the module's name, for errors. watch: treat a gradient that did not come
 // through the attachment as an error. Throws ConfigError if something is already attached.

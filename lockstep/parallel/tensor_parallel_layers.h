@@ -46,23 +46,10 @@ struct VocabParallelOptions {
 };
 namespace detail {
 
-struct ParameterShard {
-  std::string name;  // Name in its module.
-  at::Tensor parameter;
-  std::int64_t dim;
-  int parts;
-  Group group;
-};
-// A module, or an attachment of one, whose parameters are slices.
-class HoldsShards : public HoldsSlices {
- public:
-  virtual std::vector<ParameterShard> shards() const = 0;
-};
-
 [[noreturn]] void refuse_norm_clone();
 
 // Base of the tensor-parallel layers.
-class ParallelLayer : public torch::nn::Module, public CommunicatesInForward, public HoldsShards {
+class ParallelLayer : public torch::nn::Module, public CommunicatesInForward, public ShardedModule {
  public:
   std::vector<ParameterShard> shards() const override { return shards_; }
   const Group& slices_over() const override { return group_; }

@@ -141,7 +141,7 @@ void DdpReducer::join(const std::function<void()>& body, const JoinOptions& opti
   if (options_.micro_batches > 1) throw ConfigError("join() cannot be combined with micro_batches above 1");
   if (options.batch_dim && *options.batch_dim < 0)
     throw ConfigError(fmt::format("JoinOptions::batch_dim: expected at least 0, got {}", *options.batch_dim));
-  if (!alone_ && meets_in_forward(*module_))
+  if (!alone_ && communicates_in_forward(*module_))
     throw ConfigError(
         "join() cannot be used with SyncBatchNorm, or with another module whose forward waits for every "
         "rank: ranks that have run out of data run no forward");

@@ -123,7 +123,7 @@ void plan_target(Target& target, const Group& group, Problems& problems) {
   const bool sequence = std::holds_alternative<SequenceParallel>(target.style);
   const auto* linear = dynamic_cast<torch::nn::LinearImpl*>(&module);
   const auto* embedding = dynamic_cast<EmbeddingImpl*>(&module);
-  if (dynamic_cast<HoldsShards*>(&module) || dynamic_cast<CommunicatesInForward*>(&module) ||
+  if (dynamic_cast<ShardedModule*>(&module) || dynamic_cast<CommunicatesInForward*>(&module) ||
       !can_be_split(module) || sequence == (linear || embedding)) {
     problems.push_back(fmt::format("'{}' is a {}, which cannot be {}: {}", target.name, kind_of(module),
                                    shown(target.style), advice(module, target.style)));

@@ -41,11 +41,9 @@ std::vector<TensorShard> tensor_shards(torch::nn::Module& module) {
   std::vector<TensorShard> found;
   std::set<const at::TensorImpl*> seen;
   const auto add = [&](torch::nn::Module& each, const std::string& prefix) {
-    const auto* slot = detail::slot_of(&each);
-    const auto* holder = dynamic_cast<detail::HoldsShards*>(&each);
-    if (!holder && slot) holder = dynamic_cast<detail::HoldsShards*>(slot->attachment.get());
-    if (!holder) return;
-    for (auto& shard : holder->shards())
+    const auto* sharded = detail::role_of<detail::ShardedModule>(each);
+    if (!sharded) return;
+    for (auto& shard : sharded->shards())
       if (seen.insert(shard.parameter.unsafeGetTensorImpl()).second)
         found.push_back({prefix + shard.name, shard.parameter, shard.dim, shard.parts, shard.group});
   };

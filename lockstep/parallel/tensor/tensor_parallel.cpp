@@ -19,7 +19,7 @@ namespace {
 
 // Replaces a layer's forward.
 template <typename Impl>
-class ParallelCall final : public Attachment, public CommunicatesInForward, public HoldsShards {
+class ParallelCall final : public Attachment, public CommunicatesInForward, public ShardedModule {
  public:
   ParallelCall(Impl& module, const Target& target, Group group)
       : Attachment("tensor parallelism (" + shown(target.style) + ")"),
