@@ -82,7 +82,7 @@ detail::ShmOptions shm_options(const c10d::DistributedBackendOptions& options) {
   return {.timeout = std::chrono::duration_cast<milliseconds>(options.timeout),
           .local_ranks = std::max(options.group_size, static_cast<int>(local)),
           .threads = at::get_num_threads(),
-          .words = {place_key(options.group_rank)}};
+          .store_keys = {place_key(options.group_rank)}};
 }
 
 c10::intrusive_ptr<c10d::Store> meeting_store(const c10d::DistributedBackendOptions& options) {

@@ -1,4 +1,4 @@
-// Saves a run and goes on with it: model, optimizer, schedules, random numbers, in one file.
+// Saves and resumes a run: model, optimizer, schedulers and random number generators, in one file.
 //
 //   lockstep::save("run.safetensors", {.model = net, .optimizer = optimizer, .sampler = sampler, .rng = true,
 //                                      .values = {{"epoch", epoch}}, .group = world.group()});
@@ -10,13 +10,12 @@
 //     epoch = loaded.integer("epoch");
 //   }
 //
-// The file is safetensors with JSON in its metadata: nothing in it is code, and Python's safetensors opens
-// it. The model's tensors have their own names, the optimizer's are named optimizer/PARAMETER/exp_avg. It is
-// there whole or not at all: rank 0 writes it beside its name and renames it; a failure leaves the earlier
-// file. A run that was saved with all its parts goes on with the bits that it would have had without the
-// interruption.
+// The file is safetensors with JSON metadata. It contains no code, and Python's safetensors can open it. The
+// model's tensors keep their names; the optimizer's are named optimizer/PARAMETER/exp_avg. Writing is atomic:
+// rank 0 writes a temporary file next to the target and renames it, so a failure leaves the previous file
+// intact. A run saved with all its parts resumes bit-exactly.
 //
-// Not while another thread trains the model. Every error is a ConfigError that names the file.
+// Do not save or load while another thread trains the model. All errors are ConfigErrors that name the file.
 #pragma once
 
 #include <cstdint>
@@ -32,13 +31,14 @@ namespace lockstep {
 
 struct SaveOptions {
   ModelPart model = {};
-  OptimizerPart optimizer = {};  // Adam, AdamW, SGD, RMSprop, Adagrad: ours and LibTorch's
+  OptimizerPart optimizer = {};  // Adam, AdamW, SGD, RMSprop, Adagrad: Lockstep's and LibTorch's
   StatePart scheduler = {};
   StatePart scaler = {};
   StatePart sampler = {};
-  bool rng = false;  // the default generators: the CPU's, and those of the devices that the model is on
-  CheckpointValues values = {};  // whatever else: {"epoch", 3}, {"best", 0.97}, {"note", "..."}
-  // The ranks that save together: every one calls, rank 0 writes; sampler and generators are each rank's own.
+  bool rng = false;  // the default generators: the CPU's, and those of the model's devices
+  CheckpointValues values = {};  // any other values: {"epoch", 3}, {"best", 0.97}, {"note", "..."}
+  // The ranks that save together. Every one must call save; rank 0 writes. Each rank has its own sampler and
+  // generators.
   std::optional<Group> group = {};
 };
 
@@ -49,33 +49,33 @@ struct LoadOptions {
   StatePart scaler = {};
   StatePart sampler = {};
   bool rng = false;
-  // false: tensors and parts that the file lacks are left as they are, and what only the file has is passed
-  // over.
+  // false: tensors and parts missing from the file are left unchanged, and extra ones in the file are
+  // ignored.
   bool strict = true;
   std::optional<Group> group = {};
 };
 
 struct Loaded {
   CheckpointValues values;
-  std::int64_t ranks = 1;                        // how many saved it
-  bool rng = false;                              // whether this rank's generators are as they were
+  std::int64_t ranks = 1;                        // number of ranks that saved it
+  bool rng = false;                              // true if this rank's generators were restored
   std::vector<std::string> missing, unexpected;  // with strict = false: names
 
-  // ConfigError where there is no such value, or one of another kind.
+  // Throw ConfigError if there is no such value, or if it has another type.
   std::int64_t integer(const std::string& name) const;
   double number(const std::string& name) const;
   std::string text(const std::string& name) const;
 };
 
-void save(const std::string& path, const SaveOptions& options);
+void save(const std::string& path, const SaveOptions& options, Site site = Site::current());
 
-// All or nothing: the file is read and checked to its last byte, names, shapes and dtypes are compared, and
-// only then is anything changed; with a group on all ranks or on none, each reading the file itself. Parts
-// that are not asked for are passed over, so a model alone can be loaded, also from a safetensors file that
-// another program wrote.
+// All or nothing: reads and checks the whole file, compares names, shapes and dtypes, and only then changes
+// anything. With a group, this happens on all ranks or on none; each rank reads the file itself. Parts that
+// are not requested are ignored, so a model can be loaded alone, including from a safetensors file written by
+// another program.
 //
-// On another number of ranks each takes what the rank of its number had, where a part is not the same for
-// all; who has none keeps its own generators.
-Loaded load(const std::string& path, const LoadOptions& options);
+// On another number of ranks, each rank takes the parts saved by the rank of the same number, unless a part
+// is the same for all. A rank without a counterpart keeps its own generators.
+Loaded load(const std::string& path, const LoadOptions& options, Site site = Site::current());
 
 }  // namespace lockstep

@@ -33,7 +33,7 @@ class Loader {
     }
   }
 
-  // Reads and checks everything, and changes nothing.
+  // Reads and checks everything without changing anything.
   void prepare() {
     read_header();
     want_model();
@@ -45,7 +45,7 @@ class Loader {
     find_states();
   }
 
-  // The parts whose own code is called, and which may refuse. undo() brings back what they had.
+  // Loads the parts with load_state() functions, which may throw. undo() restores their previous state.
   void load_states() {
     for (auto& [part, state] : states_) {
       auto before = part->save();
@@ -89,11 +89,11 @@ class Loader {
       result_.values = manifest_->values;
       result_.ranks = manifest_->ranks;
       const auto sum = metadata.find(std::string(kChecksumKey));
-      if (sum == metadata.end()) throw FormatError("its checksum is missing");
+      if (sum == metadata.end()) throw FormatError("missing checksum");
       expected_sum_ = sum->second;
       const auto place = text.find(fmt::format("{}{}\"", kChecksumBegins, expected_sum_));
       if (expected_sum_.size() != Checksum::kDigits || place == std::string::npos)
-        throw FormatError("its checksum is not one");
+        throw FormatError("malformed checksum");
       text.replace(place + kChecksumBegins.size(), Checksum::kDigits, Checksum::kDigits, '0');
     }
     checksum_.add(bytes_of(first));
@@ -102,11 +102,12 @@ class Loader {
 
   void lacks(const std::string& what) {
     if (options_.strict)
-      throw FormatError(fmt::format("it has no {}{}", what, manifest_ ? "" : ": another program wrote it"));
+      throw FormatError(
+          fmt::format("the file has no {}{}", what, manifest_ ? "" : " (it was not written by Lockstep)"));
     result_.missing.push_back(what);
   }
 
-  // A tensor for the bytes, if its entry is like this one.
+  // Requests a tensor from the file, if its dtype and shape match.
   void want(const TensorEntry& entry, const NamedTensor& like) {
     const auto dtype = dtype_name(like);
     if (entry.dtype != dtype || at::IntArrayRef(entry.shape) != like.tensor.sizes())
@@ -144,7 +145,7 @@ class Loader {
     std::string problem = list("different", different_);
     if (options_.strict)
       problem = list("missing", result_.missing) + list("unexpected", result_.unexpected) + problem;
-    if (!problem.empty()) throw FormatError(fmt::format("it does not fit{}", problem));
+    if (!problem.empty()) throw FormatError(fmt::format("the checkpoint does not match{}", problem));
   }
 
   void want_optimizer() {
@@ -168,14 +169,16 @@ class Loader {
     generators_ = default_generators(options_.model, options_.optimizer);
     for (std::size_t g = 0; g < generators_.size(); ++g) {
       const auto found = entries_.find(rng_name(rank_, g));
-      if (found == entries_.end()) return;  // fewer ranks or devices saved: this rank keeps its own
-      if (found->second->dtype != "U8") throw FormatError("the states of its generators are not bytes");
+      if (found == entries_.end()) return;  // saved with fewer ranks or devices: keep this one's own
+      if (found->second->dtype != "U8")
+        throw FormatError(fmt::format("random number generator states: expected dtype U8, got {}",
+                                      found->second->dtype));
       wanted_[found->first] = at::empty(found->second->shape, at::kByte);
     }
     result_.rng = true;
   }
 
-  // In the order of the file, all of them: the checksum is of every byte.
+  // Reads all tensors in file order, because the checksum covers every byte.
   void read_tensors() {
     std::vector<std::byte> passed_over;
     for (const auto& entry : header_.tensors) {
@@ -197,7 +200,7 @@ class Loader {
     }
     id_ = checksum_.digits();
     if (!expected_sum_.empty() && id_ != expected_sum_)
-      throw FormatError("its checksum is wrong: some of its bytes have changed since it was written");
+      throw FormatError("checksum mismatch: the file was modified or damaged");
     if (result_.rng) {
       for (std::size_t g = 0; g < generators_.size(); ++g)
         generator_states_.push_back(wanted_.at(rng_name(rank_, g)));
@@ -233,13 +236,13 @@ class Loader {
   Checksum checksum_;
   std::vector<NamedTensor> model_;
   ParameterNames names_;
-  std::map<std::string, at::Tensor> wanted_;  // what is read of the file
+  std::map<std::string, at::Tensor> wanted_;  // tensors to read from the file
   std::vector<std::string> different_;
   std::vector<at::Generator> generators_;
   std::vector<at::Tensor> generator_states_;
   torch::optim::Optimizer* optimizer_ = nullptr;
-  ShardedOptimizer* sharded_ = nullptr;             // whose state is spread over the ranks:
-  std::unique_ptr<torch::optim::Optimizer> whole_;  // it gets its part of this one's
+  ShardedOptimizer* sharded_ = nullptr;             // set if its state is distributed over the ranks
+  std::unique_ptr<torch::optim::Optimizer> whole_;  // the whole optimizer; sharded_ takes its part of it
   std::function<void()> put_optimizer_;
   std::vector<std::pair<const StatePart*, CheckpointValues>> states_, loaded_states_;
   Loaded result_;
@@ -255,43 +258,44 @@ const CheckpointValue& value_of(const Loaded& loaded, const std::string& name) {
 }  // namespace
 
 void StatePart::not_a_number(const std::string& name) {
-  throw ConfigError(fmt::format("the state's '{}' is not a number of the right kind", name));
+  throw ConfigError(fmt::format("state value '{}' has the wrong type", name));
 }
 
 std::int64_t Loaded::integer(const std::string& name) const {
   if (const auto* whole = std::get_if<std::int64_t>(&value_of(*this, name))) return *whole;
-  throw ConfigError(fmt::format("the checkpoint's '{}' is not a whole number", name));
+  throw ConfigError(fmt::format("checkpoint value '{}': expected an integer", name));
 }
 
 double Loaded::number(const std::string& name) const {
   const auto& value = value_of(*this, name);
   if (const auto* real = std::get_if<double>(&value)) return *real;
   if (const auto* whole = std::get_if<std::int64_t>(&value)) return static_cast<double>(*whole);
-  throw ConfigError(fmt::format("the checkpoint's '{}' is not a number", name));
+  throw ConfigError(fmt::format("checkpoint value '{}': expected a number", name));
 }
 
 std::string Loaded::text(const std::string& name) const {
   if (const auto* text = std::get_if<std::string>(&value_of(*this, name))) return *text;
-  throw ConfigError(fmt::format("the checkpoint's '{}' is not a text", name));
+  throw ConfigError(fmt::format("checkpoint value '{}': expected a string", name));
 }
 
-Loaded load(const std::string& path, const LoadOptions& options) {
+Loaded load(const std::string& path, const LoadOptions& options, Site site) {
+  const auto group = called_at(options.group, site);
   std::unique_ptr<Loader> loader;
   auto problem = problem_of("load", path, [&] {
     loader = std::make_unique<Loader>(path, options);
     loader->prepare();
   });
-  agree(options.group, problem);
-  if (options.group) {
-    const auto ids = Group(*options.group).all_gather_values(loader->id(), {.tag = "checkpoint"});
+  agree(group, problem);
+  if (group) {
+    const auto ids = Group(*group).all_gather_values(loader->id(), {.tag = "checkpoint"});
     for (std::size_t r = 1; r < ids.size(); ++r)
       if (ids[r] != ids[0])
-        throw ConfigError(fmt::format("cannot load '{}': ranks 0 and {} have read different files", path, r));
+        throw ConfigError(fmt::format("cannot load '{}': ranks 0 and {} read different files", path, r));
   }
 
   problem = problem_of("load", path, [&] { loader->load_states(); });
   try {
-    agree(options.group, problem);
+    agree(group, problem);
   } catch (...) {
     loader->undo();
     throw;

@@ -1,5 +1,5 @@
-// What a checkpoint is made of, as save and load take it: `.model = net, .optimizer = optimizer, .sampler =
-// sampler`. Each part only points to what it is given, which must be alive until save or load returns.
+// Arguments of save and load: `.model = net, .optimizer = optimizer, .sampler = sampler`. Each part only
+// refers to its object, which must outlive the call of save or load.
 #pragma once
 
 #include <concepts>
@@ -22,7 +22,8 @@ class Optimizer;
 
 namespace lockstep {
 
-// A module, the holder of one, a pointer to one, a TorchScript module, or a DistributedDataParallel of any.
+// A module, module holder, pointer to a module, TorchScript module, or DistributedDataParallel of any of
+// these.
 class ModelPart {
  public:
   ModelPart() = default;
@@ -40,7 +41,7 @@ class ModelPart {
   torch::nn::Module* get() const { return module_; }
 
  private:
-  std::shared_ptr<torch::nn::Module> owned_;  // of a TorchScript module
+  std::shared_ptr<torch::nn::Module> owned_;  // wrapper of a TorchScript module
   torch::nn::Module* module_ = nullptr;
 };
 
@@ -54,8 +55,8 @@ class OptimizerPart {
   torch::optim::Optimizer* optimizer_ = nullptr;
 };
 
-// Anything with state(), a map of numbers by name, and load_state(map): samplers, schedulers, GradScaler,
-// your own.
+// Any object with state(), which returns a map from names to numbers, and load_state(map): samplers,
+// schedulers, GradScaler, or your own class.
 class StatePart {
  public:
   StatePart() = default;

@@ -17,7 +17,7 @@ namespace {
 
 using namespace detail;
 
-// What is each rank's own.
+// State that differs between ranks.
 struct RankShare {
   std::optional<CheckpointValues> sampler;
   std::vector<at::Tensor> generators;
@@ -61,7 +61,7 @@ void write_file(const std::string& path, Header& header, const std::vector<Named
     write(bytes_of(dense));
   }
   const auto place = head.find(kChecksumBegins);
-  LOCKSTEP_ASSERT(place != std::string::npos, "the checksum has no place");
+  LOCKSTEP_ASSERT(place != std::string::npos, "the header has no checksum entry");
   file.write_at(place + kChecksumBegins.size(), checksum.digits());
   file.commit();
 }
@@ -89,7 +89,7 @@ void write_checkpoint(const std::string& path, const SaveOptions& options,
 
   Header header;
   header.metadata[std::string(kManifestKey)] = manifest.encode();
-  header.metadata["format"] = "pt";  // without it transformers refuses the file
+  header.metadata["format"] = "pt";  // transformers rejects files without it
   for (const auto& named : tensors)
     header.tensors.push_back({named.name, dtype_name(named), named.tensor.sizes().vec(), 0, 0});
   try {
@@ -97,29 +97,30 @@ void write_checkpoint(const std::string& path, const SaveOptions& options,
   } catch (const FileInUse& error) {
     if (options.group) throw;
     throw ConfigError(
-        fmt::format("{}. If every rank saves it: give {{.group}}, or save on rank 0 alone", error.what()));
+        fmt::format("{}. If every rank saves it, set {{.group}} or save on rank 0 only", error.what()));
   }
 }
 
 }  // namespace
 
-void save(const std::string& path, const SaveOptions& options) {
+void save(const std::string& path, const SaveOptions& options, Site site) {
+  const auto group = called_at(options.group, site);
   std::string own;
   auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(options.optimizer.get());
   const auto problem = problem_of("save", path, [&] {
     if (sharded != nullptr && (!options.group || options.group->ranks() != sharded->group().ranks()))
       throw ConfigError(
-          "the state of a DistributedOptimizer is spread over the ranks: every rank saves, with its "
-          "{.group}");
+          "a DistributedOptimizer's state is distributed over the ranks: call save on every rank, with "
+          "its {.group}");
     RankShare share;
     if (options.sampler.save) share.sampler = options.sampler.save();
     if (options.rng)
       share.generators = generator_states(default_generators(options.model, options.optimizer));
     own = share.encode();
   });
-  agree(options.group, problem);
+  agree(group, problem);
   std::vector<std::string> encoded = {own};
-  if (options.group) encoded = Group(*options.group).all_gather_values(own, {.tag = "checkpoint"});
+  if (group) encoded = Group(*group).all_gather_values(own, {.tag = "checkpoint"});
   SaveOptions whole = options;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   if (sharded != nullptr) {
@@ -127,13 +128,13 @@ void save(const std::string& path, const SaveOptions& options) {
     whole.optimizer = *optimizer;
   }
   std::string written;
-  if (!options.group || options.group->rank() == 0)
+  if (!group || group->rank() == 0)
     written = problem_of("save", path, [&] {
       std::vector<RankShare> shares;
       for (const auto& bytes : encoded) shares.push_back(RankShare::decode(bytes));
       write_checkpoint(path, whole, shares);
     });
-  agree(options.group, written);
+  agree(group, written);
   detail::tell_of_checkpoint();
 }
 

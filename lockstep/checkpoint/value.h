@@ -1,4 +1,4 @@
-// What a checkpoint keeps beside tensors: whole numbers, other numbers, texts.
+// Values that a checkpoint keeps besides tensors: integers, floating-point numbers and strings.
 #pragma once
 
 #include <concepts>

@@ -142,6 +142,12 @@ Group Group::subgroup(const std::vector<int>& members, GroupOptions options) {
   return Group(state_->world().make_group(std::move(world_ranks), std::move(options)));
 }
 
+Group Group::called_at(Site site) const {
+  auto same = *this;
+  if (!same.site_) same.site_ = site;
+  return same;
+}
+
 Group Group::split(int color, int key, GroupOptions options, Site site) {
   if (color < 0)
     throw ConfigError(fmt::format(

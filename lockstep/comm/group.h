@@ -161,10 +161,15 @@ class Group {
   // One group per colour, its ranks ordered by key, then by rank. Every rank calls it.
   Group split(int color, int key = 0, GroupOptions options = {}, Site site = Site::current());
 
+  // The same group, for a function that calls it on behalf of its own caller: errors and traces of operations on
+  // the result name that line. The first one given stays.
+  Group called_at(Site site) const;
+
  private:
   friend class detail::ModelScope;
   friend class detail::Refusal;
   std::shared_ptr<detail::GroupState> state_;
+  std::optional<Site> site_ = {};  // instead of where its operations are called
 };
 
 template <detail::plain_value T>

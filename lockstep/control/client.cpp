@@ -340,6 +340,7 @@ Failure Client::failure_of_agent(std::string cause) const {
   Failure failure;
   failure.rank = attach_ ? attach_->agent_rank : -1;
   failure.pid = attach_ ? attach_->agent_pid : 0;
+  if (failure.rank < 0) failure.kind = CommError::Kind::stopped;
   failure.cause = failure.rank >= 0
                       ? std::move(cause)
                       : fmt::format("lockstep run (process {}) {}", failure.pid, std::move(cause));

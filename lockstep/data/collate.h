@@ -1,13 +1,13 @@
-// Makes a batch of samples, as torch.utils.data.default_collate does:
+// Combines samples into a batch, like torch.utils.data.default_collate:
 //
-//   at::Tensor                          one with a dimension in front
+//   at::Tensor                          a tensor with a leading batch dimension
 //   integers, bool, float, double       a tensor of int64, bool, float32, float64
 //   std::string                         std::vector<std::string>
-//   std::pair, tuple, array, vector,    the same, of batches
+//   std::pair, tuple, array, vector,    the same type, of batches
 //     map, torch::data::Example
-//   a struct of up to 8 members         the same struct where all of them are tensors, else a std::tuple
+//   a struct of up to 8 members         the same struct if all members are tensors, else a std::tuple
 //
-// Anything else needs a collate of yours: any callable that takes std::vector<Sample> and returns the batch.
+// Any other type needs a collate function: any callable that takes std::vector<Sample> and returns the batch.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ at::Tensor stacked(std::vector<at::Tensor> tensors);
 at::Tensor tensor_of(const void* values, std::size_t count, at::ScalarType type);
 [[noreturn]] void refuse_lengths(std::size_t one, std::size_t other);
 
-// In which type a number stands in a batch.
+// Element type that a number of type T has in a batch.
 template <typename T>
 using number_t = std::conditional_t<std::is_same_v<T, bool>, std::uint8_t,
                                     std::conditional_t<std::is_integral_v<T>, std::int64_t, T>>;
@@ -49,7 +49,7 @@ constexpr at::ScalarType number_type() {
 template <typename Sample>
 auto collate(std::vector<Sample> samples);
 
-// The batch of each field, and from them the batch.
+// Collates each field separately, then rebuilds the sample's type from the results.
 template <typename Sample, std::size_t... I>
 auto collate_fields(std::vector<Sample>& samples, std::index_sequence<I...>) {
   const auto column = [&]<std::size_t K>(std::integral_constant<std::size_t, K>) {
@@ -66,7 +66,7 @@ auto collate(std::vector<Sample> samples) {
   if constexpr (std::is_same_v<Sample, at::Tensor>) {
     return stacked(std::move(samples));
   } else if constexpr (std::is_arithmetic_v<Sample>) {
-    static_assert(!std::is_same_v<Sample, long double>, "no tensor holds a long double");
+    static_assert(!std::is_same_v<Sample, long double>, "long double has no tensor type");
     const std::vector<number_t<Sample>> values(samples.begin(), samples.end());
     return tensor_of(values.data(), values.size(), number_type<Sample>());
   } else if constexpr (std::is_same_v<Sample, std::string>) {
@@ -94,7 +94,8 @@ auto collate(std::vector<Sample> samples) {
   } else {
     static_assert(
         has_fields<Sample>,
-        "lockstep/data/collate.h says of what a batch can be made; give DataLoader a collate of your own");
+        "DataLoader: no default collation for this sample type (see lockstep/data/collate.h); pass a collate "
+        "function");
     return collate_fields(samples, std::make_index_sequence<num_fields<Sample>>());
   }
 }

@@ -12,7 +12,7 @@
 namespace lockstep::detail {
 namespace {
 
-// Rows as long as T: one load and one store each.
+// Copies rows of sizeof(T) bytes: one load and one store each.
 template <typename T>
 void copy_rows(void* out, const void* source, std::span<const std::int64_t> indices) {
   auto* to = static_cast<T*>(out);
@@ -37,27 +37,27 @@ void copy_rows(void* out, const void* source, std::size_t row, std::span<const s
 }  // namespace
 
 std::int64_t known_size(std::optional<std::int64_t> size) {
-  if (!size) throw ConfigError("the dataset does not know its size: it is a stream, which has no indices");
+  if (!size) throw ConfigError("the dataset is a stream of unknown size, so its samples have no indices");
   return *size;
 }
 
 std::int64_t checked_size(std::int64_t size) {
-  if (size < 0) throw ConfigError("a dataset of " + std::to_string(size) + " samples");
+  if (size < 0) throw ConfigError("dataset size: expected 0 or more, got " + std::to_string(size));
   return size;
 }
 
 void refuse_index(std::int64_t index, std::int64_t size) {
-  throw ConfigError("index " + std::to_string(index) + " of a dataset of " + std::to_string(size) +
-                    " samples");
+  throw ConfigError("index " + std::to_string(index) + " is out of range for a dataset of " +
+                    std::to_string(size) + " samples");
 }
 
 std::int64_t equal_rows(std::span<const at::Tensor> tensors) {
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const auto name = "TensorDataset: tensor " + std::to_string(i);
     if (!tensors[i].defined()) throw ConfigError(name + " is undefined");
-    if (tensors[i].dim() == 0) throw ConfigError(name + " has no dimension, and so no rows");
+    if (tensors[i].dim() == 0) throw ConfigError(name + " is a scalar; expected at least one dimension");
     if (tensors[i].size(0) != tensors[0].size(0))
-      throw ConfigError(name + " has " + std::to_string(tensors[i].size(0)) + " rows, tensor 0 has " +
+      throw ConfigError(name + " has " + std::to_string(tensors[i].size(0)) + " rows, but tensor 0 has " +
                         std::to_string(tensors[0].size(0)));
   }
   return tensors[0].size(0);
@@ -68,7 +68,7 @@ at::Tensor row(const at::Tensor& tensor, std::int64_t index) {
   return tensor.select(0, index);
 }
 
-// Of dense rows that need no gradient, an index_select without its 2 us of preparation.
+// For dense rows that need no gradient: index_select without its 2 us of overhead.
 at::Tensor rows(const at::Tensor& tensor, std::span<const std::int64_t> indices) {
   const auto size = tensor.size(0), count = static_cast<std::int64_t>(indices.size());
   for (const auto index : indices) check_index(index, size);
@@ -90,23 +90,23 @@ at::Tensor rows(const at::Tensor& tensor, std::span<const std::int64_t> indices)
 
 std::vector<std::vector<std::int64_t>> split(std::int64_t size, const std::vector<double>& parts,
                                              std::optional<at::Generator> generator) {
-  // Python's rule: what adds up to 1 are fractions, and the sum's last bits do not count.
+  // The same rule as in Python: parts that add up to 1, up to rounding, are fractions.
   const double sum = std::accumulate(parts.begin(), parts.end(), 0.0);
   const bool fractions = std::abs(sum - 1) <= 1e-9 * std::max(sum, 1.0);
   std::vector<std::int64_t> lengths;
   std::int64_t total = 0;
   for (const double part : parts) {
     if (!(part >= 0) || (!fractions && part != std::floor(part)) || part > 9e15)
-      throw ConfigError("random_split: a part of " + std::to_string(part) +
-                        "; parts are lengths, or fractions that add up to 1");
+      throw ConfigError("random_split: expected lengths, or fractions that add up to 1, got a part of " +
+                        std::to_string(part));
     lengths.push_back(
         static_cast<std::int64_t>(fractions ? std::floor(static_cast<double>(size) * part) : part));
     total += lengths.back();
   }
   for (std::size_t i = 0; fractions && total < size; ++total) ++lengths[i++ % lengths.size()];
   if (total != size)
-    throw ConfigError("random_split: the parts add up to " + std::to_string(total) + ", the dataset has " +
-                      std::to_string(size) + " samples");
+    throw ConfigError("random_split: expected parts that add up to " + std::to_string(size) +
+                      " samples, got " + std::to_string(total));
   const auto order = at::randperm(size, std::move(generator), at::TensorOptions(at::kLong));
   const auto* next = order.const_data_ptr<std::int64_t>();
   std::vector<std::vector<std::int64_t>> found;

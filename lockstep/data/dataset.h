@@ -1,19 +1,19 @@
-// Samples by number.
+// Datasets with indexed samples.
 //
 //   TensorDataset dataset(images, labels);
 //   MapDataset pictures(100, [&](std::int64_t i) { return std::pair(decode(names[i]), labels[i]); });
 //   MapDataset noisy(100, [&](std::int64_t i, at::Generator& random) { return add_noise(x[i], random); });
 //
-// A dataset of your own is any class with size() and one of
+// Any class with size() and one of these methods is a dataset:
 //
-//   get(std::int64_t index)                            a sample: of what collate.h knows, or your collate
-//   get(std::int64_t index, at::Generator& random)     the same, with random numbers of its own
-//   get_batch(std::span<const std::int64_t> indices)   a batch, where there is no collate of yours
+//   get(std::int64_t index)                            a sample of a type that collate.h or yours takes
+//   get(std::int64_t index, at::Generator& random)     the same, with its own random number generator
+//   get_batch(std::span<const std::int64_t> indices)   a batch; not with a collate function of yours
 //
-// and so is every dataset of torch::data. With workers, several threads call these at once.
+// So is every dataset of torch::data. With workers, several threads call these methods at once.
 //
-// Lockstep's datasets are handles: a copy is cheap and means the same samples. Others are referred to where
-// a variable is given, and moved in where a temporary is; a std::shared_ptr is shared.
+// Lockstep's datasets are handles: copies are cheap and share the same samples. Other datasets are held by
+// reference if you pass a variable and moved if you pass a temporary; a std::shared_ptr is shared.
 #pragma once
 
 #include <array>
@@ -32,8 +32,8 @@
 
 namespace lockstep {
 
-// Tensors with as many rows each: sample i is row i of each. A batch is gathered at once into new memory,
-// also where its rows follow one another, so that changing it in place leaves the dataset alone.
+// Tensors with equal numbers of rows: sample i is row i of each. A batch is always gathered into new memory,
+// even when its rows are contiguous, so changing it in place does not change the dataset.
 template <std::size_t N>
 class TensorDataset {
  public:
@@ -63,8 +63,8 @@ class TensorDataset {
 template <std::convertible_to<at::Tensor>... T>
 TensorDataset(const T&...) -> TensorDataset<sizeof...(T)>;
 
-// Sample i is f(i), or f(i, random): random numbers that depend on the loader's seed and on where in the
-// epoch the sample stands, and on nothing else: not on workers, not on ranks, not on a restart in between.
+// Sample i is f(i) or f(i, random). The random numbers depend only on the loader's seed and on the sample's
+// position in the epoch: not on the number of workers or ranks, and not on a restart in between.
 template <typename F>
 class MapDataset {
  public:
@@ -75,7 +75,7 @@ class MapDataset {
 
   std::int64_t size() const { return size_; }
   static constexpr bool draws_random() { return !std::invocable<F&, std::int64_t>; }
-  // Without a generator: PyTorch's default one.
+  // Without a generator, uses PyTorch's default one.
   auto get(std::int64_t index, at::Generator generator = {}) const {
     detail::check_index(index, size_);
     if constexpr (draws_random())

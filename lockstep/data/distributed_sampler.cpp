@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace detail {
 
-// The sequence of an epoch; it goes on from the beginning after its end.
+// Sequence of sample indices of one epoch; wraps around at its end.
 class SampleOrder {
  public:
   SampleOrder(std::int64_t size, std::int64_t epoch, const DistributedSamplerOptions& options) : size_(size) {
@@ -46,7 +46,7 @@ class SampleOrder {
 
 namespace {
 
-// What rank gets when `left` samples are divided.
+// What one rank gets when `left` samples are divided among the ranks.
 struct SampleRange {
   std::int64_t first, count;
 };
@@ -66,7 +66,7 @@ struct DistributedSampler::Shared {
   DistributedSamplerOptions options;
   std::int64_t epoch = 0, position = 0;
   std::optional<std::int64_t> base_seed = {};
-  bool resume = false;  // the next pass begins at position
+  bool resume = false;  // True if the next pass begins at `position`
 };
 
 class DistributedSampler::Share : public Pass {
@@ -107,7 +107,7 @@ class DistributedSampler::Share : public Pass {
   }
 
  private:
-  // As in PyTorch: every ranks-th sample.
+  // As in PyTorch: takes every ranks-th sample.
   std::int64_t place_strides(std::int64_t asked) {
     const auto count = std::min(asked, left_);
     places_ = {begin_ + taken_ * shared_->ranks + shared_->rank, shared_->ranks};
@@ -117,7 +117,7 @@ class DistributedSampler::Share : public Pass {
     return count;
   }
 
-  // A piece of what all ranks take together, which is the rest where that is less.
+  // Takes one contiguous piece of the batch that all ranks take together; at the end, of the rest.
   std::int64_t place_pieces(std::int64_t asked) {
     const auto rest = size_ - position_;
     const bool whole = asked <= rest / shared_->ranks;
@@ -143,13 +143,14 @@ DistributedSampler::DistributedSampler(std::int64_t size, const Group& group,
 DistributedSampler::DistributedSampler(std::int64_t size, int rank, int num_replicas,
                                        DistributedSamplerOptions options)
     : shared_(std::make_shared<Shared>(Shared{size, rank, num_replicas, options})) {
-  if (size < 0) throw ConfigError("DistributedSampler: a size of " + std::to_string(size));
+  if (size < 0)
+    throw ConfigError("DistributedSampler: size: expected 0 or more, got " + std::to_string(size));
   if (num_replicas < 1 || rank < 0 || rank >= num_replicas)
-    throw ConfigError("DistributedSampler: rank " + std::to_string(rank) + " of " +
-                      std::to_string(num_replicas) + "; ranks go from 0 to one less than their number");
+    throw ConfigError("DistributedSampler: rank " + std::to_string(rank) + " is out of range for " +
+                      std::to_string(num_replicas) + " replicas");
   if (options.drop_last && options.exact)
     throw ConfigError(
-        "DistributedSampler: drop_last leaves samples out and exact leaves none out: choose one");
+        "DistributedSampler: drop_last omits samples and exact keeps all of them; set only one of them");
 }
 
 std::int64_t DistributedSampler::size() const {
@@ -185,18 +186,18 @@ void DistributedSampler::load_state(const State& state) {
   const auto own = this->state();
   const auto value = [&](const std::string& key) {
     const auto found = state.find(key);
-    if (found == state.end()) throw ConfigError("DistributedSampler: the state to load has no '" + key + "'");
+    if (found == state.end()) throw ConfigError("DistributedSampler::load_state: missing key '" + key + "'");
     return found->second;
   };
   for (const char* key : {"size", "seed", "shuffle", "elastic"})
     if (value(key) != own.at(key))
-      throw ConfigError(std::string("DistributedSampler: the state to load has ") + key + " " +
-                        std::to_string(value(key)) + ", this sampler has " + std::to_string(own.at(key)) +
-                        ": it would be another sequence of samples");
+      throw ConfigError(std::string("DistributedSampler::load_state: ") + key + ": expected " +
+                        std::to_string(own.at(key)) + ", got " + std::to_string(value(key)) +
+                        "; the sequence of samples would differ");
   const auto position = value("position"), epoch = value("epoch");
   if (position < 0 || position > shared_->size)
-    throw ConfigError("DistributedSampler: the state to load has position " + std::to_string(position) +
-                      ", which is not from 0 to " + std::to_string(shared_->size));
+    throw ConfigError("DistributedSampler::load_state: position: expected 0 to " +
+                      std::to_string(shared_->size) + ", got " + std::to_string(position));
   shared_->epoch = epoch;
   shared_->position = position;
   const auto seed = state.find("base_seed");

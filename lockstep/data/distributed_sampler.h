@@ -7,10 +7,10 @@
 //     for (auto& [x, y] : loader) { ...; if (time_to_save) state = sampler.state(); }
 //   }
 //
-// By default the indices of torch.utils.data.DistributedSampler for the same seed, epoch, number of ranks,
-// shuffle and drop_last. Whatever the options, each step takes the next batch_size * ranks samples of one
-// sequence that does not depend on the number of ranks. So a run that was saved in the middle of an epoch
-// goes on at that sample on any number of ranks, with no sample twice and none left out.
+// By default, yields the same indices as torch.utils.data.DistributedSampler for the same seed, epoch, number
+// of ranks, shuffle and drop_last. With any options, each step takes the next batch_size * ranks samples of
+// one sequence that does not depend on the number of ranks. A run saved in the middle of an epoch therefore
+// resumes at that sample on any number of ranks, without repeating or omitting a sample.
 #pragma once
 
 #include <cstdint>
@@ -25,14 +25,15 @@ namespace lockstep {
 
 struct DistributedSamplerOptions {
   bool shuffle = true;
-  std::int64_t seed = 0;  // the same on every rank
-  // What becomes of the samples that are left when the rest is divided evenly. By default some samples are
-  // given out twice, so that every rank has as many. drop_last: they are left out. exact: they are given to
-  // the first ranks, which then have one more (for evaluation, or under join).
+  std::int64_t seed = 0;  // must be the same on every rank
+  // What to do with the samples left over when the rest is divided evenly. By default, some samples are
+  // repeated so that every rank has equally many. drop_last: omit them. exact: give them to the first ranks,
+  // which then have one more (for evaluation, or under join).
   bool drop_last = false;
   bool exact = false;
-  // Another random order, which takes no memory and no time to make or to enter in the middle, however many
-  // samples there are; and each rank has one piece of the global batch, not every ranks-th sample.
+  // Use a different random order that needs no memory and no setup time, wherever a run resumes and however
+  // many samples there are. Each rank takes one contiguous piece of the global batch, not every ranks-th
+  // sample.
   bool elastic = false;
 };
 
@@ -44,16 +45,18 @@ class DistributedSampler : public Sampler {
   std::int64_t size() const override;  // of this rank's share of a whole epoch
   std::unique_ptr<Pass> pass() override;
 
-  // Before each epoch, on every rank: another order. The epoch of a state that was loaded goes on where it
-  // was.
+  // Call before each epoch, on every rank, to change the order. The epoch of a loaded state resumes where it
+  // stopped.
   void set_epoch(std::int64_t epoch);
   std::int64_t epoch() const;
-  // Samples of this epoch that the ranks have together, with the batch that the loop is at.
+  // Number of samples of this epoch that all ranks have consumed together, including the loop's current
+  // batch.
   std::int64_t position() const;
 
-  // All of it, in numbers, the same on every rank: what the loop has got, not what was fetched ahead. Loading
-  // takes a state of any number of ranks; ConfigError where size, seed or order are others. The next pass
-  // goes on from there, and so do the ones of its workers' random numbers; those after it are whole.
+  // The state in numbers, the same on every rank. It covers what the loop has received, not what was
+  // prefetched. load_state accepts the state of any number of ranks, and throws ConfigError if the size, seed
+  // or order differs. The next pass resumes from there, with the same random numbers in its workers; later
+  // passes are whole.
   using State = std::map<std::string, std::int64_t>;
   State state() const;
   void load_state(const State& state);

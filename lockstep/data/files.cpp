@@ -32,15 +32,15 @@ at::ScalarType type_of(detail::Element element) {
     case Element::c64: return at::kComplexFloat;
     case Element::c128: return at::kComplexDouble;
   }
-  throw Error("an element of no known type");
+  throw Error("unknown element type");
 }
 
-// Numbers of `size` bytes each, in the other order.
+// Reverses the byte order of numbers of `size` bytes each.
 void swap_bytes(std::byte* begin, std::size_t bytes, std::size_t size) {
   for (auto* each = begin; each < begin + bytes; each += size) std::reverse(each, each + size);
 }
 
-// The array that the header describes: in the file's own pages, or in memory where they do not fit.
+// The array that the header describes: in the file's own pages, or in memory if the layout does not fit.
 at::Tensor tensor_in(const std::shared_ptr<MappedFile>& file, const detail::ArrayHeader& header) {
   const at::TensorOptions type(type_of(header.element));
   const auto size = detail::bytes_of(header.element);
@@ -56,7 +56,7 @@ at::Tensor tensor_in(const std::shared_ptr<MappedFile>& file, const detail::Arra
   if (header.element == detail::Element::boolean)
     for (const auto* each = begin; each < begin + bytes; ++each)
       if (std::to_integer<int>(*each) > 1)
-        throw ConfigError(file->path() + ": has a boolean that is neither 0 nor 1");
+        throw ConfigError(file->path() + ": a boolean is neither 0 nor 1");
   const auto number = at::isComplexType(type.dtype().toScalarType()) ? size / 2 : size;
   if (header.swapped || reinterpret_cast<std::uintptr_t>(begin) % number != 0) {
     auto tensor = at::empty_strided(header.shape, strides, type);
@@ -79,13 +79,14 @@ at::Tensor mnist_part(const std::string& path, std::int64_t dimensions) {
                     (dimensions == 1 || (tensor.size(1) == 28 && tensor.size(2) == 28));
   if (!fits)
     throw ConfigError(
-        path + ": is an idx file, but not of MNIST's " +
-        (dimensions == 1 ? "labels: one dimension" : "images: three dimensions, the last two 28") +
+        path + ": not MNIST " +
+        (dimensions == 1 ? "labels: expected one dimension"
+                         : "images: expected three dimensions, the last two 28") +
         ", of unsigned bytes");
   return tensor;
 }
 
-// Bytes as numbers from 0 to 1, divided as torchvision does.
+// Converts bytes to numbers from 0 to 1, dividing as torchvision does.
 at::Tensor unit_floats(const at::Tensor& bytes) { return bytes.to(at::kFloat).div_(255); }
 
 template <typename T>
@@ -110,10 +111,10 @@ TensorDataset<2> read_mnist(const std::string& folder, bool train) {
   const auto images = mnist_part(prefix + "-images-idx3-ubyte", 3);
   const auto labels = mnist_part(prefix + "-labels-idx1-ubyte", 1);
   if (images.size(0) != labels.size(0))
-    throw ConfigError(prefix + "-labels-idx1-ubyte: has " + std::to_string(labels.size(0)) + " labels for " +
-                      std::to_string(images.size(0)) + " images");
+    throw ConfigError(prefix + "-labels-idx1-ubyte: expected " + std::to_string(images.size(0)) +
+                      " labels, one per image, got " + std::to_string(labels.size(0)));
   if (labels.numel() > 0 && labels.max().item<int>() > 9)
-    throw ConfigError(prefix + "-labels-idx1-ubyte: has a label above 9");
+    throw ConfigError(prefix + "-labels-idx1-ubyte: a label is above 9");
   return TensorDataset<2>(unit_floats(images).unsqueeze(1), labels.to(at::kLong));
 }
 
@@ -145,21 +146,21 @@ TensorDataset<2> read_cifar10(const std::string& folder, bool train) {
 TokenFile::TokenFile(const std::string& path, TokenFileOptions options) : options_(options) {
   const auto refuse = [&](const std::string& what) { throw ConfigError(path + ": " + what); };
   if (options.dtype != at::kUInt16 && options.dtype != at::kUInt32)
-    refuse(std::string("tokens are kUInt16 or kUInt32, not ") + c10::toString(options.dtype));
+    refuse(std::string("dtype: expected kUInt16 or kUInt32, got ") + c10::toString(options.dtype));
   if (options_.stride == 0) options_.stride = options_.block_size;
   if (options_.block_size < 1 || options_.stride < 1 || options_.skip_bytes < 0)
-    refuse("block_size " + std::to_string(options.block_size) + ", stride " + std::to_string(options.stride) +
-           ", skip_bytes " + std::to_string(options.skip_bytes) +
-           ": the first must be above 0, the others not below");
+    refuse("expected block_size and stride above 0 and skip_bytes of 0 or more, got block_size " +
+           std::to_string(options.block_size) + ", stride " + std::to_string(options.stride) +
+           ", skip_bytes " + std::to_string(options.skip_bytes));
   const auto file = std::make_shared<const MappedFile>(path);
   const auto bytes = file->bytes();
   const auto skip = static_cast<std::size_t>(options_.skip_bytes);
   const auto width = c10::elementSize(options.dtype);
   if (skip > bytes.size() || (bytes.size() - skip) % width != 0)
-    refuse("has " + std::to_string(bytes.size()) + " bytes, which are not " + std::to_string(skip) +
-           " of a header and a number of tokens of " + std::to_string(width) + " bytes");
+    refuse("expected a header of " + std::to_string(skip) + " bytes and tokens of " + std::to_string(width) +
+           " bytes each, got " + std::to_string(bytes.size()) + " bytes");
   num_tokens_ = static_cast<std::int64_t>((bytes.size() - skip) / width);
-  // A sample needs one token more than it has.
+  // The targets of a sample need one more token.
   size_ =
       num_tokens_ <= options_.block_size ? 0 : (num_tokens_ - 1 - options_.block_size) / options_.stride + 1;
   tokens_ = bytes.data() + skip;

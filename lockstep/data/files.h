@@ -1,5 +1,5 @@
-// Data in files. All of them are mapped, not read: a file of any size is there at once, and its pages are
-// read when they are touched. A file that is not what it should be is a ConfigError that names it.
+// Datasets in files. All files are memory-mapped: a file of any size opens at once, and its pages are read
+// when they are first touched. An invalid file throws a ConfigError that names it.
 //
 //   TokenFile tokens("train.bin", {.block_size = 1024});
 //   for (auto& [x, y] : DataLoader(tokens, {.batch_size = 8, .shuffle = true})) ...
@@ -20,29 +20,29 @@
 
 namespace lockstep {
 
-// An array of NumPy's: booleans, integers, floating-point and complex numbers; C or Fortran order, either
-// byte order. The tensor lies in the mapped file where byte order and alignment allow it; changes to it stay
-// in memory.
+// Reads a NumPy array of booleans, integers, floating-point or complex numbers, in C or Fortran order and
+// either byte order. The tensor uses the mapped file where byte order and alignment permit; changes to it
+// stay in memory.
 at::Tensor read_npy(const std::string& path);
 
-// An array in MNIST's format, idx.
+// Reads an array in idx, MNIST's format.
 at::Tensor read_idx(const std::string& path);
 
-// The four files of MNIST, unpacked, as LibTorch and torchvision read them: images from 0 to 1, labels.
+// Reads the four unpacked MNIST files as LibTorch and torchvision do: images from 0 to 1, and labels.
 TensorDataset<2> read_mnist(const std::string& folder, bool train = true);
 
-// The binary version of CIFAR-10 (cifar-10-batches-bin): images from 0 to 1 [n, 3, 32, 32], labels.
+// Reads the binary version of CIFAR-10 (cifar-10-batches-bin): images from 0 to 1 [n, 3, 32, 32], and labels.
 TensorDataset<2> read_cifar10(const std::string& folder, bool train = true);
 
 struct TokenFileOptions {
-  std::int64_t block_size;             // tokens of a sample
+  std::int64_t block_size;             // tokens per sample
   at::ScalarType dtype = at::kUInt16;  // of the file: kUInt16 or kUInt32
-  std::int64_t stride = 0;             // from one sample's beginning to the next one's; 0: block_size
-  std::int64_t skip_bytes = 0;         // a header; llm.c's has 1024
+  std::int64_t stride = 0;             // distance between the starts of two samples, in tokens; 0: block_size
+  std::int64_t skip_bytes = 0;         // size of a header to skip; llm.c's has 1024
 };
 
-// Sample i is (x, y): block_size tokens from i * stride on, and the same shifted by one, both int64. What is
-// left at the end and fills no sample is left out.
+// Sample i is (x, y): block_size tokens starting at i * stride, and the same shifted by one, both int64.
+// Tokens at the end that do not fill a sample are omitted.
 class TokenFile {
  public:
   static constexpr bool kHandle = true;

@@ -23,9 +23,9 @@ std::string list_of(const std::vector<std::int64_t>& indices) {
   return indices.size() > 8 ? text + ", ... (" + std::to_string(indices.size()) + " in all)" : text;
 }
 
-// A batch that no pass can fill needs no memory for all of it.
+// Caps the memory reserved for a batch that no pass can fill.
 std::int64_t room_for_batch(const Sampler& sampler, std::int64_t batch_size) {
-  constexpr std::int64_t kLarge = 1 << 20;  // to ask for the size may cost as much as a pass
+  constexpr std::int64_t kLarge = 1 << 20;  // up to this, do not call size(): it may cost a whole pass
   return batch_size <= kLarge ? batch_size : std::min(batch_size, std::max(sampler.size() + 1, kLarge));
 }
 
@@ -45,8 +45,8 @@ void seed_for(at::Generator& generator, std::int64_t base_seed, std::int64_t pla
 
 void throw_load_error(const Task& task, std::optional<std::int64_t> index, int worker) {
   const auto what = index                  ? "sample " + std::to_string(*index)
-                    : task.indices.empty() ? "a batch of the stream"
-                                           : "the batch of samples " + list_of(task.indices);
+                    : task.indices.empty() ? "a batch of a stream"
+                                           : "batch of samples " + list_of(task.indices);
   std::throw_with_nested(LoadError("DataLoader: " + what + " (worker " + std::to_string(worker) +
                                        "): " + plain_text(std::current_exception()),
                                    index));
@@ -59,23 +59,23 @@ at::Tensor pinned(const at::Tensor& tensor) {
 DataLoaderOptions checked(DataLoaderOptions options, bool has_sampler, bool is_stream) {
   const auto refuse = [](const std::string& what) { throw ConfigError("DataLoader: " + what); };
   const auto above_zero = [&](const char* name, std::int64_t value) {
-    if (value < 1) refuse(std::string(name) + " is " + std::to_string(value) + ", not above 0");
+    if (value < 1) refuse(std::string(name) + ": expected at least 1, got " + std::to_string(value));
   };
   above_zero("batch_size", options.batch_size);
   above_zero("prefetch_factor", options.prefetch_factor);
   if (options.num_workers < 0)
-    refuse("num_workers is " + std::to_string(options.num_workers) + ", not 0 or more");
+    refuse("num_workers: expected 0 or more, got " + std::to_string(options.num_workers));
   if (options.timeout) above_zero("timeout in ms", options.timeout->count());
-  if (options.generator && options.seed) refuse("generator and seed say the same thing twice: choose one");
-  if (options.shuffle && has_sampler) refuse("shuffle is a sampler, and there is another one: choose one");
+  if (options.generator && options.seed) refuse("generator and seed are mutually exclusive; set only one");
+  if (options.shuffle && has_sampler) refuse("shuffle and a sampler are mutually exclusive; use only one");
   if (is_stream && (options.shuffle || options.drop_last || has_sampler))
-    refuse("a stream has its own order: no sampler, shuffle or drop_last");
+    refuse("a stream has its own order; remove the sampler, shuffle and drop_last");
   if (options.seed)
     options.generator = at::detail::createCPUGenerator(*std::exchange(options.seed, std::nullopt));
   if (options.pin_memory && !at::hasCUDA()) {
     static std::atomic<bool> told = false;
     if (!told.exchange(true))
-      log(LogLevel::warn, "DataLoader: pin_memory does nothing: there is no CUDA device");
+      log(LogLevel::warn, "DataLoader: pin_memory is ignored because there is no CUDA device");
   }
   return options;
 }
@@ -92,8 +92,8 @@ std::unique_ptr<Sampler> default_sampler(std::int64_t size, const DataLoaderOpti
 }
 
 void begin_worker(const std::function<void(int)>& init, int worker) {
-  // at::set_num_threads would count for threads that others start later, too; OpenMP's own call is for this
-  // one. What LibTorch sets on a thread's first use must come before.
+  // at::set_num_threads would also apply to threads started later, so call OpenMP directly, for this thread
+  // only. LibTorch sets its own value on a thread's first use, so trigger that first.
   at::get_num_threads();
   using SetNumThreads = void (*)(int);
   static const auto set_num_threads =
@@ -159,8 +159,8 @@ at::Tensor tensor_of(const void* values, std::size_t count, at::ScalarType type)
 }
 
 void refuse_lengths(std::size_t one, std::size_t other) {
-  throw ConfigError("samples of one batch have " + std::to_string(one) + " and " + std::to_string(other) +
-                    " parts; they must have as many, or be put together by a collate of your own");
+  throw ConfigError("default collate: samples of one batch have different lengths (" + std::to_string(one) +
+                    " and " + std::to_string(other) + "); pass a collate function to the DataLoader");
 }
 
 }  // namespace lockstep::detail

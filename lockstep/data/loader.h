@@ -1,4 +1,4 @@
-// Batches of a dataset, as a range.
+// Iterates over a dataset in batches.
 //
 //   DataLoader loader(dataset, {.batch_size = 32, .shuffle = true, .num_workers = 2});
 //   for (auto& [x, y] : loader) step(x, y);
@@ -7,15 +7,16 @@
 //   DataLoader shared(dataset, sampler, {.batch_size = 32});
 //   DataLoader padded(texts, {.batch_size = 8}, [](std::vector<Text> samples) { return pad(samples); });
 //
-// Each begin() is a new pass, with workers of its own; several may be under way. Leaving a loop early ends
-// its workers. The same order as Python's DataLoader for the same torch::manual_seed, and the same draws from
-// the generator: one for the pass and, with shuffle, one for its order. A sampler that is a variable is
-// referred to, so that set_epoch reaches it; a temporary is moved in. It may be one of torch::data's, too: each
-// pass resets it and goes through a copy. Datasets: see dataset.h.
+// Each begin() starts a new pass with its own workers; several passes may be in progress at once. Leaving a
+// loop early stops its workers. For the same torch::manual_seed, the order is that of Python's DataLoader,
+// and so are the draws from the generator: one for the pass and, with shuffle, one for its order. A sampler
+// passed as a variable is held by reference, so that set_epoch takes effect; a temporary is moved. Samplers
+// of torch::data work too: each pass resets the sampler and iterates over a copy. For datasets, see
+// dataset.h.
 //
-// With num_workers threads, up to num_workers * prefetch_factor batches are fetched ahead; they come in order
-// whatever their number. An exception of a dataset or collate comes out of the loop as a LoadError around it,
-// with workers or without; the batch is lost, and the loop may go on behind it.
+// With num_workers threads, up to num_workers * prefetch_factor batches are prefetched; their order does not
+// depend on the number of workers. An exception from a dataset or collate function leaves the loop nested in
+// a LoadError, with or without workers. That batch is lost; iteration may continue with the next one.
 #pragma once
 
 #include <concepts>
@@ -50,7 +51,7 @@ class DataLoader {
       : core_(make(detail::hold(std::forward<D>(dataset)), detail::hold_sampler(std::forward<S>(sampler)),
                    std::move(options), std::move(collate))) {}
 
-  // An input iterator; its copies are at the same batch. What it points to may be changed and moved from.
+  // An input iterator; its copies share one position. You may modify the batch it points to and move from it.
   class Iterator {
    public:
     using iterator_concept = std::input_iterator_tag;
@@ -77,7 +78,7 @@ class DataLoader {
   Iterator begin() const { return Iterator(std::make_shared<LoaderPass>(core_)); }
   std::default_sentinel_t end() const { return {}; }
 
-  // How many batches a whole pass has. ConfigError where a stream does not know its size.
+  // Number of batches in a whole pass. Throws ConfigError for a stream of unknown size.
   std::size_t size() const { return detail::num_batches(core_->num_samples(), core_->options); }
   const Dataset& dataset() const { return *core_->dataset; }
 

@@ -1,4 +1,4 @@
-// What a DataLoader can be told, and what it throws.
+// Options of a DataLoader, and its exception.
 #pragma once
 
 #include <chrono>
@@ -15,23 +15,23 @@ namespace lockstep {
 struct DataLoaderOptions {
   std::int64_t batch_size = 1;
   bool shuffle = false;
-  bool drop_last = false;  // leave out a last batch that is smaller
-  int num_workers = 0;     // 0: the loop's own thread fetches, when it asks
+  bool drop_last = false;  // omit a last batch that is smaller
+  int num_workers = 0;     // 0: the loop's own thread fetches each batch on demand
   int prefetch_factor = 2;
-  bool pin_memory = false;  // batches in memory that CUDA copies from directly; nothing without CUDA
-  // Of the order and of the pass's seed. Nothing: PyTorch's default. A seed is a generator of the loader's
-  // own.
+  bool pin_memory = false;  // pin batches in memory, for faster copies to the GPU; ignored without CUDA
+  // Generator for the order and the pass's seed; by default PyTorch's. A seed creates a generator for this
+  // loader alone.
   std::optional<at::Generator> generator = {};
   std::optional<std::uint64_t> seed = {};
-  std::function<void(int worker)> worker_init = {};       // on each worker, first
-  std::optional<std::chrono::milliseconds> timeout = {};  // how long to wait for workers; a LoadError then
+  std::function<void(int worker)> worker_init = {};       // called first on each worker
+  std::optional<std::chrono::milliseconds> timeout = {};  // limit on waiting for workers; then LoadError
 };
 
-// What a dataset or a collate threw, which is nested (std::rethrow_if_nested). The text begins with where.
+// Wraps what a dataset or collate function threw (std::rethrow_if_nested). The text begins with the location.
 class LoadError : public Error {
  public:
   LoadError(const std::string& text, std::optional<std::int64_t> index) : Error(text), index_(index) {}
-  // Of the sample; nothing where a whole batch was fetched or put together.
+  // Index of the sample; nullopt if a whole batch was being fetched or collated.
   std::optional<std::int64_t> index() const noexcept { return index_; }
 
  private:

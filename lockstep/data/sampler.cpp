@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-// A pass whose indices come in pieces, each made when the one before is used up, as a Python generator would.
+// A pass that generates its indices in pieces, each on demand, as a Python generator would.
 class PieceByPiece : public Pass {
  public:
   std::size_t next(std::span<std::int64_t> out) override {
@@ -29,7 +29,7 @@ class PieceByPiece : public Pass {
   }
 
  protected:
-  // The next piece, perhaps empty; nothing at the end.
+  // Returns the next piece, which may be empty; nullopt at the end.
   virtual std::optional<std::vector<std::int64_t>> piece() = 0;
 
  private:
@@ -96,7 +96,7 @@ class Random : public PieceByPiece {
       const auto seed = at::empty({}, kIndex).random_().item<std::int64_t>();
       options_.generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(seed));
     }
-    // 32 at a time, or a whole permutation; then the rest, which is drawn also where it is empty.
+    // 32 at a time, or a whole permutation; then the rest, which is drawn even if it is empty.
     const auto most = options_.replacement ? 32 : size_;
     const auto count = std::min(most, wanted_ - made_);
     ended_ = count < most;
@@ -121,8 +121,8 @@ std::unique_ptr<Pass> pass_over(std::vector<std::int64_t> indices) {
 
 void Sampler::reset(std::optional<std::size_t> new_size) {
   if (new_size && static_cast<std::int64_t>(*new_size) != size())
-    throw ConfigError("a sampler of " + std::to_string(size()) + " samples cannot be reset to " +
-                      std::to_string(*new_size) + ": make a new one");
+    throw ConfigError("Sampler::reset: expected the sampler's size of " + std::to_string(size()) + ", got " +
+                      std::to_string(*new_size) + "; create a new sampler for another size");
   pass_of_torch_ = pass();
 }
 
@@ -142,13 +142,12 @@ namespace detail {
 
 void refuse_sampler_size() {
   throw ConfigError(
-      "DataLoader: how many samples this sampler gives is not known, because it cannot be copied to count them");
+      "DataLoader: the size of this sampler is unknown: it has no size() and cannot be copied for counting");
 }
 
 void refuse_sampler_count(std::size_t asked, std::size_t given) {
-  throw ConfigError("DataLoader: the sampler gave " + std::to_string(given) + " indices where " +
-                    std::to_string(asked) + " were asked for; expected 1 to " + std::to_string(asked) +
-                    ", or std::nullopt at the end");
+  throw ConfigError("DataLoader: the sampler returned " + std::to_string(given) + " indices; expected 1 to " +
+                    std::to_string(asked) + ", or std::nullopt at the end");
 }
 
 void without_random_draws(const std::function<void()>& function) {
@@ -176,8 +175,8 @@ RandomSampler::RandomSampler(std::int64_t size, RandomSamplerOptions options)
     : size_(size), options_(std::move(options)) {
   const auto wanted = options_.num_samples.value_or(size_);
   if (size < 0 || wanted < 0 || (size == 0 && wanted > 0))
-    throw ConfigError("RandomSampler: " + std::to_string(wanted) + " samples of " + std::to_string(size) +
-                      "; neither may be negative, and of none there are none");
+    throw ConfigError("RandomSampler: cannot draw " + std::to_string(wanted) + " samples from a dataset of " +
+                      std::to_string(size));
 }
 
 std::unique_ptr<Pass> RandomSampler::pass() { return std::make_unique<Random>(size_, size(), options_); }
@@ -202,18 +201,20 @@ WeightedRandomSampler::WeightedRandomSampler(std::vector<double> weights, std::i
   std::int64_t above_zero = 0;
   for (const double each : weights) {
     if (!(each >= 0))
-      throw ConfigError("WeightedRandomSampler: a weight is " + std::to_string(each) + ", not 0 or more");
+      throw ConfigError("WeightedRandomSampler: weights: expected 0 or more, got " + std::to_string(each));
     sum += each;
     above_zero += each > 0;
   }
   if (!(sum > 0) || !std::isfinite(sum))
-    throw ConfigError("WeightedRandomSampler: the weights add up to " + std::to_string(sum));
+    throw ConfigError("WeightedRandomSampler: expected weights with a positive finite sum, got " +
+                      std::to_string(sum));
   if (num_samples <= 0)
-    throw ConfigError("WeightedRandomSampler: num_samples is " + std::to_string(num_samples) +
-                      ", not above 0");
+    throw ConfigError("WeightedRandomSampler: num_samples: expected at least 1, got " +
+                      std::to_string(num_samples));
   if (!options_.replacement && num_samples > above_zero)
-    throw ConfigError("WeightedRandomSampler: " + std::to_string(num_samples) +
-                      " samples without replacement, but " + std::to_string(above_zero) + " weights above 0");
+    throw ConfigError("WeightedRandomSampler: cannot draw " + std::to_string(num_samples) +
+                      " samples without replacement: only " + std::to_string(above_zero) +
+                      " weights are above 0");
 }
 
 std::unique_ptr<Pass> WeightedRandomSampler::pass() {

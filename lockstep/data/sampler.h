@@ -1,13 +1,14 @@
-// Which samples, in which order. The same indices as torch.utils.data's samplers of the same names for the
-// same state of the generator, and the same draws from it at the same moments.
+// Samplers decide which samples a loader draws, in which order. They yield the same indices as
+// torch.utils.data's samplers of the same names for the same generator state, and draw from the generator at
+// the same points.
 //
 //   WeightedRandomSampler sampler(weights, 1000);
 //   DataLoader loader(dataset, sampler, {.batch_size = 32});
 //
-// In torch::data's loader: torch::data::make_data_loader(dataset, sampler, options).
+// They also work with torch::data's loader: torch::data::make_data_loader(dataset, sampler, options).
 //
-// A sampler of your own: size(), and pass(), which gives the indices of one pass as they are asked for; from
-// a list, `return pass_over(std::move(indices));`.
+// To write a sampler, implement size() and pass(), which returns the indices of one pass on demand. From a
+// list: `return pass_over(std::move(indices));`.
 #pragma once
 
 #include <cstddef>
@@ -23,29 +24,27 @@
 
 namespace lockstep {
 
-// Once through the samples. Used by one thread.
+// One pass over the samples. Not thread-safe.
 class Pass {
  public:
   virtual ~Pass() = default;
 
-  // Fills `out` with the next indices and returns how many there were; fewer than asked for: that was the
-  // end.
+  // Fills `out` with the next indices and returns their number; fewer than requested means the end.
   virtual std::size_t next(std::span<std::int64_t> out) = 0;
 
-  // What follows matters to samplers that can be saved in the middle of a pass, or share one with other
-  // ranks.
+  // The rest matters only to samplers that can be saved in the middle of a pass or share it with other ranks.
 
-  // Where the indices of the last next() stand in the pass of all ranks: the first, and from one to the next.
-  // Random changes to a sample are drawn by its place. Nothing: the loader counts for itself.
+  // Positions of the last next()'s indices in the pass of all ranks: the first one and the stride. A sample's
+  // random numbers depend on its position. nullopt: the loader counts.
   struct Places {
     std::int64_t first = 0, stride = 1;
   };
   virtual std::optional<Places> places() const { return std::nullopt; }
-  // Where a run goes on that is saved when the indices of the last next() have been delivered.
+  // Position at which to resume if the run is saved once the indices of the last next() have been delivered.
   virtual std::int64_t position() const { return 0; }
-  // The loop has the samples up to `position`; nothing: it has come to the end.
+  // Called when the loop has received the samples up to `position`; nullopt: it has reached the end.
   virtual void delivered(std::optional<std::int64_t> position) { (void)position; }
-  // The loader's seed for this pass: `draw` gives a new one, unless this pass goes on from a saved one.
+  // The loader's seed for this pass: from `draw`, unless this pass resumes a saved one.
   virtual std::int64_t base_seed(const std::function<std::int64_t()>& draw) { return draw(); }
 };
 
@@ -54,16 +53,16 @@ std::unique_ptr<Pass> pass_over(std::vector<std::int64_t> indices);
 class Sampler {
  public:
   virtual ~Sampler() = default;
-  virtual std::int64_t size() const = 0;     // of a whole pass
-  virtual std::unique_ptr<Pass> pass() = 0;  // a new one; it may outlive the sampler
+  virtual std::int64_t size() const = 0;     // number of indices in a whole pass
+  virtual std::unique_ptr<Pass> pass() = 0;  // starts a pass, which may outlive the sampler
 
-  // As torch::data's samplers, for its loader, which has a copy: what an epoch or a state is set on reaches it.
-  // What next() gave counts as delivered, and that loader asks early if it has workers: do not save the state
-  // in the middle of an epoch then.
+  // The interface of torch::data's samplers, for its loader. That loader keeps a copy, which shares the epoch
+  // and state set here. Indices returned by next() count as delivered. With workers that loader draws them
+  // early, so do not save the state in the middle of an epoch.
   using BatchRequestType = std::vector<std::size_t>;
-  // Begins a pass. ConfigError for another size than this sampler's.
+  // Begins a pass. Throws ConfigError for a size other than this sampler's.
   void reset(std::optional<std::size_t> new_size = std::nullopt);
-  std::optional<BatchRequestType> next(std::size_t batch_size);  // nothing: the pass has ended
+  std::optional<BatchRequestType> next(std::size_t batch_size);  // nullopt at the end of the pass
 
  private:
   std::shared_ptr<Pass> pass_of_torch_;
@@ -82,8 +81,8 @@ class SequentialSampler : public Sampler {
 struct RandomSamplerOptions {
   bool replacement = false;
   std::optional<std::int64_t> num_samples =
-      {};                                       // nothing: size; more than size without replacement: repeated
-  std::optional<at::Generator> generator = {};  // nothing: a new one each pass, its seed from the default one
+      {};                                       // nullopt: size; without replacement, more repeats samples
+  std::optional<at::Generator> generator = {};  // nullopt: a new one each pass, seeded from the default one
 };
 
 class RandomSampler : public Sampler {
@@ -97,7 +96,7 @@ class RandomSampler : public Sampler {
   RandomSamplerOptions options_;
 };
 
-// These indices in random order.
+// Yields the given indices in random order.
 class SubsetRandomSampler : public Sampler {
  public:
   explicit SubsetRandomSampler(std::vector<std::int64_t> indices,
@@ -115,7 +114,7 @@ struct WeightedRandomSamplerOptions {
   std::optional<at::Generator> generator = {};
 };
 
-// num_samples indices, each drawn with its weight: not negative, not all zero, in any sum.
+// Draws num_samples indices with the given weights, which must be at least 0 and not all 0; any sum will do.
 class WeightedRandomSampler : public Sampler {
  public:
   WeightedRandomSampler(std::vector<double> weights, std::int64_t num_samples,

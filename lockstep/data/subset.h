@@ -1,4 +1,4 @@
-// Datasets made of others.
+// Datasets built from other datasets.
 //
 //   auto [train, valid] = random_split(dataset, {0.9, 0.1});
 //   Subset few(dataset, {3, 14, 15});
@@ -24,7 +24,7 @@
 
 namespace lockstep {
 
-// Samples of another dataset, by their indices there.
+// Selected samples of another dataset.
 template <typename Dataset>
 class Subset {
  public:
@@ -65,13 +65,13 @@ class Subset {
 template <typename D>
 Subset(D&&, std::vector<std::int64_t>) -> Subset<detail::held_t<D>>;
 
-// One dataset after another; their samples are of one type.
+// Several datasets in sequence, with samples of one type.
 template <typename Sample>
 class ConcatDataset {
  public:
   static constexpr bool kHandle = true;
 
-  // Not of one of its own kind alone: that is a copy.
+  // Excludes a single ConcatDataset, which is a copy.
   template <detail::dataset D, detail::dataset... Others>
     requires detail::no_copy<ConcatDataset, D, Others...>
   explicit ConcatDataset(D&& first, Others&&... others) {
@@ -110,9 +110,9 @@ ConcatDataset(D&&, Others&&...) -> ConcatDataset<detail::sample_t<D>>;
 template <detail::dataset D>
 ConcatDataset(std::vector<D>) -> ConcatDataset<detail::sample_t<D>>;
 
-// The dataset in parts, its samples in random order: the same as torch.utils.data.random_split's for the same
-// generator, by default PyTorch's. Lengths add up to the size; fractions to 1, and what their parts leave
-// over goes to the first ones, one each.
+// Splits a dataset into parts with samples in random order. For the same generator (by default PyTorch's),
+// the result is that of torch.utils.data.random_split. The parts are lengths that add up to the size, or
+// fractions that add up to 1; with fractions, the first parts get the remaining samples, one each.
 template <typename D, typename T, std::size_t N>
   requires std::is_arithmetic_v<T>
 auto random_split(D&& dataset, const T (&parts)[N], std::optional<at::Generator> generator = {}) {

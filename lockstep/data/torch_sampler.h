@@ -1,4 +1,4 @@
-// torch::data's samplers where ours are wanted. Internal.
+// Adapter that makes torch::data's samplers usable as a Sampler. Internal.
 #pragma once
 
 #include <concepts>
@@ -16,7 +16,7 @@
 
 namespace lockstep::detail {
 
-// Samplers of indices, LibTorch's and those that users derive from torch::data::samplers::Sampler<>.
+// Samplers of indices: LibTorch's and those derived from torch::data::samplers::Sampler<>.
 template <typename S>
 concept torch_sampler = requires(S& sampler, std::size_t count) {
   sampler.reset(std::optional<std::size_t>());
@@ -28,17 +28,17 @@ concept sampler = std::derived_from<held_t<S>, Sampler> || torch_sampler<held_t<
 
 [[noreturn]] void refuse_sampler_size();
 [[noreturn]] void refuse_sampler_count(std::size_t asked, std::size_t given);
-// Runs the function and leaves the default generator as it was.
+// Runs the function and restores the state of the default generator.
 void without_random_draws(const std::function<void()>& function);
 
-// A pass is a copy of the sampler, so that several may be under way and each may outlive it; without a copy
-// constructor it is the sampler itself.
+// A pass is a copy of the sampler, so that several can be in progress and each may outlive it. A sampler
+// without a copy constructor is used directly.
 template <torch_sampler S>
 class TorchSampler final : public Sampler {
  public:
   explicit TorchSampler(std::shared_ptr<S> sampler) : sampler_(std::move(sampler)) {}
 
-  // LibTorch's have no size: counted in a copy.
+  // LibTorch's samplers have no size, so count the indices of a copy.
   std::int64_t size() const override {
     if constexpr (std::copy_constructible<S>) {
       std::int64_t size = 0;
@@ -66,7 +66,7 @@ class TorchSampler final : public Sampler {
    public:
     explicit Walk(std::shared_ptr<S> sampler) : sampler_(std::move(sampler)) {}
 
-    // A sampler may give fewer than were asked for and go on; a Pass may not.
+    // A torch::data sampler may return fewer indices than requested before its end; a Pass may not.
     std::size_t next(std::span<std::int64_t> out) override {
       std::size_t count = 0;
       while (count < out.size()) {

@@ -1,5 +1,5 @@
-// Adam and AdamW over many tensors in one pass: the arithmetic of train/update_vector.h, rounding by
-// rounding.
+// Adam and AdamW over many tensors in one launch. The arithmetic and its rounding are those of
+// optim/update/vector.h.
 #include <algorithm>
 
 #include <lockstep/kernels/device.cuh>
@@ -8,9 +8,9 @@ namespace lockstep::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRounds = 2;  // of four neighbours each: their loads are under way together
+constexpr int kRounds = 2;  // of four neighbours each, with both loads in flight together
 constexpr std::int64_t kChunk = kThreads * 4 * kRounds;
-constexpr int kTensors = 48;  // of one launch, whose arguments are at most 4 KiB
+constexpr int kTensors = 48;  // per launch: kernel arguments are limited to 4 KiB
 
 struct Launch {
   AdamTensor tensors[kTensors];
@@ -18,7 +18,7 @@ struct Launch {
   int count;
   bool maximize;
   AdamFactors factors;
-  const AdamFactors* each;  // of each tensor, on the device; null: the ones above
+  const AdamFactors* each;  // one per tensor, on the device; null: use `factors`
 };
 static_assert(sizeof(Launch) <= 4096);
 
@@ -27,7 +27,7 @@ struct alignas(4 * sizeof(T)) Four {
   T at[4];
 };
 
-// State is read and written once a step: it does not push other data out of the cache.
+// Optimizer state is read and written once per step, so bypass the cache to keep other data in it.
 template <typename T>
 __device__ void load4(const T* from, float (&to)[4]) {
   Four<T> four;
@@ -55,11 +55,11 @@ __device__ void update(const AdamFactors& f, bool maximize, float gradient, floa
   float g = maximize ? -gradient : gradient;
   if (f.l2 != 0) g = __fmaf_rn(master, f.l2, g);
   const float change = __fsub_rn(g, first);
-  // LibTorch's lerp begins at its far end where the weight is a half or more.
+  // LibTorch's lerp starts from its far end if the weight is at least a half.
   first = f.first_weight < 0.5f ? __fmaf_rn(f.first_weight, change, first)
                                 : __fmaf_rn(__fsub_rn(f.first_weight, 1.0f), change, g);
   second = __fmaf_rn(__fmul_rn(f.second_weight, g), g, __fmul_rn(second, f.second_keep));
-  if constexpr (kMax) most = most != most || most > second ? most : second;  // a NaN on either side stays
+  if constexpr (kMax) most = most != most || most > second ? most : second;  // keeps a NaN from either side
   const float root = __fsqrt_rn(kMax ? most : second);
   const float divisor = __fadd_rn(__fdiv_rn(root, f.root_divisor), f.eps);
   master = __fadd_rn(__fmul_rn(master, f.shrink), __fdiv_rn(__fmul_rn(f.step_size, first), divisor));
@@ -69,12 +69,13 @@ __device__ bool lies_on(const void* at, std::uintptr_t bytes) {
   return reinterpret_cast<std::uintptr_t>(at) % bytes == 0;
 }
 
-// P: the parameter, of which master is the float; where P is float the master is the parameter itself.
+// P: the parameter's type. `master` is the float version of it; if P is float, the parameter is its own
+// master.
 template <typename P, typename G, bool kMax>
 __global__ void __launch_bounds__(kThreads) adam_step(const __grid_constant__ Launch launch) {
   const int block = static_cast<int>(blockIdx.x);
   int tensor = 0;
-  for (int step = 32; step > 0; step /= 2)  // the last one that begins here or before
+  for (int step = 32; step > 0; step /= 2)  // the last tensor whose blocks begin at or before this one
     if (tensor + step < launch.count && launch.first_block[tensor + step] <= block) tensor += step;
   const AdamTensor& t = launch.tensors[tensor];
   const AdamFactors f = launch.each != nullptr ? launch.each[tensor] : launch.factors;
@@ -124,11 +125,11 @@ __global__ void __launch_bounds__(kThreads) adam_step(const __grid_constant__ La
     store4_once(first + i, m[r]);
     store4_once(second + i, v[r]);
     if constexpr (kMax) store4_once(most + i, larger[r]);
-    if constexpr (kRounded) store4(parameter + i, x[r]);  // the next forward reads it
+    if constexpr (kRounded) store4(parameter + i, x[r]);  // cached: the next forward reads it
   }
 }
 
-// adam_scalars of train/update.cpp, on the device: a step that is replayed counts on.
+// adam_scalars of optim/update/update.cpp, on the device, so that a replayed graph keeps counting steps.
 __global__ void begin_step(const __grid_constant__ Launch launch, const AdamSettings* settings,
                            AdamFactors* factors) {
   const int tensor = static_cast<int>(threadIdx.x);

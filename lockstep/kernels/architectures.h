@@ -1,5 +1,5 @@
-// Which GPUs code can run on that was compiled for some of CMake's CUDA_ARCHITECTURES, joined by commas:
-// "80,90a,100-virtual". Asked of numbers alone: asking the device would make a context on each.
+// Tells which GPUs can run code compiled for a list of CMake's CUDA_ARCHITECTURES, such as
+// "80,90a,100-virtual". It uses version numbers only: querying the device would create a context on it.
 #pragma once
 
 #include <string_view>
@@ -14,10 +14,11 @@ constexpr bool runs_on(std::string_view architectures, int major, int minor) {
     auto rest = each;
     for (; !rest.empty() && rest.front() >= '0' && rest.front() <= '9'; rest.remove_prefix(1))
       number = 10 * number + (rest.front() - '0');
-    if (number == 0) return true;  // a name ("all") says nothing: a launch will tell
+    if (number == 0) return true;  // a name ("all") is unknown here: the first launch will show
     const bool exact = rest.starts_with('a'), family = rest.starts_with('f');
     const bool machine_code = !rest.ends_with("-virtual"), ptx = !rest.ends_with("-real");
-    // Machine code serves later GPUs of its generation; what is compiled at run time serves all later ones.
+    // Machine code runs on later GPUs of its generation; PTX is compiled at run time and runs on all later
+    // ones.
     if (machine_code && major == number / 10 && (exact ? minor == number % 10 : minor >= number % 10))
       return true;
     if (ptx && !exact && !family && 10 * major + minor >= number) return true;

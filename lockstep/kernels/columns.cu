@@ -1,4 +1,4 @@
-// Sums over rows: the gradient of a bias.
+// Sums over the rows of a matrix, for the gradient of a bias.
 #include <stdexcept>
 #include <string>
 
@@ -24,16 +24,16 @@ bool available() {
 
 void check_launch(const char* kernel) {
   if (const auto error = cudaGetLastError(); error != cudaSuccess)
-    throw std::runtime_error(std::string("the CUDA kernel ") + kernel +
-                             " could not be launched: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("launching the CUDA kernel ") + kernel +
+                             " failed: " + cudaGetErrorString(error));
 }
 
 namespace {
 
 constexpr int kAddColumns = 32, kAddRows = 32;
 
-// scratch[2, parts, columns] to first[columns] and second[columns], in an order that depends on their number
-// alone.
+// Adds up scratch[2, parts, columns] into first[columns] and second[columns]. The order depends only on
+// `parts`.
 template <typename T>
 __global__ void __launch_bounds__(kAddColumns* kAddRows)
     add_parts(const float* scratch, int parts, std::int64_t columns, T* first, T* second) {
@@ -63,7 +63,7 @@ struct Plain {
 }  // namespace
 
 int column_parts(std::int64_t rows) {
-  // As many as fill the device, and each of enough rows that adding up the parts is little work.
+  // Enough to fill the device, with enough rows each that adding up the parts is cheap.
   return static_cast<int>(std::min<std::int64_t>(128, (rows + 63) / 64));
 }
 

@@ -1,5 +1,5 @@
-// Sums over the rows of a matrix in two stages: each block adds up a band of rows of 256 columns, then the
-// bands are added in their order.
+// Sums over the rows of a matrix in two stages: each block sums one band of rows over 256 columns, then the
+// bands are added in order.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,15 @@
 
 namespace lockstep::kernels {
 
-// Bands of rows, a function of their number alone.
+// Number of bands for a matrix; depends only on the number of rows.
 int column_parts(std::int64_t rows);
-// The second half of scratch goes to `second`, where that is not null.
+// Adds up the parts. The second half of scratch goes to `second` unless that is null.
 void add_column_parts(Number number, const float* scratch, int parts, std::int64_t columns, void* first,
                       void* second, Stream stream);
 
 constexpr int kColumnWarps = 8;
 
-// Row is called for eight columns of a row and gives what is to be added up; it may do other work on the way.
+// Calls row_values for eight columns of a row and sums what it returns. row_values may have side effects.
 template <typename Row>
 __global__ void __launch_bounds__(32 * kColumnWarps)
     sum_bands(Row row_values, std::int64_t rows, std::int64_t columns, float* scratch) {

@@ -1,20 +1,21 @@
-// Cross-entropy of classes, and its gradient in the same pass. A block takes a row; the row stays in shared
-// memory between the passes over it where it fits, so that memory is read once and written once.
+// Cross-entropy of classes, and its gradient in the same kernel. One block handles one row. If the row fits
+// into shared memory it stays there between passes, so global memory is read once and written once.
 #include <lockstep/kernels/device.cuh>
 
 namespace lockstep::kernels {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr std::size_t kCacheBytes = 112 * 1024;  // two blocks on a multiprocessor of 228 KiB
+constexpr std::size_t kCacheBytes = 112 * 1024;  // two blocks fit on a multiprocessor with 228 KiB
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// exp(x - largest) for a row's numbers, in the precision of T: for 16 bits in one step less, times a factor
-// that the row has in common, 2 to the power of excess(). Ratios are right, however large the numbers are.
+// exp(x - largest) for the elements of a row, in the precision of T. For 16-bit types it saves an operation
+// by scaling the whole row by a common factor, 2 to the power of excess(). Ratios are exact for logits of any
+// size.
 template <typename T>
 struct ExpFrom {
-  // From 65,536 on, what 16 bits hold lies 256 apart and more: only those equal to the largest count, and
-  // powers of two tell them as well, without rounding.
+  // From 65,536 on, neighbouring 16-bit values are at least 256 apart. Only values equal to the largest
+  // contribute then, and powers of two separate them without rounding.
   __device__ explicit ExpFrom(float largest)
       : from(largest),
         unit(sizeof(T) == 2 && fabsf(largest) >= 65536.0f ? 1.0f : kLog2E),
@@ -32,7 +33,7 @@ template <typename Combine>
 __device__ float block_combine(float x, float* shared, Combine&& combine) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x = combine(x, __shfl_xor_sync(0xffffffffu, x, step));
-  __syncthreads();  // the last use of shared is over
+  __syncthreads();  // the previous use of `shared` has ended
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
   __syncthreads();
   x = shared[threadIdx.x % 32];
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
     float v[8];
     if constexpr (kCached) {
       load8_once(logits + at, v);
-      store8(cache + at, v);  // the same bits: they came from T
+      store8(cache + at, v);  // the same bits, because the values came from T
     } else {
       load8(logits + at, v);
     }
@@ -78,10 +79,10 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
     for (int i = 0; i < 8; ++i) largest = fmaxf(largest, v[i]);
   }
   largest = block_combine(largest, shared, most);
-  // Each thread reads what it wrote itself: no barrier is needed for the cache.
+  // Each thread reads only what it wrote itself, so the cache needs no barrier.
   const auto* source = kCached ? cache : logits;
   const ExpFrom<T> exp_from(largest);
-  float total = 0, below = 0;  // of what each is below the largest
+  float total = 0, below = 0;  // below: sum of (largest - x)
 #pragma unroll 2
   for (int at = threadIdx.x * 8; at < columns; at += kThreads * 8) {
     float v[8];
@@ -93,16 +94,16 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
     }
   }
   total = block_combine(total, shared, add);
-  // Beside the largest, not added to it: of numbers far from zero a sum would keep nothing of it.
+  // Keep this apart from `largest`: added to a number far from zero, it would be lost to rounding.
   const float log_total = logf(total) - exp_from.excess() * kLn2;
   const float smooth = kSmooth ? static_cast<float>(e.label_smoothing) : 0.0f;
-  const float wanted = to_float(logits[target]);  // before the gradient may take its place
+  const float wanted = to_float(logits[target]);  // before the gradient may overwrite it
   if constexpr (kSmooth) below = block_combine(below, shared, add);
   if (threadIdx.x == 0 && e.losses != nullptr)
     e.losses[row] =
         log_total + (1 - smooth) * (largest - wanted) + (kSmooth ? smooth * (below / classes) : 0.0f);
   if (gradient == nullptr) return;
-  __syncthreads();  // everybody has read logits[target]
+  __syncthreads();  // all threads have read logits[target]
 
   const float scale = e.scale == nullptr ? 1.0f : *e.scale;
   const float everywhere = smooth / classes * scale;
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) entropy_rows(CrossEntropy e) {
     }
     store8(gradient + at, v);
   }
-  // The thread that wrote the target's place mends it.
+  // The thread that wrote the target's element corrects it.
   if (threadIdx.x == target / 8 % kThreads)
     gradient[target] = from_float<T>(exp_from(wanted) * share - everywhere - (1 - smooth) * scale);
 }
@@ -137,9 +138,9 @@ __global__ void scale_all(const float* in, std::int64_t count, const float* scal
 }
 
 constexpr std::size_t kPlainShared =
-    47 * 1024;  // what a kernel may have without being asked for, less its own
+    47 * 1024;  // shared memory available without opting in, less the kernel's own
 
-// What a block can have of this device.
+// Maximum shared memory of a block on this device, in bytes.
 std::size_t most_shared_bytes() {
   int device = 0, bytes = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||

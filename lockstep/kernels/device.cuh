@@ -1,4 +1,5 @@
-// What the kernels share: eight numbers at a time as floats, sums over a warp and a block.
+// Device helpers shared by the kernels: vector loads and stores, conversions, reductions over a warp or
+// block.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,7 +30,7 @@ __device__ inline __half from_float<__half>(float x) {
   return __float2half_rn(x);
 }
 
-// Eight numbers that lie side by side, aligned to 16 bytes.
+// Eight adjacent numbers, aligned to 16 bytes.
 template <typename T>
 struct alignas(16) Eight {
   T at[8];
@@ -41,7 +42,7 @@ __device__ inline void load8(const T* from, float (&to)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) to[i] = to_float(eight.at[i]);
 }
-// Of what is read once and not again: it does not push other data out of the cache.
+// For data that is read only once: does not evict other data from the cache.
 template <typename T>
 __device__ inline void load8_once(const T* from, float (&to)[8]) {
   Eight<T> eight;
@@ -71,14 +72,14 @@ __device__ inline float warp_max(float x) {
   return x;
 }
 
-// Without what exp2f does for the smallest numbers.
+// exp2f without its handling of denormal numbers.
 __device__ inline float power_of_2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Calls a template with the type that the number names.
+// Calls `body` with a value of the type that `number` names.
 template <typename Body>
 void with_type(Number number, Body&& body) {
   switch (number) {
@@ -88,7 +89,7 @@ void with_type(Number number, Body&& body) {
   }
 }
 
-// A launch that could not begin is thrown (std::runtime_error), with CUDA's words.
+// Throws std::runtime_error with CUDA's message if the launch of `kernel` failed.
 void check_launch(const char* kernel);
 
 }  // namespace lockstep::kernels

@@ -1,4 +1,4 @@
-// GELU with tanh, and its gradient together with that of the bias before it.
+// GELU (tanh approximation), and its gradient together with the gradient of the preceding bias.
 #include <lockstep/kernels/columns.cuh>
 
 namespace lockstep::kernels {
@@ -7,7 +7,7 @@ namespace {
 constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
 constexpr float kCube = 0.044715f;
 
-// (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), which is precise where it is near 0, too.
+// (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)); this form is also accurate near 0.
 template <typename T>
 __device__ inline float half_tanh(float u) {
   if constexpr (sizeof(T) == 4) return 1 / (1 + expf(-2 * u));

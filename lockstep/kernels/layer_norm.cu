@@ -1,4 +1,4 @@
-// LayerNorm of a sum, and its gradient. A block takes a row at a time, a thread eight columns of it.
+// LayerNorm of a sum, and its gradient. A block processes one row at a time, each thread eight columns of it.
 #include <algorithm>
 
 #include <lockstep/kernels/columns.cuh>
@@ -10,7 +10,7 @@ constexpr int kMostThreads = kMostNormColumns / 8, kMostWarps = kMostThreads / 3
 
 int threads_for(std::int64_t columns) { return static_cast<int>((columns / 8 + 31) / 32 * 32); }
 
-// Over the block. Two rows in turn use other shared memory, so one barrier for each row is enough.
+// Sums over a block. Consecutive rows alternate between two shared buffers, so one barrier per row is enough.
 struct RowSums {
   float (*shared)[kMostWarps][2];
   int turn = 0;
@@ -28,7 +28,7 @@ struct RowSums {
   }
 };
 
-// kThreads: at most so many. A thread may have fewer registers where there are more of them.
+// kThreads: maximum number of threads. The more threads, the fewer registers each may use.
 template <typename T, int kThreads>
 __global__ void __launch_bounds__(kThreads) norm_rows(LayerNorm n) {
   __shared__ float shared[2][kMostWarps][2];
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) norm_rows(LayerNorm n) {
         float other[8];
         load8(static_cast<const T*>(n.residual) + at, other);
 #pragma unroll
-        // What is normalised is the sum as it is stored: backward reads that.
+        // Normalise the sum as it is stored (rounded to T), because backward reads that.
         for (int i = 0; i < 8; ++i) x[i] = to_float(from_float<T>(x[i] + other[i]));
         store8(static_cast<T*>(n.sum) + at, x);
       }
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) norm_gradient_rows(LayerNormGradient
   }
 }
 
-// Few enough that adding up their parts is little work, many enough to fill a device.
+// Few enough that adding up their parts is cheap, enough to fill a device.
 int gradient_blocks(std::int64_t rows, std::int64_t columns) {
   const std::int64_t most = std::max<std::int64_t>(132 * 768 / threads_for(columns), 132);
   return static_cast<int>(std::min(rows, most));

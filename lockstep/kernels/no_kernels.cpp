@@ -1,4 +1,4 @@
-// Built where there is no nvcc, or LibTorch has no CUDA.
+// Stubs for builds without nvcc or with a LibTorch without CUDA.
 #include <stdexcept>
 
 #include <lockstep/kernels/kernels.h>
@@ -6,7 +6,7 @@
 namespace lockstep::kernels {
 namespace {
 
-[[noreturn]] void missing() { throw std::logic_error("this build of lockstep has no CUDA kernels"); }
+[[noreturn]] void missing() { throw std::logic_error("this build of Lockstep has no CUDA kernels"); }
 
 }  // namespace
 

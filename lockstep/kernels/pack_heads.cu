@@ -1,10 +1,11 @@
-// Three gradients side by side, as the layer that gave queries, keys and values at once wants them.
+// Packs three gradients side by side, the layout of the layer that produced queries, keys and values
+// together.
 #include <lockstep/kernels/device.cuh>
 
 namespace lockstep::kernels {
 namespace {
 
-// Copies 16 bytes a thread; counted in those.
+// Each thread copies 16 bytes; all sizes are in units of 16 bytes.
 struct Rows {
   const int4* from[3];
   std::int64_t strides[3][3];

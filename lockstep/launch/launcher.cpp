@@ -163,18 +163,25 @@ class Launcher {
 
   // A signal asks the job to end. The agent process must run for that; if it stays stopped, it is killed.
   void make_sure_it_ends() {
-    if (!agent_process_is_stopped()) {
-      ++num_stop_signals_;
-    } else if (num_stop_signals_++ == 0) {
-      ::kill(agent_process_, SIGCONT);
-    } else {
-      ::kill(agent_process_, SIGKILL);
+    const auto process = control::look_at(agent_process_);
+    const bool held =
+        process && (process->state == 'T' || process->state == 't');  // stopped, or by a debugger
+    if (num_stop_signals_++ == 0) {
+      if (held) ::kill(agent_process_, SIGCONT);
+    } else if (held) {
+      kill_agent_process();
     }
+  }
+
+  void kill_agent_process() {
+    killed_ = true;
+    ::kill(agent_process_, SIGKILL);
   }
 
   // While the agent process is stopped (SIGSTOP), nothing else can end the job. It gets the same grace as a
   // rank. SIGCHLD reports when it stops.
   void check_agent_process() {
+    if (killed_) return;  // it is no longer stopped, but does not run either
     const auto now = Clock::now(), before = std::exchange(looked_at_, now);
     if (!agent_process_is_stopped()) {
       if (stopped_since_)
@@ -195,7 +202,7 @@ class Launcher {
     if (now - *stopped_since_ < stop_grace_) return;
     why_killed_ = fmt::format("was stopped (SIGSTOP) for {:.1f} s, longer than --stop-grace allows",
                               Seconds(now - *stopped_since_).count());
-    ::kill(agent_process_, SIGKILL);
+    kill_agent_process();
   }
 
   // Skips the line if standard error is not writable: waiting for its reader would delay the end of the job.
@@ -269,7 +276,8 @@ class Launcher {
   int num_stop_signals_ = 0;
   std::optional<Clock::time_point> stopped_since_;  // Since when the agent process has been stopped.
   Clock::time_point looked_at_ = Clock::now();
-  std::string why_killed_;  // Why this process killed the agent process; empty if it did not.
+  bool killed_ = false;     // True once this process has killed the agent process.
+  std::string why_killed_;  // Why it did; empty without a reason to report.
 };
 
 }  // namespace

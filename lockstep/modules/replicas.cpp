@@ -75,7 +75,8 @@ void broadcast_alike(Group& group, const std::vector<at::Tensor>& tensors, int r
 
 }  // namespace
 
-void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasOptions options) {
+void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasOptions options, Site site) {
+  group = group.called_at(site);
   std::vector<std::string> names;
   std::vector<std::uint64_t> hashes;
   const auto add = [&](const std::string& name, const at::Tensor& tensor) {

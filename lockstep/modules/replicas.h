@@ -28,7 +28,8 @@ struct CheckReplicasOptions {
 // Every rank calls it. Compares every bit, by hashes: 8 bytes a tensor are sent, and only if some differ.
 // Throws DriftError on every rank, naming the first tensor that differs and the ranks that are not as most
 // are.
-void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasOptions options = {});
+void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasOptions options = {},
+                    Site site = Site::current());
 
 namespace detail {
 

@@ -278,7 +278,7 @@ template class SyncBatchNormImpl<3, torch::nn::BatchNorm3dImpl>;
 
 }  // namespace detail
 
-int convert_sync_batchnorm(torch::nn::Module& module, Group group) {
+int convert_sync_batchnorm(torch::nn::Module& module, Group group, Site site) {
   using detail::Found;
   std::vector<Found> found;
   if (const int dims = detail::dims_of(module))
@@ -302,7 +302,7 @@ int convert_sync_batchnorm(torch::nn::Module& module, Group group) {
   // Of its own, so that its order and that of gradients do not depend on one another.
   std::vector<int> ranks(static_cast<std::size_t>(group.size()));
   for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = static_cast<int>(i);
-  auto own = group.subgroup(ranks, {.name = group.name() + " sync_batch_norm"});
+  auto own = group.subgroup(ranks, {.name = group.name() + " sync_batch_norm"}).called_at(site);
   std::map<torch::nn::Module*, std::shared_ptr<torch::nn::Module>> made;  // one that is held twice stays one
   int converted = 0;
   for (const auto& each : found) {

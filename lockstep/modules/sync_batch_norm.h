@@ -8,6 +8,7 @@
 // of its own (group.split(0)) where DistributedDataParallel has find_unused_parameters; the conversion does.
 #pragma once
 
+#include <concepts>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -66,13 +67,36 @@ class SyncBatchNorm2dImpl : public detail::SyncBatchNormImpl<2, torch::nn::Batch
 class SyncBatchNorm3dImpl : public detail::SyncBatchNormImpl<3, torch::nn::BatchNorm3dImpl> {
   using SyncBatchNormImpl::SyncBatchNormImpl;
 };
-TORCH_MODULE(SyncBatchNorm1d);
-TORCH_MODULE(SyncBatchNorm2d);
-TORCH_MODULE(SyncBatchNorm3d);
+
+namespace detail {
+
+// As TORCH_MODULE makes it, and errors name the line that makes the layer.
+template <typename Given>
+class SyncBatchNormHolder : public torch::nn::ModuleHolder<Given> {
+ public:
+  using Impl = Given;
+  using torch::nn::ModuleHolder<Impl>::ModuleHolder;
+  template <std::convertible_to<torch::nn::BatchNormOptions> Options>
+  SyncBatchNormHolder(Options&& options, Group group, Site site = Site::current())
+      : torch::nn::ModuleHolder<Impl>(
+            std::make_shared<Impl>(std::forward<Options>(options), group.called_at(site))) {}
+};
+
+}  // namespace detail
+
+class SyncBatchNorm1d : public detail::SyncBatchNormHolder<SyncBatchNorm1dImpl> {
+  using SyncBatchNormHolder::SyncBatchNormHolder;
+};
+class SyncBatchNorm2d : public detail::SyncBatchNormHolder<SyncBatchNorm2dImpl> {
+  using SyncBatchNormHolder::SyncBatchNormHolder;
+};
+class SyncBatchNorm3d : public detail::SyncBatchNormHolder<SyncBatchNorm3dImpl> {
+  using SyncBatchNormHolder::SyncBatchNormHolder;
+};
 
 // Every BatchNorm1d, 2d and 3d below (and including) the module; parameters stay the same tensors. Every rank
 // calls it. A ConfigError lists those held as plain members, where C++ has no place to intercept a call;
 // nothing is changed then. Returns how many were converted.
-int convert_sync_batchnorm(torch::nn::Module& module, Group group);
+int convert_sync_batchnorm(torch::nn::Module& module, Group group, Site site = Site::current());
 
 }  // namespace lockstep

@@ -23,12 +23,12 @@ Heads heads_of(const at::Tensor& qkv, std::int64_t heads) {
   return {parts[0], parts[1], parts[2]};
 }
 
-// [batch, heads, length, size] as [batch, length, heads, size], in one piece.
+// Converts [batch, heads, length, size] to contiguous [batch, length, heads, size].
 at::Tensor rows_of(const at::Tensor& seen) { return seen.transpose(1, 2).contiguous(); }
 
-// LibTorch's own choice, made for this very shape: cuDNN's where that is the fastest and without faults.
+// LibTorch's choice of kernel for this shape: cuDNN's where it is the fastest and has no known faults.
 SDPBackend choose(const Heads& h, const AttentionOptions& options) {
-  // Other sizes are padded by scaled_dot_product_attention itself.
+  // scaled_dot_product_attention pads other sizes itself.
   if (h.q.size(3) % 8 != 0) return SDPBackend::math;
   return static_cast<SDPBackend>(
       at::_fused_sdp_choice(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale));
@@ -44,8 +44,8 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
                                                         causal, false, scale)
               : at::_scaled_dot_product_flash_attention(h.q, h.k, h.v, 0.0, causal, false, scale);
     const auto rows = rows_of(out);
-    // No view to autograd, which would not let a Function return one. That it is changed in place is noticed:
-    // it is saved itself.
+    // Not a view for autograd, because a Function must not return one. In-place changes are still detected:
+    // the result itself is saved.
     auto result = at::_unsafe_view(rows, {rows.size(0), rows.size(1), rows.size(2) * rows.size(3)});
     context->save_for_backward({qkv, result, log_sums, cum_q, cum_k, seed, offset});
     auto& data = context->saved_data;
@@ -116,14 +116,12 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
 
 at::Tensor attention(const at::Tensor& qkv, const AttentionOptions& options) {
   if (options.heads < 1)
-    throw ConfigError(fmt::format("attention with {} heads is not allowed: 1 or more is", options.heads));
+    throw ConfigError(fmt::format("attention: heads: expected at least 1, got {}", options.heads));
   if (!qkv.defined() || qkv.dim() != 3 || qkv.size(2) % (3 * options.heads) != 0)
     throw ConfigError(fmt::format(
-        "attention with {} heads of [{}]: queries, keys and values side by side, [batch, length, 3 * {} * "
-        "size], are allowed",
-        options.heads, qkv.defined() ? fmt::format("{}", fmt::join(qkv.sizes(), ", ")) : "nothing",
-        options.heads));
-  const auto dense = detail::dense(qkv);  // LibTorch's kernels, too, take 16 bytes at a time
+        "attention: expected queries, keys and values side by side, [batch, length, 3 * {} * size], got [{}]",
+        options.heads, qkv.defined() ? fmt::format("{}", fmt::join(qkv.sizes(), ", ")) : "undefined"));
+  const auto dense = detail::dense(qkv);  // LibTorch's kernels also need alignment to 16 bytes
   if (detail::has_kernel(qkv) && detail::alike({&qkv})) {
     const c10::DeviceGuard device(qkv.device());
     const auto choice = choose(heads_of(dense, options.heads), options);
@@ -132,7 +130,7 @@ at::Tensor attention(const at::Tensor& qkv, const AttentionOptions& options) {
       return FusedAttention::apply(dense, options.heads, options.causal, options.scale, cudnn);
   }
   const auto h = heads_of(dense, options.heads);
-  // A view, so that LibTorch notices when what its backward has saved is changed through it.
+  // A view, so that LibTorch detects in-place changes through it to what its backward has saved.
   auto result =
       rows_of(at::scaled_dot_product_attention(h.q, h.k, h.v, {}, 0.0, options.causal, options.scale))
           .flatten(2);

@@ -16,22 +16,23 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What the sum of the losses is divided by, on the device.
+// Divisor of the summed losses, on the device.
 at::Tensor divisor_of(const at::Tensor& targets, std::int64_t ignore_index, bool mean) {
   const auto options = targets.options().dtype(at::kFloat);
   return mean ? at::ne(targets, ignore_index).sum().to(at::kFloat) : at::ones({}, options);
 }
-// And gradients. Where no row counts the loss is NaN, as LibTorch's, and gradients are zeros: not 0 / 0.
+// Divides gradients. If no row counts, the loss is NaN as in LibTorch, and gradients are zeros rather than 0
+// / 0.
 at::Tensor divided(const at::Tensor& gradient, const at::Tensor& divisor) {
   return gradient.div(divisor.clamp_min(1));
 }
 
-// As many as kernels take at a time.
+// Number of classes, rounded up to a multiple of what the kernels process at a time.
 std::int64_t columns_of(std::int64_t classes) {
   return (classes + kernels::kColumnStep - 1) / kernels::kColumnStep * kernels::kColumnStep;
 }
 
-// logits: rows of columns_of(classes), of which those past the classes are -inf.
+// logits: rows of columns_of(classes) elements; those past the classes are -inf.
 void entropy(const at::Tensor& logits, std::int64_t classes, const at::Tensor& targets,
              std::int64_t ignore_index, double smoothing, const at::Tensor& losses,
              const at::Tensor& gradient, const at::Tensor& scale) {
@@ -73,7 +74,7 @@ class FusedCrossEntropy : public torch::autograd::Function<FusedCrossEntropy> {
   }
 };
 
-// sum (+)= a^T b, in float.
+// sum (+)= a^T b, accumulated in float.
 void add_product(const at::Tensor& sum, bool first, const at::Tensor& a, const at::Tensor& b) {
   auto out = sum;
   if (a.scalar_type() == at::kFloat)
@@ -93,7 +94,7 @@ class FusedLinearCrossEntropy : public torch::autograd::Function<FusedLinearCros
     at::Tensor hidden_gradient, weight_gradient;
     if (of_hidden) hidden_gradient = at::empty_like(hidden);
     if (of_weight) weight_gradient = at::empty(weight.sizes(), weight.options().dtype(at::kFloat));
-    // Parts of about the same size, of rows that products like.
+    // Chunks of about the same size, with numbers of rows that suit matrix products.
     const auto row_bytes = columns * hidden.element_size();
     const auto parts = std::max<std::int64_t>(1, (rows * row_bytes + chunk_bytes - 1) / chunk_bytes);
     const auto step = std::min(rows, ((rows + parts - 1) / parts + 127) / 128 * 128);
@@ -104,7 +105,7 @@ class FusedLinearCrossEntropy : public torch::autograd::Function<FusedLinearCros
       auto logits = padded.narrow(1, 0, classes);
       at::mm_out(logits, some, weight.t());
       if (columns > classes) padded.slice(1, classes).fill_(-std::numeric_limits<double>::infinity());
-      // Not scaled yet: in float16 a row's share of the mean would be nothing.
+      // Not scaled yet: in float16, one row's share of a mean would underflow.
       entropy(padded, classes, targets.narrow(0, row, count), ignore_index, smoothing,
               losses.narrow(0, row, count), of_hidden || of_weight ? padded : at::Tensor(), {});
       if (of_hidden) {
@@ -142,13 +143,14 @@ std::string shape_text(const at::Tensor& tensor) {
 void check(const at::Tensor& rows, const at::Tensor& targets, const CrossEntropyOptions& options) {
   if (!(options.label_smoothing >= 0 && options.label_smoothing <= 1))
     throw ConfigError(
-        fmt::format("label_smoothing = {} is not allowed: from 0 to 1 is", options.label_smoothing));
+        fmt::format("cross_entropy: label_smoothing: expected 0 to 1, got {}", options.label_smoothing));
   if (options.chunk_bytes < 1)
-    throw ConfigError(fmt::format("chunk_bytes = {} is not allowed: 1 or more is", options.chunk_bytes));
+    throw ConfigError(
+        fmt::format("linear_cross_entropy: chunk_bytes: expected at least 1, got {}", options.chunk_bytes));
   if (!rows.defined() || !targets.defined() || rows.dim() < 2 || targets.scalar_type() != at::kLong ||
       rows.sizes().slice(0, rows.dim() - 1) != targets.sizes())
     throw ConfigError(fmt::format(
-        "cross_entropy of {} with targets {} {}: for each row of the first, a target of int64 is allowed",
+        "cross_entropy: expected one int64 target for each row of logits, got logits {} and targets {} {}",
         shape_text(rows), targets.defined() ? c10::toString(targets.scalar_type()) : "",
         shape_text(targets)));
 }
@@ -158,16 +160,15 @@ at::Tensor plain(const at::Tensor& logits, const at::Tensor& targets, const Cros
                                 options.ignore_index, options.label_smoothing);
 }
 
-// Once: whoever calls linear_cross_entropy for the memory that it saves should know.
+// Logged once: callers of linear_cross_entropy expect it to save memory.
 void say_that_all_logits_are_held(const at::Tensor& rows, const at::Tensor& weight) {
   static std::atomic_flag said;
   if (!rows.is_cuda() || rows.numel() == 0 || said.test_and_set()) return;
   lockstep::detail::log(LogLevel::warn,
-                        "nn::linear_cross_entropy of {} {} with weight {} {}{}{} holds all logits at once, "
-                        "not chunk_bytes: that "
-                        "takes both in one of float32, bfloat16 and float16, a weight of a multiple of {} "
-                        "elements, kernels for "
-                        "this GPU and no Autocast",
+                        "nn::linear_cross_entropy: {} {} with weight {} {}{}{} holds all logits at once "
+                        "instead of chunk_bytes at a time; that needs both tensors in the same type of "
+                        "float32, bfloat16 and float16, a weight of a multiple of {} elements, kernels for "
+                        "this GPU, and no Autocast",
                         c10::toString(rows.scalar_type()), shape_text(rows),
                         c10::toString(weight.scalar_type()), shape_text(weight),
                         at::autocast::is_autocast_enabled(at::kCUDA) ? " under Autocast" : "",
@@ -193,8 +194,9 @@ at::Tensor linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weig
                                 const CrossEntropyOptions& options) {
   check(hidden, targets, options);
   if (!weight.defined() || weight.dim() != 2 || weight.size(1) != hidden.size(-1))
-    throw ConfigError(fmt::format("linear_cross_entropy of {} with weight {}: [classes, {}] is allowed",
-                                  shape_text(hidden), shape_text(weight), hidden.size(-1)));
+    throw ConfigError(
+        fmt::format("linear_cross_entropy: weight: expected [classes, {}] for hidden {}, got {}",
+                    hidden.size(-1), shape_text(hidden), shape_text(weight)));
   const auto rows = hidden.reshape({-1, hidden.size(-1)});
   const auto flat = targets.reshape({-1});
   if (!detail::has_kernel(rows) || flat.device() != rows.device() || !detail::alike({&rows, &weight}) ||

@@ -29,7 +29,7 @@ std::uint64_t fnv1a(std::string_view text) {
   return hash;
 }
 
-// SplitMix64's last steps: every bit of the result depends on every bit given.
+// SplitMix64's finaliser: every bit of the result depends on every bit of the input.
 std::uint64_t mixed(std::uint64_t value) {
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
   value = (value ^ (value >> 27)) * 0x94D049BB133111EB;
@@ -43,10 +43,10 @@ std::uint64_t generator_key(std::uint64_t seed, std::uint64_t step, std::string_
 
 void check_p(double p) {
   if (!(p >= 0 && p <= 1))
-    throw ConfigError(fmt::format("dropout was given p = {}: a probability from 0 to 1 is allowed", p));
+    throw ConfigError(fmt::format("dropout: p: expected a probability from 0 to 1, got {}", p));
 }
 
-// All that a mask follows from, except its size and dtype.
+// Determines a mask, together with its size and dtype.
 struct Source {
   std::uint64_t key;
   std::int64_t first_sample;
@@ -54,10 +54,10 @@ struct Source {
   Shard shard;
 };
 
-// The samples of a tensor as rows of elements that are also neighbours in the whole sample.
+// A tensor's samples as runs of elements that are also contiguous in the whole sample.
 struct Rows {
-  std::int64_t samples, runs, length;  // runs of each sample, their elements
-  std::int64_t first, stride;  // the place in the whole sample of the first run, and from one to the next
+  std::int64_t samples, runs, length;  // runs per sample, elements per run
+  std::int64_t first, stride;  // position of the first run in the whole sample, and the distance between runs
   std::int64_t sample_offset;
 };
 Rows rows_of(at::IntArrayRef sizes, const Shard& shard) {
@@ -76,7 +76,7 @@ Rows rows_of(at::IntArrayRef sizes, const Shard& shard) {
   return rows;
 }
 
-// count elements of a sample, from the one with that number on. Four neighbours share a counter.
+// Fills `count` elements of a sample, starting at number `first`. Four neighbours share a counter.
 template <typename T>
 void fill_run(T* out, std::int64_t first, std::int64_t count, std::uint64_t sample, std::uint64_t key,
               std::uint32_t threshold, T scale) {
@@ -103,13 +103,13 @@ void fill_run(T* out, std::int64_t first, std::int64_t count, std::uint64_t samp
   }
 }
 
-// Zero where an element is dropped, 1 / (1 - p) elsewhere. On CPU: the same generator gives the same mask for
-// every device, at the price of a copy.
+// Noise: 0 where an element is dropped, 1 / (1 - p) elsewhere. Generated on the CPU, so that every device
+// gets the same mask, at the cost of a copy.
 at::Tensor noise_for(at::IntArrayRef sizes, const at::TensorOptions& options, const Source& source) {
   auto noise = at::empty(sizes, options.device(at::kCPU).requires_grad(false));
   if (noise.numel() == 0) return noise.to(options.device());
   const auto rows = rows_of(sizes, source.shard);
-  // For p = 1 the scale is zero, whatever is kept.
+  // For p = 1 the scale is zero, so it does not matter which elements are kept.
   const auto threshold = static_cast<std::uint32_t>(std::min(std::llround(source.p * 0x1p32), 0xFFFFFFFFLL));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, noise.scalar_type(), "lockstep_dropout", [&] {
     auto* const out = noise.mutable_data_ptr<scalar_t>();
@@ -127,7 +127,7 @@ at::Tensor noise_for(at::IntArrayRef sizes, const at::TensorOptions& options, co
   return noise.to(options.device());
 }
 
-// Keeps what the mask follows from, and not the mask.
+// Saves the inputs of the mask rather than the mask.
 struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const Source& source) {
     context->saved_data["key"] = static_cast<std::int64_t>(source.key);
@@ -149,13 +149,13 @@ struct DropoutFunction : torch::autograd::Function<DropoutFunction> {
   }
 };
 
-// With the dimension counted from the front.
+// Validates the shard and makes its dimension non-negative.
 Shard checked(std::optional<Shard> shard, const at::Tensor& input, std::string_view key) {
   if (!shard || shard->count == 1) return {};
   const auto dim = shard->dim < 0 ? shard->dim + input.dim() : shard->dim;
   if (dim < 0 || dim >= input.dim() || shard->index < 0 || shard->index >= shard->count)
     throw ConfigError(fmt::format(
-        "dropout '{}' was given a tensor of [{}] as slice {} of {} along dimension {}, which it cannot be",
+        "dropout '{}': a tensor of [{}] cannot be slice {} of {} along dimension {}",
         key, fmt::join(input.sizes(), ", "), shard->index, shard->count, shard->dim));
   return {dim, shard->index, shard->count};
 }
@@ -168,7 +168,7 @@ DropoutScope::~DropoutScope() { present = outer_; }
 std::optional<DropoutStep> dropout_step() { return present; }
 
 DropoutScope shift_samples(std::int64_t offset) {
-  if (!present) throw ConfigError("shift_samples was called outside any lockstep::nn::DropoutScope");
+  if (!present) throw ConfigError("shift_samples: no lockstep::nn::DropoutScope is open on this thread");
   auto step = *present;
   step.first_sample += offset;
   return DropoutScope(step);
@@ -178,16 +178,15 @@ at::Tensor dropout(const at::Tensor& input, double p, std::string_view key, std:
   check_p(p);
   if (key.empty())
     throw ConfigError(
-        "a dropout layer in training has no key, which its mask follows from: call "
-        "lockstep::nn::name_layers(*model) once, or give it one");
+        "dropout: a layer in training has no key, which determines its mask: call "
+        "lockstep::nn::name_layers(*model) once, or set its key");
   if (!present)
     throw ConfigError(
-        fmt::format("dropout '{}' in training was called outside any lockstep::nn::DropoutScope, which says "
-                    "the seed, the "
-                    "step and the first sample: open one around forward",
+        fmt::format("dropout '{}': no lockstep::nn::DropoutScope is open on this thread; open one around "
+                    "forward to set the seed, the step and the first sample",
                     key));
   if (!input.is_floating_point())
-    throw ConfigError(fmt::format("dropout '{}' was given a tensor of {}: floating point is allowed", key,
+    throw ConfigError(fmt::format("dropout '{}': expected a floating-point tensor, got {}", key,
                                   at::toString(input.scalar_type())));
   const auto slice = checked(shard, input, key);
   if (p == 0) return input;

@@ -1,14 +1,14 @@
-// Dropout whose mask does not depend on how a batch is laid out over ranks.
+// Dropout with masks that do not depend on how a batch is distributed over ranks.
 //
 //   lockstep::nn::Dropout drop(0.1);
 //   lockstep::nn::name_layers(*model);                       // once: each Dropout's key is its name
 //   lockstep::nn::DropoutScope scope({.seed = 7, .step = step, .first_sample = rank * batch});
 //   model->forward(x);
 //
-// Whether an element is dropped follows from the seed, the step, the layer's key, the sample's number in the
-// global batch and the element's number in the whole sample, and from nothing else (a counter-based
-// generator): the same for one rank with the global batch as for ranks that have slices of it, of samples or
-// of a sample. Dimension 0 of the input is the samples. A layer that is called twice in a step drops the same
+// Whether an element is dropped depends only on the seed, the step, the layer's key, the sample's index in
+// the global batch and the element's index in the whole sample (it uses a counter-based generator). One rank
+// with the global batch therefore gets the same masks as several ranks with slices of it, by samples or
+// within a sample. Dimension 0 of the input is the samples. A layer called twice in a step drops the same
 // elements twice.
 #pragma once
 
@@ -25,7 +25,7 @@
 
 namespace lockstep::nn {
 
-// Which of count equal slices along a dimension a tensor is.
+// Identifies a tensor as one of `count` equal slices along a dimension.
 struct Shard {
   std::int64_t dim = 0;
   int index = 0;
@@ -35,10 +35,11 @@ struct Shard {
 struct DropoutStep {
   std::uint64_t seed = 0;
   std::uint64_t step = 0;
-  std::int64_t first_sample = 0;  // the number in the global batch of the input's first one
+  std::int64_t first_sample = 0;  // index in the global batch of the input's first sample
 };
 
-// What dropout on this thread goes by, until the scope ends; the innermost one counts. Backward needs none.
+// Sets the seed, step and first sample for dropout on this thread until the scope ends; scopes nest. Backward
+// needs no scope.
 class DropoutScope {
  public:
   explicit DropoutScope(DropoutStep step);
@@ -50,19 +51,20 @@ class DropoutScope {
   std::optional<DropoutStep> outer_;
 };
 
-// The innermost scope's. What runs a forward again later, or on another thread, opens a scope with it.
+// The innermost scope's values. To repeat a forward later or on another thread, open a scope with them.
 std::optional<DropoutStep> dropout_step();
 
-// The scope that holds now, with the first sample moved on: for a micro-batch. ConfigError outside any scope.
+// Opens a scope like the current one with the first sample shifted, for a micro-batch. Throws ConfigError
+// outside any scope.
 [[nodiscard]] DropoutScope shift_samples(std::int64_t offset);
 
-// Training's dropout. ConfigError outside any scope, for an empty key and for p outside [0, 1].
+// Dropout for training. Throws ConfigError outside any scope, for an empty key and for p outside [0, 1].
 at::Tensor dropout(const at::Tensor& input, double p, std::string_view key, std::optional<Shard> shard = {});
 
 struct DropoutOptions {
   double p = 0.5;
-  std::string key = {};             // empty: name_layers gives one
-  std::optional<Shard> shard = {};  // where inputs are slices; tensor parallelism sets it
+  std::string key = {};             // empty: set by name_layers
+  std::optional<Shard> shard = {};  // set if inputs are slices; tensor parallelism does that
 };
 
 class DropoutImpl : public torch::nn::Cloneable<DropoutImpl> {
@@ -72,7 +74,7 @@ class DropoutImpl : public torch::nn::Cloneable<DropoutImpl> {
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
-  at::Tensor forward(const at::Tensor& input);  // in evaluation, and for p = 0, the input itself
+  at::Tensor forward(const at::Tensor& input);  // returns the input itself in evaluation and for p = 0
 
   DropoutOptions options;
 };
@@ -85,8 +87,8 @@ class Dropout : public torch::nn::ModuleHolder<DropoutImpl> {
       : ModuleHolder(std::make_shared<DropoutImpl>(std::move(options))) {}
 };
 
-// Gives each Dropout below (and including) the module that has no key its name there. prefix: of the module
-// in the whole model, where it is but a part of one. Returns how many were named.
+// Sets the key of each Dropout in the module (including itself) that has none to its name there. prefix: name
+// of the module within the whole model, if it is only a part of one. Returns the number of keys set.
 int name_layers(torch::nn::Module& module, const std::string& prefix = {});
 
 }  // namespace lockstep::nn

@@ -10,8 +10,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Inputs: x, residual, weight, bias, eps, columns. Results: the normalised, and the sum where there is a
-// residual.
+// Inputs: x, residual, weight, bias, eps, columns. Returns the normalised tensor and, with a residual, the
+// sum.
 class FusedLayerNorm : public torch::autograd::Function<FusedLayerNorm> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& given_x,
@@ -119,8 +119,7 @@ at::Tensor LayerNormImpl::forward(const at::Tensor& input) {
 std::pair<at::Tensor, at::Tensor> LayerNormImpl::add(const at::Tensor& input, const at::Tensor& residual) {
   if (!input.defined() || !residual.defined())
     throw ConfigError(
-        fmt::format("nn::LayerNorm::add was given no {}: two tensors are allowed; of one alone, "
-                    "forward is the norm",
+        fmt::format("nn::LayerNorm::add: the {} is undefined; to normalise one tensor, call forward",
                     input.defined() ? "residual" : "input"));
   if (use_kernels(*this, input, residual)) {
     auto results = fused(*this, input, residual);
@@ -132,7 +131,7 @@ std::pair<at::Tensor, at::Tensor> LayerNormImpl::add(const at::Tensor& input, co
 }
 
 std::shared_ptr<torch::nn::Module> LayerNormImpl::clone(const std::optional<at::Device>& device) const {
-  // LibTorch's makes one of LibTorch's.
+  // LibTorch's clone() returns LibTorch's type, so convert it.
   return std::make_shared<LayerNormImpl>(
       dynamic_cast<const torch::nn::LayerNormImpl&>(*torch::nn::LayerNormImpl::clone(device)));
 }

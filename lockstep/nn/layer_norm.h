@@ -1,12 +1,12 @@
-// torch::nn::LayerNorm, and the sum before it in the same pass:
+// torch::nn::LayerNorm, with an optional addition before it in the same pass:
 //
 //   lockstep::nn::LayerNorm norm(torch::nn::LayerNormOptions({768}));
 //   auto y = norm(x);
 //   auto [sum, y] = norm->add(x, residual);     // sum = x + residual, y = norm(sum)
 //
-// On CUDA each is one kernel forward and one (and a small one) backward, with the gradients of weight and
-// bias in it. Construction, first values and names are LibTorch's: it is derived from it, and takes its place
-// wherever one is asked for.
+// On CUDA each takes one kernel in forward and one (plus a small one) in backward, including the gradients of
+// weight and bias. It derives from LibTorch's class, with the same construction, initialisation and names, so
+// it works wherever that does.
 #pragma once
 
 #include <memory>
@@ -20,11 +20,11 @@ namespace lockstep::nn {
 class LayerNormImpl : public torch::nn::LayerNormImpl {
  public:
   using torch::nn::LayerNormImpl::LayerNormImpl;
-  // Its parameters are the other's, not copies.
+  // Shares the parameters of `other`; does not copy them.
   explicit LayerNormImpl(const torch::nn::LayerNormImpl& other) : torch::nn::LayerNormImpl(other) {}
 
   at::Tensor forward(const at::Tensor& input);
-  // The sum and the normalised. ConfigError where one of the two is undefined.
+  // Returns the sum and the normalised sum. Throws ConfigError if either argument is undefined.
   std::pair<at::Tensor, at::Tensor> add(const at::Tensor& input, const at::Tensor& residual);
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override;

@@ -10,7 +10,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// LibTorch's products; the rest in kernels of our own.
+// Uses LibTorch's matrix products, and Lockstep's kernels for the rest.
 class FusedLinear : public torch::autograd::Function<FusedLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
@@ -23,7 +23,7 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
       kernels::gelu(detail::number_of(before), before.const_data_ptr(), before.numel(),
                     after.mutable_data_ptr(), detail::stream_of(before));
     }
-    // As in LibTorch, each of the two is kept for the other's gradient alone: else it may be changed.
+    // As in LibTorch, each is saved only if the other needs a gradient; otherwise it may change in place.
     context->save_for_backward({weight.requires_grad() ? input : at::Tensor(),
                                 input.requires_grad() ? weight : at::Tensor(), gelu ? before : at::Tensor()});
     context->saved_data["bias"] = bias.has_value();
@@ -31,7 +31,7 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
     auto sizes = input.sizes().vec();
     context->saved_data["sizes"] = sizes;
     sizes.back() = weight.size(0);
-    return at::_unsafe_view(after, sizes);  // no view to autograd: it may be changed in place
+    return at::_unsafe_view(after, sizes);  // not a view for autograd: it may be changed in place
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -55,7 +55,7 @@ class FusedLinear : public torch::autograd::Function<FusedLinear> {
                              scratch.mutable_data_ptr<float>(), stream);
       gradient = std::move(inner);
     } else if (wants_bias && at::GradMode::is_enabled()) {
-      bias = gradient.sum(0);  // of which there may be another derivative
+      bias = gradient.sum(0);  // differentiable, unlike the kernel
     } else if (wants_bias) {
       kernels::column_sums(number, gradient.const_data_ptr(), gradient.size(0), columns,
                            bias.mutable_data_ptr(), scratch.mutable_data_ptr<float>(), stream);
@@ -82,7 +82,7 @@ at::Tensor fused(const at::Tensor& input, const at::Tensor& weight, const at::Te
 template <typename Module>
 std::shared_ptr<torch::nn::Module> clone_as(const torch::nn::LinearImpl& module,
                                             const std::optional<at::Device>& device) {
-  // LibTorch's makes one of LibTorch's.
+  // LibTorch's clone() returns LibTorch's type, so convert it.
   return std::make_shared<Module>(
       dynamic_cast<const torch::nn::LinearImpl&>(*module.torch::nn::LinearImpl::clone(device)));
 }

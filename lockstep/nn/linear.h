@@ -1,15 +1,15 @@
-// torch::nn::Linear whose forward is one call of at::linear.
+// torch::nn::Linear whose forward is a single call of at::linear.
 //
 //   lockstep::nn::Linear fc(768, 3072);                     // or Unit<nn::Linear>
 //
-// LibTorch's own goes through torch::nn::functional::linear, which on input of three and more dimensions is a
-// matmul and then a separate addition of the bias. Construction, first values and names are LibTorch's: it is
-// derived from it, and takes its place wherever one is asked for. On CUDA its bias's gradient is a kernel of
-// our own.
+// LibTorch's version calls torch::nn::functional::linear, which for inputs of three or more dimensions does a
+// matmul and then adds the bias separately. This class derives from LibTorch's, with the same construction,
+// initialisation and names, so it works wherever that does. On CUDA, one of Lockstep's kernels computes the
+// gradient of the bias.
 //
 //   lockstep::nn::LinearGELU up(768, 3072);                 // gelu(linear(x)), with the tanh approximation
 //
-// On CUDA, backward of LinearGELU computes GELU's gradient and the bias's in one pass over memory.
+// On CUDA, backward of LinearGELU computes the gradients of GELU and of the bias in one pass over memory.
 #pragma once
 
 #include <memory>
@@ -22,7 +22,7 @@ namespace lockstep::nn {
 class LinearImpl : public torch::nn::LinearImpl {
  public:
   using torch::nn::LinearImpl::LinearImpl;
-  // Its parameters are the other's, not copies.
+  // Shares the parameters of `other`; does not copy them.
   explicit LinearImpl(const torch::nn::LinearImpl& other) : torch::nn::LinearImpl(other) {}
 
   at::Tensor forward(const at::Tensor& input);
@@ -31,7 +31,7 @@ class LinearImpl : public torch::nn::LinearImpl {
 };
 TORCH_MODULE(Linear);
 
-// With a Linear's parameters and names.
+// Linear followed by GELU, with a Linear's parameters and names.
 class LinearGELUImpl : public LinearImpl {
  public:
   using LinearImpl::LinearImpl;
@@ -43,7 +43,7 @@ class LinearGELUImpl : public LinearImpl {
 };
 TORCH_MODULE(LinearGELU);
 
-// The same as functions; bias may be undefined.
+// The same as functions; `bias` may be undefined.
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 at::Tensor linear_gelu(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 

@@ -1,5 +1,5 @@
-// Root-mean-square normalisation, which LibTorch's C++ API has as a function (at::rms_norm) and not as a
-// module: y = x / sqrt(mean(x^2) + eps) * weight, over the last dimensions.
+// Root-mean-square normalisation over the last dimensions: y = x / sqrt(mean(x^2) + eps) * weight. LibTorch's
+// C++ API has it as a function (at::rms_norm) but not as a module.
 //
 //   lockstep::nn::RMSNorm norm({768}, 1e-6);
 #pragma once
@@ -16,7 +16,7 @@ namespace lockstep::nn {
 
 class RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
  public:
-  // eps: without one, the dtype's own.
+  // eps: defaults to the dtype's epsilon.
   explicit RMSNormImpl(std::vector<std::int64_t> shape, std::optional<double> given_eps = std::nullopt,
                        bool affine = true);
 
@@ -26,7 +26,7 @@ class RMSNormImpl : public torch::nn::Cloneable<RMSNormImpl> {
 
   std::vector<std::int64_t> normalized_shape;
   std::optional<double> eps;
-  at::Tensor weight;  // ones at first; undefined where it is not affine
+  at::Tensor weight;  // initially ones; undefined without affine
 
  private:
   bool affine_;

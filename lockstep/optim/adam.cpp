@@ -5,8 +5,8 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/optim/detail/adam_step.h>
-#include <lockstep/optim/detail/step_memory.h>
 #include <lockstep/optim/detail/graphed_optimizers.h>
+#include <lockstep/optim/detail/step_memory.h>
 
 namespace lockstep {
 namespace detail {
@@ -47,7 +47,8 @@ void check(const AdamGroupOptions<Kind>& options) {
   const auto [beta1, beta2] = options.betas();
   for (const double beta : {beta1, beta2})
     if (!(beta >= 0 && beta < 1))
-      throw ConfigError(fmt::format("betas are {} and {}: from 0 to less than 1 is allowed", beta1, beta2));
+      throw ConfigError(
+          fmt::format("betas: expected values of at least 0 and below 1, got {} and {}", beta1, beta2));
 }
 
 }  // namespace
@@ -84,7 +85,7 @@ AdamSlice slice_of(const at::Tensor& parameter, const at::Tensor& gradient, cons
 bool adam_sweep_is_exact() {
   static const bool exact = [] {
     at::NoGradGuard no_grad;
-    // Sizes: tails of vectors of any width, and enough for a difference that one number in a thousand shows.
+    // Sizes: remainders for any vector width, and enough elements to show a difference in one of a thousand.
     std::uint32_t seed = 1;
     for (const std::int64_t count : {1, 2, 3, 5, 7, 9, 15, 17, 31, 33, 8201})
       for (const bool l2 : {false, true})
@@ -128,11 +129,12 @@ std::array<at::Tensor, 5> tensors_of(State& state) {
   return {state.master, state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq(), state.device_step};
 }
 
-// What a StepGraph must know of an optimizer that a step ran.
+// What a StepGraph needs to know about an optimizer that its step uses.
 template <typename Kind>
-GraphedOptimizers::User watched(torch::optim::Optimizer& optimizer, const std::shared_ptr<AdamOnDevice>& on_device) {
+GraphedOptimizers::User watched(torch::optim::Optimizer& optimizer,
+                                const std::shared_ptr<AdamOnDevice>& on_device) {
   GraphedOptimizers::User user{.optimizer = &optimizer, .parameters = {}, .state = {}, .before_replay = {}};
-  std::vector<std::pair<void*, std::array<at::Tensor, 5>>> places;  // parameters, and their state
+  std::vector<std::pair<void*, std::array<at::Tensor, 5>>> places;  // each parameter with its state
   for (const auto& group : optimizer.param_groups())
     for (const auto& parameter : group.params()) {
       user.parameters.push_back(parameter);
@@ -178,7 +180,8 @@ template <typename Kind>
 typename Kind::Given options_of(const torch::optim::Optimizer& optimizer, std::size_t group) {
   auto& groups = const_cast<torch::optim::Optimizer&>(optimizer).param_groups();
   if (group >= groups.size())
-    throw ConfigError(fmt::format("options of group {}: there are {} groups", group, groups.size()));
+    throw ConfigError(
+        fmt::format("options: group {} is out of range; the optimizer has {} groups", group, groups.size()));
   return given_options<Kind>(own_options<typename Kind::Base>(groups[group], optimizer.defaults()));
 }
 

@@ -1,17 +1,17 @@
-// Adam and AdamW, with PyTorch's names and defaults, and bit for bit what Python's give on the CPU.
+// Adam and AdamW with PyTorch's names and defaults. On the CPU, results are bit-identical to Python's.
 //
 //   lockstep::AdamW optimizer(model->parameters(), {.lr = 3e-4, .weight_decay = 0.1});
 //   optimizer.zero_grad();
 //   loss.backward();
 //   optimizer.step();
 //
-// Groups with options of their own:
+// Parameter groups with their own options:
 //
 //   lockstep::AdamW optimizer({lockstep::AdamW::group(weights, {.lr = 3e-4}),
 //                              lockstep::AdamW::group(biases, {.lr = 3e-4, .weight_decay = 0})});
 //
-// A group's learning rate is changed by optimizer.param_groups()[0].options().set_lr(x), or by a scheduler.
-// Throws ConfigError for options out of range, no parameters, a parameter given twice, sparse gradients.
+// To change a group's learning rate, call optimizer.param_groups()[0].options().set_lr(x) or use a scheduler.
+// Throws ConfigError for options out of range, no parameters, a duplicate parameter, or sparse gradients.
 #pragma once
 
 #include <cstddef>
@@ -32,11 +32,11 @@ struct AdamOptions {
   double lr = 1e-3;
   std::pair<double, double> betas = {0.9, 0.999};
   double eps = 1e-8;
-  double weight_decay = 0;  // added to the gradient
+  double weight_decay = 0;  // added to the gradient (L2)
   bool amsgrad = false;
   bool maximize = false;
-  bool master_weights = false;  // of bfloat16 and float16 parameters: see optimizer.h
-  bool capturable = false;      // in a CUDA graph: see optimizer.h
+  bool master_weights = false;  // for bfloat16 and float16 parameters; see optimizer.h
+  bool capturable = false;      // for use in a CUDA graph; see optimizer.h
   Implementation implementation = Implementation::single;
 };
 
@@ -44,18 +44,18 @@ struct AdamWOptions {
   double lr = 1e-3;
   std::pair<double, double> betas = {0.9, 0.999};
   double eps = 1e-8;
-  double weight_decay = 1e-2;  // taken from the parameter
+  double weight_decay = 1e-2;  // subtracted from the parameter (decoupled)
   bool amsgrad = false;
   bool maximize = false;
-  bool master_weights = false;  // of bfloat16 and float16 parameters: see optimizer.h
-  bool capturable = false;      // in a CUDA graph: see optimizer.h
+  bool master_weights = false;  // for bfloat16 and float16 parameters; see optimizer.h
+  bool capturable = false;      // for use in a CUDA graph; see optimizer.h
   Implementation implementation = Implementation::single;
 };
 
 class Adam : public torch::optim::Optimizer {
  public:
   explicit Adam(std::vector<at::Tensor> parameters, AdamOptions options = {});
-  // Groups without options get these. LibTorch's torch::optim::AdamOptions are taken too.
+  // `options` applies to groups that have none. Groups may also have LibTorch's torch::optim::AdamOptions.
   explicit Adam(const std::vector<torch::optim::OptimizerParamGroup>& groups, AdamOptions options = {});
 
   static torch::optim::OptimizerParamGroup group(std::vector<at::Tensor> parameters, AdamOptions options);
@@ -66,7 +66,7 @@ class Adam : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
   // See optimizer.h.
-  at::Tensor master(const at::Tensor& parameter) const;  // undefined where there is none
+  at::Tensor master(const at::Tensor& parameter) const;  // undefined if there is none
   void sync_masters();
   void upload_options();
 
@@ -87,7 +87,7 @@ class AdamW : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
   // See optimizer.h.
-  at::Tensor master(const at::Tensor& parameter) const;  // undefined where there is none
+  at::Tensor master(const at::Tensor& parameter) const;  // undefined if there is none
   void sync_masters();
   void upload_options();
 

@@ -21,7 +21,7 @@ std::vector<at::Tensor> defined_gradients(const std::vector<at::Tensor>& paramet
   return gradients;
 }
 
-// As PyTorch: of gradients of one device and dtype at a time, in the order in which they first appear.
+// As in PyTorch: groups gradients by device and dtype, in order of first appearance.
 std::vector<std::vector<at::Tensor>> by_kind(const std::vector<at::Tensor>& gradients) {
   std::vector<std::vector<at::Tensor>> kinds;
   for (const auto& gradient : gradients) {
@@ -42,7 +42,8 @@ at::Tensor local_norm(const std::vector<std::vector<at::Tensor>>& kinds, double 
   return at::linalg_vector_norm(at::stack(norms), norm_type);
 }
 
-// The aligned binary tree over ranks (comm/reduce.h), of tensors, so that nothing waits for a device.
+// Sums over ranks in the order of the aligned binary tree (comm/reduce/reduce.h), as tensors, so that it
+// does not wait for a device.
 at::Tensor tree(std::span<const at::Tensor> values) {
   if (values.size() == 1) return values[0];
   std::size_t left = 1;
@@ -56,7 +57,7 @@ at::Tensor group_norm(const at::Tensor& local, double norm_type, Group group) {
   if (!largest) power = power.pow(norm_type);
   auto powers = at::empty({group.size()}, power.options());
   group.all_gather(powers, power.view({1}), {.tag = "clip_grad_norm"}).wait();
-  // In double on every rank: their types may differ, and the factor must not.
+  // In double on every rank: dtypes may differ between ranks, but the factor must not.
   return largest ? powers.max() : tree(powers.unbind()).pow(1 / norm_type);
 }
 
@@ -66,12 +67,12 @@ at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_
                           ClipGradNormOptions options) {
   at::NoGradGuard no_grad;
   if (std::isnan(options.norm_type) || (options.group && !(options.norm_type > 0)))
-    throw ConfigError(fmt::format("norm_type is {}: {} is allowed", options.norm_type,
-                                  options.group ? "over a group a number greater than 0" : "a number"));
+    throw ConfigError(fmt::format("clip_grad_norm: norm_type: expected {}, got {}",
+                                  options.group ? "a number above 0 with a group" : "a number",
+                                  options.norm_type));
   if (options.counted && !options.group)
     throw ConfigError(
-        "clip_grad_norm was told which parameters it counts here, and not in which group: others count the "
-        "rest");
+        "clip_grad_norm: {.counted} needs {.group}: the ranks among which the parameters are counted once");
   const auto kinds = by_kind(defined_gradients(parameters));
   const auto counted = options.counted ? by_kind(defined_gradients(*options.counted)) : kinds;
   const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
@@ -80,7 +81,7 @@ at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_
   const auto type = norm.scalar_type();
   if (options.group) norm = group_norm(norm, options.norm_type, *options.group);
   if (options.error_if_nonfinite && !std::isfinite(norm.item<double>()))
-    throw Error(fmt::format("the norm of order {} of the gradients is {}: they cannot be clipped by it",
+    throw Error(fmt::format("clip_grad_norm: cannot clip: the gradients' norm of order {} is {}",
                             options.norm_type, norm.item<double>()));
   const auto factor = at::clamp_max(at::mul((norm + 1e-6).reciprocal(), max_norm), 1.0);
   for (const auto& kind : kinds) at::_foreach_mul_(kind, factor.to(kind[0].device()));
@@ -90,7 +91,7 @@ at::Tensor clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_
 void clip_grad_value(const std::vector<at::Tensor>& parameters, double clip_value) {
   at::NoGradGuard no_grad;
   if (!(clip_value >= 0))
-    throw ConfigError(fmt::format("clip_value is {}: 0 or more is allowed", clip_value));
+    throw ConfigError(fmt::format("clip_grad_value: clip_value: expected 0 or more, got {}", clip_value));
   for (const auto& kind : by_kind(defined_gradients(parameters))) {
     at::_foreach_clamp_min_(kind, -clip_value);
     at::_foreach_clamp_max_(kind, clip_value);

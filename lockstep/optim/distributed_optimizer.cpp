@@ -31,10 +31,10 @@ using torch::optim::OptimizerParamState;
 
 constexpr auto kBlock = ParameterShards::kBlock;
 
-// A parameter's state, whichever optimizer's. A step of -1: there is none.
+// A parameter's state for any optimizer. step is -1 if there is none.
 struct State {
   std::int64_t step = -1;
-  std::array<at::Tensor, 4> tensors = {};  // the first is the master
+  std::array<at::Tensor, 4> tensors = {};  // the first one is the master
 };
 
 template <typename Base>
@@ -45,11 +45,11 @@ at::Tensor master_of(const Base& state) {
 
 [[noreturn]] void refuse_state() {
   throw ConfigError(
-      "DistributedOptimizer: its state cannot be saved or loaded: expected an optimizer with the options and the "
-      "state of torch::optim's Adam, AdamW, SGD, RMSprop or Adagrad, got one with its own");
+      "DistributedOptimizer: cannot save or load its state: expected an optimizer with the options and state "
+      "of torch::optim's Adam, AdamW, SGD, RMSprop or Adagrad, got one with its own");
 }
 
-// Of the options, because they are the same on every rank; some ranks may have no state.
+// Checks the options, because they are the same on every rank; some ranks may have no state.
 void require_known_state(const Optimizer& optimizer) {
   const auto* options = &optimizer.defaults();
   if (dynamic_cast<const torch::optim::AdamOptions*>(options) == nullptr &&
@@ -154,12 +154,12 @@ std::string text_of(const OptimizerOptions& options) {
                        adagrad->initial_accumulator_value(), adagrad->eps());
   try {
     return fmt::format("lr {}", options.get_lr());
-  } catch (const c10::Error&) {  // a user's own, without get_lr
-    return "options of its own";
+  } catch (const c10::Error&) {  // a user-defined type without get_lr
+    return "user-defined options";
   }
 }
 
-// Eight sums, so that processors can do several at once; always in the same order.
+// Uses eight partial sums, so that the compiler can vectorise; the order is always the same.
 template <typename T, typename Power>
 double power_of_block(const T* values, std::int64_t count, Power power) {
   std::array<double, 8> sums{};
@@ -171,7 +171,7 @@ double power_of_block(const T* values, std::int64_t count, Power power) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-double larger(double a, double b) { return std::isnan(a) || b <= a ? a : b; }  // a NaN stays
+double larger(double a, double b) { return std::isnan(a) || b <= a ? a : b; }  // keeps a NaN
 
 template <typename T>
 void powers_of(const T* values, std::int64_t count, double norm_type, double* blocks) {
@@ -192,7 +192,7 @@ void powers_of(const T* values, std::int64_t count, double norm_type, double* bl
   }
 }
 
-// A CPU tensor, also where the group has nothing for those.
+// Reduces a CPU tensor, via `device` if the group has no transport for CPU tensors.
 void reduce_on_cpu(Group& group, at::Tensor& tensor, at::Device device, AllReduceOptions options) {
   const bool cpu = !group.backend(at::kCPU).empty();
   auto there = cpu ? tensor : tensor.to(device);
@@ -226,7 +226,7 @@ void ShardedOptimizer::require_same_options(const Optimizer& self) const {
     const auto* manner = dynamic_cast<const UpdateMode*>(&group.options());
     if (manner != nullptr && manner->capturable)
       throw ConfigError(
-          "DistributedOptimizer was given capturable, which it does not have: the plain optimizer does");
+          "DistributedOptimizer does not support capturable; use the plain optimizer");
     std::vector<std::size_t> members;
     for (const auto& slice : group.params()) members.push_back(find(slice));
     lines.push_back(fmt::format("group {}: {}, master_weights {}, parameters {}", lines.size(),
@@ -262,7 +262,7 @@ std::size_t ShardedOptimizer::find(const at::Tensor& slice) const {
   const auto param = shards_->find_slice(slice);
   if (param == shards_->size())
     throw ConfigError(
-        "a parameter group was added to a DistributedOptimizer: all groups are given when it is made");
+        "a parameter group was added to a DistributedOptimizer; pass all groups to its constructor");
   return param;
 }
 
@@ -283,10 +283,10 @@ void ShardedOptimizer::copy_group_options(const Optimizer& self, Optimizer& whol
 
 void ShardedOptimizer::begin_step(const Optimizer& self) {
   for (const auto& group : self.param_groups())
-    for (const auto& slice : group.params()) (void)find(slice);  // nobody has added one
+    for (const auto& slice : group.params()) (void)find(slice);  // check that none was added
   shards_->before_update();
-  // A slice's version is its own: who writes to the parameter is to be seen by those who follow the slice. A
-  // rank that writes to memory which all share leaves the others' versions as they are.
+  // A slice has its own version counter, so copy writes to the parameter into it. With shared weights, a
+  // rank's writes do not change the versions on the other ranks.
   versions_.resize(shards_->size(), -1);
   for (std::size_t i = 0; i < versions_.size(); ++i)
     if (share_weights_ || static_cast<std::int64_t>(shards_->param(i)._version()) != versions_[i])
@@ -294,7 +294,7 @@ void ShardedOptimizer::begin_step(const Optimizer& self) {
 }
 
 void ShardedOptimizer::end_step() {
-  if (const auto sink = span_sink()) {  // Inner told of this rank's slices
+  if (const auto sink = span_sink()) {  // Inner reported this rank's slices only
     std::size_t parameters = 0;
     for (std::size_t i = 0; i < shards_->size(); ++i) parameters += shards_->param(i).nbytes();
     sink->note("memory.parameters", std::to_string(parameters));
@@ -308,9 +308,10 @@ void ShardedOptimizer::end_step() {
 
 at::Tensor ShardedOptimizer::clip_grad_norm(double max_norm, ClipGradNormOptions options) {
   if (options.group)
-    throw ConfigError("clip_grad_norm of a DistributedOptimizer takes no group: it has its own");
+    throw ConfigError("DistributedOptimizer::clip_grad_norm: remove {.group}; the optimizer uses its own");
   if (!(options.norm_type > 0))
-    throw ConfigError(fmt::format("norm_type is {}: a number greater than 0 is allowed", options.norm_type));
+    throw ConfigError(
+        fmt::format("clip_grad_norm: norm_type: expected a number above 0, got {}", options.norm_type));
   require_complete();
   at::NoGradGuard no_grad;
   std::int64_t blocks = 0;
@@ -334,7 +335,8 @@ at::Tensor ShardedOptimizer::clip_grad_norm(double max_norm, ClipGradNormOptions
     }
     at_param += (shards_->param(i).numel() + kBlock - 1) / kBlock;
   }
-  // Each block is one rank's, and zero on the others: the sum is what it has, also where that is no number.
+  // Each block is nonzero on one rank only, so the sum equals that rank's value, even if it is NaN or
+  // infinite.
   reduce_on_cpu(group(), powers, shards_->param(0).device(), {.tag = "clip_grad_norm"});
   const std::span values(powers.const_data_ptr<double>(), static_cast<std::size_t>(blocks));
   double norm = 0;
@@ -344,9 +346,9 @@ at::Tensor ShardedOptimizer::clip_grad_norm(double max_norm, ClipGradNormOptions
     norm = options.norm_type == 2 ? std::sqrt(tree(values)) : std::pow(tree(values), 1 / options.norm_type);
   }
   if (options.error_if_nonfinite && !std::isfinite(norm))
-    throw Error(fmt::format("the norm of order {} of the gradients is {}: they cannot be clipped by it",
+    throw Error(fmt::format("clip_grad_norm: cannot clip: the gradients' norm of order {} is {}",
                             options.norm_type, norm));
-  bool is_double = false;  // of the model, so that all ranks have the same
+  bool is_double = false;  // a property of the model, so it is the same on all ranks
   for (std::size_t i = 0; i < shards_->size(); ++i)
     is_double = is_double || shards_->param(i).scalar_type() == at::kDouble;
   const auto result = at::scalar_tensor(norm, at::TensorOptions(is_double ? at::kDouble : at::kFloat));
@@ -361,8 +363,8 @@ std::unique_ptr<Optimizer> ShardedOptimizer::whole() {
   auto whole = make_whole();
   const auto count = shards_->size();
   std::vector<State> mine(count);
-  // Which parts there are, of which type, and how many steps: a rank whose part of a parameter is empty
-  // knows none of it.
+  // Exchange which state tensors exist, their dtypes and the step counts: a rank with an empty slice of a
+  // parameter does not know them.
   constexpr std::size_t kFields = std::tuple_size_v<decltype(State::tensors)>;
   auto told = at::full({static_cast<std::int64_t>(count * (kFields + 1))}, -1, at::kLong);
   auto* told_values = told.mutable_data_ptr<std::int64_t>();
@@ -378,7 +380,7 @@ std::unique_ptr<Optimizer> ShardedOptimizer::whole() {
 
   std::vector<State> all(count);
   for (std::size_t f = 0; f < kFields; ++f) {
-    std::map<std::int64_t, std::vector<char>> types;  // and which parameters' are of it
+    std::map<std::int64_t, std::vector<char>> types;  // and the parameters that have each type
     for (std::size_t i = 0; i < count; ++i)
       if (const auto type = told_values[i * (kFields + 1) + 1 + f]; type >= 0)
         types.try_emplace(type, count).first->second[i] = 1;
@@ -403,10 +405,10 @@ void ShardedOptimizer::take(Optimizer& whole) {
   at::NoGradGuard no_grad;
   auto& groups = self().param_groups();
   if (whole.param_groups().size() != groups.size())
-    throw ConfigError(fmt::format("an optimizer of {} groups was given to one of {}",
+    throw ConfigError(fmt::format("the loaded optimizer has {} parameter groups; expected {}",
                                   whole.param_groups().size(), groups.size()));
   for (std::size_t g = 0; g < groups.size(); ++g) {
-    // In place: somebody may have a reference to them.
+    // In place, because references to the options may exist.
     const auto& given = whole.param_groups()[g].options();
     auto& own = groups[g].options();
     if (!copy_options<torch::optim::AdamOptions>(given, own) &&

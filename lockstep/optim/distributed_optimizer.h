@@ -1,26 +1,27 @@
-// An optimizer whose work and state the ranks share: each sums its part of the gradients, updates that part
-// of the weights, with state for it alone, and all get all weights (ZeRO, stage 1). The bits of the plain
-// optimizer after DistributedDataParallel, where the transport sums in one order (shm, threads, shm+gloo).
+// A sharded optimizer (ZeRO, stage 1): each rank reduces its part of the gradients, updates that part of the
+// weights, keeps optimizer state only for it, and all ranks then gather all weights. The results are
+// bit-identical to the plain optimizer after DistributedDataParallel on transports that sum in a fixed order
+// (shm, threads, shm+gloo).
 //
 //   lockstep::DistributedDataParallel ddp(model, world.group());
 //   lockstep::DistributedOptimizer<lockstep::AdamW> optimizer(ddp, {.lr = 3e-4});
-//   loss.backward();                 // each rank has the average of its part; p.grad() cannot be read
+//   loss.backward();                 // each rank has the average of its part; do not read p.grad()
 //   optimizer.clip_grad_norm(1.0);   // not lockstep::clip_grad_norm(model->parameters(), ...): see p.grad()
-//   optimizer.step();                // and the gradients are gone
+//   optimizer.step();                // releases the gradients
 //
-// It is an AdamW, Adam or SGD, of ours or of torch::optim, or a torch::optim::RMSprop or Adagrad, or an
-// element-wise optimizer of your own (elementwise.h): param_groups, schedulers, GradScaler, lockstep::save and load, torch::save as
-// with those. What its groups hold are this rank's parts, and state and masters are of those:
-// optimizer.master(optimizer.param_groups()[0].params()[0]). It is saved whole, and loaded with any number of
-// ranks. After a step that a GradScaler leaves out the gradients are gone, too. A second backward before
-// step() adds to them; optimizer.zero_grad() drops them, model->zero_grad() does not. Every rank makes it,
-// after its DistributedDataParallel, and makes the same steps. When it is gone, gradients are averaged as
-// before.
+// The inner optimizer is an AdamW, Adam or SGD of Lockstep or torch::optim, a torch::optim::RMSprop or
+// Adagrad, or an element-wise optimizer of yours (elementwise.h). param_groups, schedulers, GradScaler,
+// lockstep::save and load, and torch::save work as usual. The groups contain this rank's slices, and state
+// and masters belong to those: optimizer.master(optimizer.param_groups()[0].params()[0]). Checkpoints hold
+// the whole state and load on any number of ranks. A step skipped by a GradScaler releases the gradients,
+// too. A second backward before step() accumulates. optimizer.zero_grad() drops the gradients;
+// model->zero_grad() does not. Every rank must create it, after its DistributedDataParallel, and take the
+// same steps. After it is destroyed, gradients are averaged as before.
 //
 // Throws ConfigError for a parameter that the DistributedDataParallel does not reduce, sparse gradients,
-// static_graph, capturable, a second one for the same DistributedDataParallel, parameters that were moved
-// since (torch::load of the model does that, lockstep::load does not), step() with gradients that were not
-// averaged. CommError as Group does.
+// static_graph, capturable, a second one for the same DistributedDataParallel, parameters that have been
+// moved since (torch::load of the model moves them, lockstep::load does not), and step() with gradients that
+// were not averaged. Throws CommError as Group does.
 #pragma once
 
 #include <concepts>
@@ -39,9 +40,9 @@
 namespace lockstep {
 
 struct DistributedOptimizerOptions {
-  // One copy of the weights for all ranks, where all are on one host ("shm"); ConfigError elsewhere. A module
-  // that writes to its parameters in a forward that trains is refused by name. Whoever writes to them
-  // otherwise does so on one rank, between barriers. Buffers stay each rank's own.
+  // Keep one copy of the weights for all ranks, which must be on one host ("shm"); ConfigError otherwise. A
+  // module that writes to its parameters in a training forward is rejected by name. Any other write must
+  // happen on one rank, between barriers. Each rank keeps its own buffers.
   bool share_weights = false;
 };
 
@@ -49,35 +50,36 @@ namespace detail {
 
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-// What does not depend on the kind of optimizer.
+// The part that does not depend on the inner optimizer.
 class ShardedOptimizer {
  public:
   ShardedOptimizer(DdpBase& ddp, DistributedOptimizerOptions options);
-  ShardedOptimizer(const ShardedOptimizer&) = delete;  // nor moved: its slices are one object's
+  ShardedOptimizer(const ShardedOptimizer&) = delete;  // not movable either: others refer to its slices
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
   virtual ~ShardedOptimizer();
 
-  // As lockstep::clip_grad_norm, of all gradients, on the CPU: powers of blocks of 4096 elements, each summed
-  // in double, are added by a tree, so that the norm has the same bits with any number of ranks.
+  // Like lockstep::clip_grad_norm, over all gradients, with the result on the CPU. Sums powers of blocks of
+  // 4096 elements in double and adds the blocks in a tree, so the norm has the same bits on any number of
+  // ranks.
   at::Tensor clip_grad_norm(double max_norm, ClipGradNormOptions options = {});
 
   Group& group() const;
-  // Over the model's parameters, with this one's options and without state.
+  // Creates an optimizer over the model's parameters, with this one's options and without state.
   virtual std::unique_ptr<torch::optim::Optimizer> make_whole() = 0;
-  // With all of the state. Every rank.
+  // The same with the whole state. Every rank must call it.
   std::unique_ptr<torch::optim::Optimizer> whole();
-  // Its options and this rank's part of its state.
+  // Takes over the options of `whole` and this rank's part of its state.
   void take(torch::optim::Optimizer& whole);
-  void drop_gradients();  // of a step that is left out
-  // Throws ConfigError in the middle of a sum of micro-batches.
+  void drop_gradients();  // of a skipped step
+  // Throws ConfigError between micro-batches whose gradients are still being accumulated.
   void require_complete() const;
 
  protected:
   ParamGroups slices_of(
-      const ParamGroups& groups) const;  // of the model's parameters, the parts of this rank
+      const ParamGroups& groups) const;  // this rank's slices of the model's parameters
   ParamGroups all_parameters() const;
   ParamGroups whole_groups(const torch::optim::Optimizer& self) const;
-  // Every option of each group: LibTorch's constructors take one that has its default value for one not given.
+  // Copies every option of each group: LibTorch's constructors treat an option equal to its default as unset.
   void copy_group_options(const torch::optim::Optimizer& self, torch::optim::Optimizer& whole) const;
   void require_same_options(const torch::optim::Optimizer& self) const;
   void begin_step(const torch::optim::Optimizer& self);
@@ -86,23 +88,23 @@ class ShardedOptimizer {
 
  private:
   virtual torch::optim::Optimizer& self() = 0;
-  // The number of the parameter that this is a part of; ConfigError where it is of none.
+  // Index of the parameter that the slice belongs to. Throws ConfigError if there is none.
   std::size_t find(const at::Tensor& slice) const;
   const bool share_weights_;
-  std::vector<std::int64_t> versions_;  // of the parameters, after the last step
+  std::vector<std::int64_t> versions_;  // versions of the parameters after the last step
   const std::shared_ptr<ParameterShards> shards_;
 };
 
 }  // namespace detail
 
-// Inner: an ElementwiseOptimizer. This is what the others get.
+// Inner: an ElementwiseOptimizer. The primary template rejects all others.
 template <typename Inner>
 class DistributedOptimizer : public Inner {
   static_assert(
       ElementwiseOptimizer<Inner>::value,
-      "DistributedOptimizer: each rank updates a part of every parameter, which is right only for an "
-      "optimizer that updates each element by itself, as Adam, AdamW, SGD, RMSprop and Adagrad do: if "
-      "yours does, specialize lockstep::ElementwiseOptimizer for it, else use it without "
+      "DistributedOptimizer: each rank updates a part of every parameter, which is correct only for an "
+      "optimizer that updates each element independently, such as Adam, AdamW, SGD, RMSprop and Adagrad. If "
+      "yours does, specialize lockstep::ElementwiseOptimizer for it; otherwise use it without "
       "DistributedOptimizer");
 
  public:
@@ -116,14 +118,14 @@ class DistributedOptimizer<Inner> final : public detail::ShardedOptimizer, publi
  public:
   using Options = typename ElementwiseOptimizer<Inner>::Options;
 
-  // Of all parameters that ddp reduces.
+  // Optimizes all parameters that ddp reduces.
   explicit DistributedOptimizer(detail::DdpBase& ddp, Options options = {},
                                 DistributedOptimizerOptions sharding = {})
       : ShardedOptimizer(ddp, sharding), Inner(slices_of(all_parameters()), options) {
     require_same_options(*this);
   }
-  // groups: a vector of what Inner::group makes, of the model's parameters.
-  template <std::same_as<detail::ParamGroups> Groups>  // or {.lr = 1} might be one to the compiler
+  // groups: a vector of results of Inner::group, over the model's parameters.
+  template <std::same_as<detail::ParamGroups> Groups>  // or {.lr = 1} would be ambiguous
   DistributedOptimizer(detail::DdpBase& ddp, const Groups& groups, Options options = {},
                        DistributedOptimizerOptions sharding = {})
       : ShardedOptimizer(ddp, sharding), Inner(slices_of(groups), options) {
@@ -143,14 +145,14 @@ class DistributedOptimizer<Inner> final : public detail::ShardedOptimizer, publi
     return loss;
   }
 
-  // Also what passes inside no_sync() have left in p.grad(); through an Optimizer& it is not this one.
+  // Also clears what passes inside no_sync() left in p.grad(). Not virtual: not called through an Optimizer&.
   void zero_grad(bool set_to_none = true) {
     Inner::zero_grad(set_to_none);
-    if (set_to_none) drop_gradients();  // also of parameters in no group
+    if (set_to_none) drop_gradients();  // also for parameters in no group
     drop_unreduced_gradients();
   }
 
-  // Every rank: the whole state is gathered, and can be loaded by any number of ranks, and by Inner.
+  // Every rank must call it: the whole state is gathered. Any number of ranks, or Inner, can load it.
   void save(torch::serialize::OutputArchive& archive) const override {
     const_cast<DistributedOptimizer&>(*this).whole()->save(archive);
   }

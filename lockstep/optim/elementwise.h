@@ -1,14 +1,14 @@
-// Which optimizers update each element of a parameter from that element's own gradient and state, and so can
-// work on a part of the parameters: LibTorch's and ours, and those of a user that say so.
+// Declares which optimizers update each element only from its own gradient and state, and so can work on
+// slices of parameters: LibTorch's and Lockstep's, and user-defined ones that specialize this template.
 //
 //   template <>
 //   struct lockstep::ElementwiseOptimizer<Lion> : std::true_type {
-//     using Options = LionOptions;   // what its constructor takes behind the parameters
+//     using Options = LionOptions;   // its constructor's argument after the parameters
 //   };
 //
 // An optimizer that uses more of a parameter than one element, such as its norm (LARS, LAMB), its rows and
-// columns (Adafactor, Muon) or all parameters at once (LBFGS), is none: on parts it would compute something
-// else, without an error.
+// columns (Adafactor, Muon) or all parameters together (LBFGS), is not element-wise: on slices it would
+// silently compute something else.
 #pragma once
 
 #include <type_traits>

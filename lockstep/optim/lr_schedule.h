@@ -1,5 +1,5 @@
-// What learning-rate schedules are made of, with PyTorch's names and defaults: data, for the schedulers of
-// lr_scheduler.h. No LibTorch.
+// Options of learning-rate schedules, with PyTorch's names and defaults: plain data for the schedulers of
+// lr_scheduler.h. Does not use LibTorch.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace lockstep {
 
-// lr * factor until total_iters steps are done.
+// lr * factor for the first total_iters steps, then lr.
 struct ConstantLROptions {
   double factor = 1.0 / 3;
   std::int64_t total_iters = 5;
@@ -21,7 +21,7 @@ struct LinearLROptions {
   std::int64_t total_iters = 5;
 };
 
-// From lr to eta_min along half a cosine in T_max steps, and up again.
+// From lr to eta_min along half a cosine in T_max steps, and back up again.
 struct CosineAnnealingLROptions {
   std::int64_t T_max;
   double eta_min = 0;
@@ -32,7 +32,7 @@ struct ExponentialLROptions {
   double gamma;
 };
 
-// lr * lr_lambda(step). The function is not saved: give the same one after loading.
+// lr * lr_lambda(step). The function is not saved: pass the same one after loading.
 struct LambdaLROptions {
   std::function<double(std::int64_t)> lr_lambda;
 };
@@ -42,8 +42,8 @@ using LRSchedule = std::variant<ConstantLROptions, LinearLROptions, CosineAnneal
 
 enum class AnnealStrategy : std::uint8_t { cos, linear };
 
-// Up to max_lr in the first pct_start of total_steps and down again, far below where it began, as in the
-// paper "Super-Convergence"; the momentum (beta1 of Adam) goes the other way.
+// Rises to max_lr in the first pct_start of total_steps, then falls far below the start, as in the paper
+// "Super-Convergence". The momentum (beta1 of Adam) moves in the opposite direction.
 struct OneCycleLROptions {
   double max_lr;
   std::int64_t total_steps;

@@ -17,9 +17,10 @@ namespace {
 std::int64_t whole(const std::map<std::string, double>& state, const std::string& name) {
   const auto found = state.find(name);
   if (found == state.end())
-    throw ConfigError(fmt::format("the state of a scheduler lacks '{}': it was saved by another one", name));
+    throw ConfigError(
+        fmt::format("LRScheduler::load_state: missing '{}'; the state is of a different scheduler", name));
   if (!(found->second >= 0 && found->second < 4e9) || found->second != std::floor(found->second))
-    throw ConfigError(fmt::format("the state of a scheduler has {} = {}", name, found->second));
+    throw ConfigError(fmt::format("LRScheduler::load_state: invalid {} = {}", name, found->second));
   return static_cast<std::int64_t>(found->second);
 }
 
@@ -58,7 +59,7 @@ void LRScheduler::load_state(const std::map<std::string, double>& state) {
     const auto found = state.find(base_name(g));
     if (found == state.end() || state.contains(base_name(base_lrs_.size())))
       throw ConfigError(
-          fmt::format("the state of a scheduler is for another number of parameter groups: this one has {}",
+          fmt::format("LRScheduler::load_state: expected {} parameter groups, got another number",
                       base_lrs_.size()));
     bases.push_back(found->second);
   }
@@ -71,11 +72,11 @@ SequentialLR::SequentialLR(torch::optim::Optimizer& optimizer, std::vector<LRSch
     : LRScheduler(optimizer), schedules_(std::move(schedules)), milestones_(std::move(milestones)) {
   if (schedules_.empty() || milestones_.size() + 1 != schedules_.size())
     throw ConfigError(
-        fmt::format("{} schedules and {} milestones are given: one schedule more than milestones is "
-                    "needed",
+        fmt::format("SequentialLR: expected one schedule more than milestones, got {} schedules and {} "
+                    "milestones",
                     schedules_.size(), milestones_.size()));
   if (!std::is_sorted(milestones_.begin(), milestones_.end()) || (!milestones_.empty() && milestones_[0] < 0))
-    throw ConfigError("milestones are numbers of steps in increasing order, from 0 on");
+    throw ConfigError("SequentialLR: milestones: expected step numbers of at least 0 in increasing order");
   for (const auto& schedule : schedules_) detail::check(schedule);
   step();
 }
@@ -121,7 +122,7 @@ std::vector<double> OneCycleLR::get_lrs() {
   const auto step = static_cast<std::int64_t>(step_count_);
   if (step > options_.total_steps)
     throw ConfigError(
-        fmt::format("OneCycleLR: step {} after its total_steps, which are {}", step, options_.total_steps));
+        fmt::format("OneCycleLR: step {} is beyond total_steps ({})", step, options_.total_steps));
   const auto value = detail::one_cycle(options_, step);
   if (options_.cycle_momentum) set_momentum(value.momentum);
   return std::vector<double>(optimizer_.param_groups().size(), value.lr);
@@ -134,7 +135,7 @@ void OneCycleLR::set_momentum(double momentum) {
         !set_beta1<torch::optim::AdamWOptions>(options, momentum) &&
         !set_plain_momentum<torch::optim::SGDOptions>(options, momentum) &&
         !set_plain_momentum<torch::optim::RMSpropOptions>(options, momentum))
-      throw ConfigError("OneCycleLR with cycle_momentum: the optimizer has neither momentum nor betas");
+      throw ConfigError("OneCycleLR: cycle_momentum needs an optimizer with momentum or betas");
   }
 }
 

@@ -1,15 +1,15 @@
-// Learning-rate schedules that LibTorch lacks, with the values of torch.optim.lr_scheduler, for any of
-// LibTorch's optimizers and ours.
+// Learning-rate schedulers that LibTorch lacks, with the values of torch.optim.lr_scheduler, for all
+// optimizers of LibTorch and Lockstep.
 //
 //   lockstep::LinearLROptions warmup{.start_factor = 0.01, .total_iters = 100};
 //   lockstep::CosineAnnealingLROptions decay{.T_max = 900};
 //   lockstep::SequentialLR scheduler(optimizer, {warmup, decay}, {100});
 //   for (...) { ...; optimizer.step(); scheduler.step(); }
 //
-// As in Python, making a scheduler sets the first learning rate and step() the next one. Each group's base is
-// the learning rate that it has when the scheduler is made; so make it before a checkpoint is loaded, which
-// brings both back. The optimizer must outlive it. (LibTorch's own StepLR sets nothing when it is made, and
-// lags a step.) Throws ConfigError for options out of range.
+// As in Python, constructing a scheduler sets the first learning rate, and step() sets the next one. A
+// group's base learning rate is its current one when the scheduler is constructed, so construct it before
+// loading a checkpoint, which restores both. The optimizer must outlive the scheduler. (LibTorch's own StepLR
+// sets nothing on construction and lags one step behind.) Throws ConfigError for options out of range.
 #pragma once
 
 #include <cstdint>
@@ -26,10 +26,10 @@ class LRScheduler : public torch::optim::LRScheduler {
  public:
   std::int64_t last_epoch() const {
     return static_cast<std::int64_t>(step_count_) - 1;
-  }  // how often step() was called
-  std::vector<double> last_lr() const { return get_current_lrs(); }  // one for each group
+  }  // number of calls of step()
+  std::vector<double> last_lr() const { return get_current_lrs(); }  // one per group
 
-  // For checkpoints; the optimizer's learning rates are saved with the optimizer.
+  // For checkpoints. The learning rates themselves are saved with the optimizer.
   virtual std::map<std::string, double> state() const;
   virtual void load_state(const std::map<std::string, double>& state);
 
@@ -38,8 +38,8 @@ class LRScheduler : public torch::optim::LRScheduler {
   std::vector<double> base_lrs_;
 };
 
-// One schedule after another, each beginning where a milestone, a number of steps, is reached. One schedule
-// more than milestones.
+// Runs schedules one after another. Each milestone is the step at which the next schedule begins, so there is
+// one schedule more than milestones.
 class SequentialLR : public LRScheduler {
  public:
   SequentialLR(torch::optim::Optimizer& optimizer, std::vector<LRSchedule> schedules,
@@ -80,8 +80,8 @@ class LambdaLR : public SequentialLR {
       : SequentialLR(optimizer, {std::move(options)}, {}) {}
 };
 
-// step() beyond total_steps is a ConfigError. With cycle_momentum, the default, the optimizer must have
-// momentum or betas: Adam, AdamW, SGD and RMSprop, LibTorch's and ours.
+// step() beyond total_steps throws ConfigError. With cycle_momentum (the default), the optimizer must have
+// momentum or betas: Adam, AdamW, SGD or RMSprop of LibTorch or Lockstep.
 class OneCycleLR : public LRScheduler {
  public:
   OneCycleLR(torch::optim::Optimizer& optimizer, OneCycleLROptions options);

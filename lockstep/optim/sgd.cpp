@@ -5,10 +5,10 @@
 
 #include <ATen/ATen.h>
 #include <lockstep/modules/detail/unready_gradient.h>
+#include <lockstep/optim/detail/cpu_update.h>
 #include <lockstep/optim/detail/cuda_graph.h>
 #include <lockstep/optim/detail/group_options.h>
 #include <lockstep/optim/detail/step_memory.h>
-#include <lockstep/optim/detail/cpu_update.h>
 #include <torch/optim/sgd.h>
 
 namespace lockstep {
@@ -36,11 +36,12 @@ void check_sgd(const SgdGroup& options) {
   check_at_least_zero("momentum", options.momentum());
   check_at_least_zero("weight_decay", options.weight_decay());
   if (options.nesterov() && (options.momentum() <= 0 || options.dampening() != 0))
-    throw ConfigError(fmt::format("nesterov needs a momentum and no dampening; they are {} and {}",
+    throw ConfigError(fmt::format("nesterov needs momentum above 0 and dampening 0, got {} and {}",
                                   options.momentum(), options.dampening()));
 }
 
-// What _single_tensor_sgd of torch/optim/sgd.py does, in its order. The buffer is undefined without momentum.
+// The operations of _single_tensor_sgd in torch/optim/sgd.py, in the same order. The buffer is undefined
+// without momentum.
 void sgd_by_operations(const at::Tensor& parameter, at::Tensor gradient, at::Tensor& buffer,
                        const SgdGroup& options) {
   if (options.maximize) gradient = -gradient;
@@ -153,7 +154,7 @@ class Step {
     std::vector<at::Tensor> parameters, gradients, buffers;
   };
 
-  // Before anything changes.
+  // Runs before anything changes.
   void check() {
     std::optional<at::Device> asked;
     for (auto& group : optimizer_.param_groups()) {
@@ -162,12 +163,10 @@ class Step {
         if (!parameter.grad().defined()) continue;
         require_ready(parameter.grad());
         if (options.master_weights && has_master(parameter) && parameter.grad().layout() != at::kStrided)
-          throw ConfigError("SGD with master_weights does not take sparse gradients of bfloat16 and float16");
+          throw ConfigError("SGD with master_weights does not support sparse bfloat16 and float16 gradients");
         if (parameter.is_cuda() && asked != parameter.device() && capturing(*(asked = parameter.device())))
           throw ConfigError(
-              "SGD is captured in a CUDA graph, which would repeat this step's lr: Adam and AdamW can be "
-              "captured, "
-              "with .capturable = true");
+              "SGD in a CUDA graph would repeat this step's lr: use Adam or AdamW with .capturable = true");
       }
     }
   }
@@ -208,12 +207,12 @@ class Step {
   }
 
   torch::optim::Optimizer& optimizer_;
-  std::vector<std::pair<SgdState*, at::Tensor>> rounded_;  // whose parameters follow their masters yet
-  std::vector<at::Tensor> held_;                           // gradients that slices point to
-  // Buffers without a value until the step has come to its end: one that fails does not leave them behind.
+  std::vector<std::pair<SgdState*, at::Tensor>> rounded_;  // masters still to be rounded
+  std::vector<at::Tensor> held_;                           // gradients that slices refer to
+  // Buffers created by this step, without a value until it ends; a failed step discards them.
   std::vector<std::pair<SgdState*, at::Tensor>> made_;
   std::map<FusedKind, Fused, FusedKindLess> first_,
-      later_;  // whose buffers have no value yet, and the others
+      later_;  // first_: new buffers; later_: existing ones
 };
 
 }  // namespace
@@ -236,7 +235,8 @@ OptimizerParamGroup SGD::group(std::vector<at::Tensor> parameters, SGDOptions op
 SGDOptions SGD::options(std::size_t group) const {
   auto& groups = const_cast<SGD*>(this)->param_groups();
   if (group >= groups.size())
-    throw ConfigError(fmt::format("options of group {}: there are {} groups", group, groups.size()));
+    throw ConfigError(
+        fmt::format("options: group {} is out of range; the optimizer has {} groups", group, groups.size()));
   const auto& options = detail::own_options<detail::SgdBase>(groups[group], defaults());
   return {.lr = options.lr(),
           .momentum = options.momentum(),

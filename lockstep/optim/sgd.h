@@ -1,9 +1,9 @@
-// Stochastic gradient descent, with PyTorch's names and defaults, and bit for bit what Python's gives on the
-// CPU.
+// Stochastic gradient descent with PyTorch's names and defaults. On the CPU, results are bit-identical to
+// Python's.
 //
 //   lockstep::SGD optimizer(model->parameters(), {.lr = 0.1, .momentum = 0.9});
 //
-// Groups, learning rates and errors as in adam.h; sparse gradients are taken.
+// Groups, learning rates and errors as in adam.h. Supports sparse gradients.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ struct SGDOptions {
   double weight_decay = 0;
   bool nesterov = false;
   bool maximize = false;
-  bool master_weights = false;  // of bfloat16 and float16 parameters: see optimizer.h
+  bool master_weights = false;  // for bfloat16 and float16 parameters; see optimizer.h
   Implementation implementation = Implementation::single;
 };
 
@@ -38,7 +38,7 @@ class SGD : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
   // See optimizer.h.
-  at::Tensor master(const at::Tensor& parameter) const;  // undefined where there is none
+  at::Tensor master(const at::Tensor& parameter) const;  // undefined if there is none
   void sync_masters();
 };
 

@@ -15,7 +15,8 @@
 // keep a handle to p.grad() across steps: its memory is used again. One thread at a time.
 //
 // Throws ConfigError, naming parameters: what differs between ranks at the start; one that got no gradient;
-// one that was reduced twice in a backward pass; create_graph. CommError as Group does.
+// one that was reduced twice in a backward pass; create_graph. CommError as Group does; its call site is the line
+// that made the DistributedDataParallel.
 #pragma once
 
 #include <cstdint>
@@ -132,7 +133,7 @@ class DdpBase {
 
   // After a backward pass that ended with an exception on some ranks and not on others: drops what it has left, on
   // every rank, so that the next step begins clean. p.grad() is undefined then. Every rank calls it. Until then each
-  // step is an error. It needs a group that lives: on transports other than shared memory such a pass fails the group.
+  // step is an error. Throws DriftError if a rank has updated its parameters with what was left. It needs a group that lives: on transports other than shared memory such a pass fails the group.
   void discard();
 
   // Runs the body, in which this rank may make fewer steps than others, then takes part in what they still
@@ -173,13 +174,14 @@ class DistributedDataParallel : public detail::DdpBase {
   static constexpr bool kRefers = detail::module_object<M>;
 
  public:
-  DistributedDataParallel(M module, Group group, DdpOptions options = {})
+  DistributedDataParallel(M module, Group group, DdpOptions options = {}, Site site = Site::current())
     requires(!detail::module_object<M>)
-      : DdpBase(detail::module_pointer(module), std::move(group), std::move(options)),
+      : DdpBase(detail::module_pointer(module), group.called_at(site), std::move(options)),
         module_(std::move(module)) {}
-  DistributedDataParallel(M& module, Group group, DdpOptions options = {})
+  DistributedDataParallel(M& module, Group group, DdpOptions options = {}, Site site = Site::current())
     requires detail::module_object<M>
-      : DdpBase(detail::module_pointer(module), std::move(group), std::move(options)), module_(&module) {}
+      : DdpBase(detail::module_pointer(module), group.called_at(site), std::move(options)),
+        module_(&module) {}
   // The model would be gone before the first step.
   DistributedDataParallel(M&& temporary, Group group, DdpOptions options = {})
     requires detail::module_object<M>

@@ -31,10 +31,10 @@ namespace {
 struct OperatorContext final : at::ObserverContext {
   std::shared_ptr<detail::SpanSink> sink;
   Flops flops;
-  bool counts = false;  // and those inside it do not
+  bool counts = false;  // True if this operator counts; operators inside it then do not
 };
 
-// An operator may call itself again one level down (autocast does): it is counted once.
+// An operator may call itself again one level down (autocast does); count it once.
 thread_local int counting = 0;
 
 std::unique_ptr<at::ObserverContext> operator_began(const at::RecordFunction& function) {
@@ -44,7 +44,7 @@ std::unique_ptr<at::ObserverContext> operator_began(const at::RecordFunction& fu
   if (function.needsInputs()) {
     try {
       context->flops = flops_of(function);
-    } catch (const std::exception&) {  // tensors whose sizes cannot be asked for
+    } catch (const std::exception&) {  // tensors whose sizes cannot be read
     }
     context->counts = context->flops.whole > 0 || context->flops.per_output > 0;
     if (context->counts && counting++ > 0) context->flops = {};
@@ -59,7 +59,7 @@ void sample_memory(detail::SpanSink* sink) {
 }
 
 void operator_ended(const at::RecordFunction& function, at::ObserverContext* context) {
-  if (context == nullptr) return;  // beginning threw, which LibTorch has told of
+  if (context == nullptr) return;  // beginning threw, which LibTorch has reported
   const auto& began = *static_cast<OperatorContext*>(context);
   if (!began.sink) return;
   if (began.counts) --counting;
@@ -75,7 +75,7 @@ void operator_ended(const at::RecordFunction& function, at::ObserverContext* con
   sample_memory(began.sink.get());
 }
 
-// Where Kineto tells of operators.
+// Used if Kineto records the operators.
 void operator_ended_elsewhere(const at::RecordFunction&, at::ObserverContext*) {
   sample_memory(detail::span_sink().get());
 }
@@ -96,19 +96,20 @@ std::string program_name() {
 void check(const ProfilerOptions& options, bool in_threads) {
   if (in_threads && options.operators == OperatorSource::kineto)
     throw ConfigError(
-        "OperatorSource::kineto is not allowed where ranks are threads, since a process has one Kineto: "
-        "OperatorSource::callbacks and none are");
+        "ProfilerOptions::operators: kineto needs ranks that are processes, because a process has only one "
+        "Kineto; use callbacks or none");
   if (options.first < 1 || options.last < options.first)
-    throw ConfigError(fmt::format("steps {} to {} cannot be profiled: from 1, and not back, is allowed",
+    throw ConfigError(fmt::format("ProfilerOptions: expected 1 <= first <= last, got first {} and last {}",
                                   options.first, options.last));
-  if (options.directory.empty()) throw ConfigError("a profile needs a directory");
+  if (options.directory.empty()) throw ConfigError("ProfilerOptions::directory is empty");
   if (options.samples_per_step < 0 || options.tokens_per_step < 0 || options.peak_flops < 0)
-    throw ConfigError("samples, tokens and FLOP/s of a profile must not be negative");
+    throw ConfigError(
+        "ProfilerOptions: samples_per_step, tokens_per_step and peak_flops must not be negative");
 }
 
 }  // namespace
 
-// One rank's profile, from the World's making or the Profiler's to the end of the window.
+// Profile of one rank, from the creation of the World or Profiler to the end of the window.
 class Session final : public Observer {
  public:
   Session(const detail::WorldState& world, ProfilerOptions options)
@@ -124,7 +125,7 @@ class Session final : public Observer {
     std::lock_guard lock(mutex_);
     stop();
   }
-  // Records from here on where the window begins with the first step.
+  // Starts recording at once if the window begins with the first step.
   void begin() {
     std::lock_guard lock(mutex_);
     if (options_.first == 1) listen();
@@ -134,7 +135,7 @@ class Session final : public Observer {
   void finished(const Call& call, std::chrono::nanoseconds) noexcept override {
     recorder_->ended(call, false);
   }
-  // The rest of the run may never come: what there is, is written.
+  // The rest of the run may never happen, so write what was recorded.
   void failed(const Call& call, std::chrono::nanoseconds, std::string_view) noexcept override {
     recorder_->ended(call, true);
     if (scope_ == detail::SpanScope::process) finish();
@@ -152,12 +153,12 @@ class Session final : public Observer {
     advance(++own_count_);
   }
 
-  // The window is over, or the run: writes this rank's file.
+  // Called at the end of the window or of the run: writes this rank's file.
   void finish() noexcept {
     std::lock_guard lock(mutex_);
     finish_locked();
   }
-  // Somebody else profiles.
+  // Called if another session takes over.
   void give_up() noexcept {
     std::lock_guard lock(mutex_);
     stop();
@@ -168,7 +169,7 @@ class Session final : public Observer {
   const ProfilerOptions& options() const { return options_; }
 
  private:
-  // A window of more would not fit in memory for long, and no one could look at it.
+  // Maximum number of events: more would exhaust memory, and nothing could display them.
   static constexpr std::int64_t kMostEvents = 4'000'000;
 
   void advance(std::int64_t step) noexcept {
@@ -179,7 +180,7 @@ class Session final : public Observer {
       if (step + 1 >= options_.first && step < options_.last) listen();
       return;
     }
-    if (step < options_.first) {  // what was before the first is dropped
+    if (step < options_.first) {  // drop what was recorded before the window
       recorder_->start();
       return;
     }
@@ -187,9 +188,9 @@ class Session final : public Observer {
     recorder_->step(step);
     const bool full = recorder_->events() > kMostEvents;
     if (full)
-      detail::log(LogLevel::warn, "the profile ends at step {}, with {} events: no more are kept", step,
+      detail::log(LogLevel::warn, "the profile stops at step {} with {} events, the maximum", step,
                   recorder_->events());
-    // Numbers may begin anew with each epoch: as many as were asked for are enough.
+    // Step numbers may restart with each epoch, so also stop after the requested number of steps.
     if (full || step >= options_.last || ++recorded_ > options_.last - options_.first) finish_locked();
   }
 
@@ -201,7 +202,7 @@ class Session final : public Observer {
         detail::log(LogLevel::warn,
                     "nothing was profiled: the program called neither World::step nor Profiler::step");
       else
-        detail::log(LogLevel::warn, "nothing was profiled: steps {} to {} were to be, and the last was {}",
+        detail::log(LogLevel::warn, "nothing was profiled: expected steps {} to {}, but the last step was {}",
                     options_.first, options_.last, last_seen_);
       return;
     }
@@ -221,7 +222,7 @@ class Session final : public Observer {
       write(profile, options_.directory);
       written_ = true;
     } catch (const std::exception& error) {
-      detail::log(LogLevel::error, "the profile is lost: {}", error.what());
+      detail::log(LogLevel::error, "cannot write the profile: {}", error.what());
     }
   }
 
@@ -244,7 +245,7 @@ class Session final : public Observer {
     recorder_->start();
   }
 
-  // A process has one, whose ranks may be threads: then it is left alone.
+  // Kineto is per process, so it is not used if ranks are threads.
   void start_kineto() {
     const bool of_operators = options_.operators == OperatorSource::kineto;
     const bool of_device =
@@ -254,8 +255,9 @@ class Session final : public Observer {
     const auto trouble = kineto_.start(of_device ? Kineto::Of::operators_and_cuda : Kineto::Of::operators);
     if (!trouble) return;
     operators_by_callbacks_ = options_.operators != OperatorSource::none;
-    detail::log(LogLevel::warn, "{}: the profile has {}", *trouble,
-                of_operators ? "operators from callbacks instead" : "no kernels of devices");
+    detail::log(LogLevel::warn, "{}; {}", *trouble,
+                of_operators ? "operators are recorded by callbacks instead"
+                             : "device kernels are not recorded");
   }
 
   RankProfile stop() noexcept {
@@ -283,7 +285,7 @@ class Session final : public Observer {
   Kineto kineto_;
   std::int64_t last_seen_ = -1, own_count_ = 0, recorded_ = 0;
   std::atomic<bool> own_steps_ = false, over_ = false, written_ = false, world_left_ = false;
-  std::mutex mutex_;  // of the window; operations are told of without it
+  std::mutex mutex_;  // protects the window; operations are reported without it
 };
 
 namespace {
@@ -293,10 +295,11 @@ OperatorSource operators_by_name(const std::string& name) {
   if (name == "callbacks") return OperatorSource::callbacks;
   if (name == "kineto") return OperatorSource::kineto;
   throw ConfigError(
-      fmt::format("LOCKSTEP_PROFILE_OPERATORS={} is not allowed: none, callbacks and kineto are", name));
+      fmt::format("LOCKSTEP_PROFILE_OPERATORS: expected none, callbacks or kineto, got '{}'", name));
 }
 
-// What `lockstep run --profile` asked for: LOCKSTEP_PROFILE=10:20, LOCKSTEP_PROFILE_DIR; and how.
+// Options from `lockstep run --profile`: LOCKSTEP_PROFILE=10:20, LOCKSTEP_PROFILE_DIR and others; nullopt
+// without it.
 std::optional<ProfilerOptions> asked_for(ProfilerOptions options) {
   const auto window = env::text("LOCKSTEP_PROFILE");
   if (!window || window->empty()) return std::nullopt;
@@ -307,7 +310,7 @@ std::optional<ProfilerOptions> asked_for(ProfilerOptions options) {
   };
   if (colon == std::string::npos || !number(std::string_view(*window).substr(0, colon), options.first) ||
       !number(std::string_view(*window).substr(colon + 1), options.last))
-    throw ConfigError(fmt::format("LOCKSTEP_PROFILE={} is not allowed: FIRST:LAST is, as 10:20", *window));
+    throw ConfigError(fmt::format("LOCKSTEP_PROFILE: expected FIRST:LAST such as 10:20, got '{}'", *window));
   options.directory = env::text("LOCKSTEP_PROFILE_DIR").value_or(options.directory);
   if (const auto source = env::text("LOCKSTEP_PROFILE_OPERATORS"))
     options.operators = operators_by_name(*source);
@@ -315,12 +318,13 @@ std::optional<ProfilerOptions> asked_for(ProfilerOptions options) {
   return options;
 }
 
-// The session that the launcher asked for, until the program makes a Profiler of its own; and that one.
+// automatic: the session requested by the launcher, until the program creates a Profiler. of_process: the
+// program's.
 std::mutex mutex;
 std::weak_ptr<Session> automatic, of_process;
-thread_local std::weak_ptr<Session> of_thread;  // where ranks are threads
+thread_local std::weak_ptr<Session> of_thread;  // if ranks are threads
 
-// When a World has been joined.
+// Called when a World has been joined.
 void profile_if_asked(const std::shared_ptr<detail::WorldState>& world) {
   auto options = asked_for({});
   if (!options) return;
@@ -331,7 +335,7 @@ void profile_if_asked(const std::shared_ptr<detail::WorldState>& world) {
   automatic = session;
 }
 
-// Files that an earlier run left there, of other ranks or of ranks that could not write now.
+// Removes files of an earlier run: those of other ranks, and of ranks that could not write now.
 void drop_others(const std::filesystem::path& directory, const std::vector<int>& written) {
   std::error_code trouble;
   for (const auto& entry : std::filesystem::directory_iterator(directory, trouble)) {
@@ -355,9 +359,9 @@ Profiler::Profiler(World& world, ProfilerOptions options) : world_(world.state_)
   std::lock_guard lock(profile::mutex);
   auto& current = in_threads ? profile::of_thread : profile::of_process;
   if (const auto other = current.lock(); other && !other->over())
-    throw ConfigError("there is a Profiler already whose window is not over: one at a time is allowed");
+    throw ConfigError("Profiler: the window of another Profiler is not over; use one at a time");
   if (!in_threads) {
-    // The launcher's word about window and folder counts; what else the program says, counts too.
+    // The launcher's window and directory take precedence over the program's; other options are kept.
     if (auto asked = profile::asked_for(options)) options = std::move(*asked);
     if (auto other = profile::automatic.lock()) other->give_up();
     profile::automatic.reset();
@@ -378,11 +382,11 @@ void Profiler::step() { session_->step(); }
 void Profiler::finish() {
   session_->finish();
   const auto world = world_.lock();
-  if (!world || session_->world_left()) throw ConfigError("the World of this Profiler has been left");
+  if (!world || session_->world_left()) throw ConfigError("Profiler::finish: its World has been left");
   const auto written = Group(world->default_group()).all_gather_values(static_cast<int>(session_->written()));
   if (world->identity().rank != 0) return;
   if (std::none_of(written.begin(), written.end(), [](int each) { return each != 0; }))
-    throw ConfigError("there is no profile: no rank has recorded a step");
+    throw ConfigError("Profiler::finish: no rank has recorded a step");
   profile::drop_others(session_->options().directory, written);
   profile::put_together(session_->options().directory);
 }

@@ -1,11 +1,12 @@
-// Where a parallel step goes: what each rank computes, sends and waits for, over a window of steps.
+// Shows where the time of a parallel step goes: what each rank computes, sends and waits for, over a window
+// of steps.
 //
 //   lockstep::Profiler profiler(world, {.first = 10, .last = 20});
 //   for (...) { ...; profiler.step(); }
 //   profiler.finish();   // on every rank; rank 0 writes profile/trace.json.gz, the summary and the report
 //
-// `lockstep run --profile ./train` does the same without a line in the program, if that calls world.step(n).
-// For another window make another Profiler, when this one's is over.
+// `lockstep run --profile ./train` does the same without changes to the program, if it calls world.step(n).
+// To record another window, create another Profiler after this one's window is over.
 #pragma once
 
 #include <cstdint>
@@ -18,24 +19,24 @@
 
 namespace lockstep {
 
-// Who tells of LibTorch's operators. Callbacks know the thread's processor time and count FLOPs, also where
-// ranks are threads. Kineto is LibTorch's own profiler, one for a process: ranks must be processes.
+// Source of LibTorch's operators. Callbacks record the thread's CPU time and count FLOPs, and also work if
+// ranks are threads. Kineto is LibTorch's own profiler, one per process, so ranks must be processes.
 enum class OperatorSource { none, callbacks, kineto };
 
 struct ProfilerOptions {
-  // Recorded are the steps that end with the call step(first) to step(last), counted from 1.
+  // The window: the steps that end with the calls step(first) to step(last), counted from 1.
   std::int64_t first = 10, last = 20;
   std::string directory = "profile";
-  // LibTorch's, one by one; without them what they took counts as the program's code.
+  // Individual LibTorch operators. With none, their time counts as the program's code.
   OperatorSource operators = OperatorSource::callbacks;
-  bool flops = true;   // of those that callbacks tell of
-  bool memory = true;  // of CPU tensors, where Lockstep's allocator gives it
-  // Kernels and copies of CUDA's devices, by Kineto, where this process computes on one and ranks are
+  bool flops = true;   // count FLOPs; needs callbacks
+  bool memory = true;  // of CPU tensors, if Lockstep's allocator is used
+  // Kernels and copies on CUDA devices, recorded by Kineto; only if this process uses one and ranks are
   // processes.
   bool device = true;
-  // Of one rank in one step; for samples and tokens per second. 0: not known.
+  // Per rank and step, for samples and tokens per second. 0: unknown.
   std::int64_t samples_per_step = 0, tokens_per_step = 0;
-  double peak_flops = 0;  // of what one rank computes on, per second; for MFU. 0: not known
+  double peak_flops = 0;  // peak FLOP/s of one rank's hardware, for MFU. 0: unknown
 };
 
 namespace profile {
@@ -47,25 +48,25 @@ class WorldState;
 
 class Profiler {
  public:
-  // Local. Throws ConfigError where options are not allowed.
+  // Local. Throws ConfigError for invalid options.
   explicit Profiler(World& world, ProfilerOptions options = {});
-  ~Profiler();  // writes what there is of this rank
+  ~Profiler();  // writes what this rank has recorded
   Profiler(const Profiler&) = delete;
   Profiler& operator=(const Profiler&) = delete;
 
-  // A step has ended. Where it is never called, World::step(n) says so.
+  // Marks the end of a step. If it is never called, World::step(n) does that.
   void step();
-  // Every rank: writes each one's file, and rank 0 puts them together. Files of hosts that share no folder
-  // are put together by `lockstep trace merge`.
+  // Every rank must call it. Each rank writes its file, and rank 0 combines them. If hosts share no
+  // directory, combine the files with `lockstep trace merge`.
   void finish();
 
  private:
   std::shared_ptr<profile::Session> session_;
-  std::weak_ptr<detail::WorldState> world_;  // also when the World is moved
+  std::weak_ptr<detail::WorldState> world_;  // weak, so that it remains valid if the World is moved
 };
 
-// A part of the program by its name, on this thread, until the end of the scope; "optimizer" and "data" count
-// as that.
+// Names a section of the program on this thread, until the end of the scope. The names "optimizer" and "data"
+// count as those parts of a step.
 class ProfileRange {
  public:
   explicit ProfileRange(std::string_view name);

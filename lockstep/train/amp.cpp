@@ -21,9 +21,10 @@ namespace autocast = at::autocast;
 Autocast::Autocast(at::DeviceType device, std::optional<at::ScalarType> dtype, AutocastOptions options)
     : device_(device) {
   if (device != at::kCPU && device != at::kCUDA)
-    throw ConfigError(fmt::format("autocast on device {}: cpu and cuda are allowed", fmt::streamed(device)));
+    throw ConfigError(fmt::format("Autocast: device: expected cpu or cuda, got {}", fmt::streamed(device)));
   if (dtype && *dtype != at::kBFloat16 && *dtype != at::kHalf)
-    throw ConfigError(fmt::format("autocast to {}: BFloat16 and Half are allowed", fmt::streamed(*dtype)));
+    throw ConfigError(
+        fmt::format("Autocast: dtype: expected BFloat16 or Half, got {}", fmt::streamed(*dtype)));
   enabled_before_ = autocast::is_autocast_enabled(device);
   cache_enabled_before_ = autocast::is_autocast_cache_enabled();
   dtype_before_ = autocast::get_autocast_dtype(device);
@@ -44,19 +45,22 @@ GradScaler::GradScaler(GradScalerOptions options) : options_(std::move(options))
   if (!options_.enabled) return;
   if (!(options_.init_scale > 0) || std::isinf(options_.init_scale))
     throw ConfigError(
-        fmt::format("init_scale is {}: a number greater than 0 is allowed", options_.init_scale));
+        fmt::format("GradScaler: init_scale: expected a number above 0, got {}", options_.init_scale));
   if (!(options_.growth_factor > 1))
-    throw ConfigError(fmt::format("growth_factor is {}: more than 1 is allowed", options_.growth_factor));
+    throw ConfigError(
+        fmt::format("GradScaler: growth_factor: expected more than 1, got {}", options_.growth_factor));
   if (!(options_.backoff_factor < 1 && options_.backoff_factor > 0))
     throw ConfigError(
-        fmt::format("backoff_factor is {}: between 0 and 1 is allowed", options_.backoff_factor));
+        fmt::format("GradScaler: backoff_factor: expected a number between 0 and 1, got {}",
+                    options_.backoff_factor));
   if (options_.growth_interval < 1)
-    throw ConfigError(fmt::format("growth_interval is {}: 1 or more is allowed", options_.growth_interval));
+    throw ConfigError(
+        fmt::format("GradScaler: growth_interval: expected at least 1, got {}", options_.growth_interval));
 }
 
 void GradScaler::need_scale(const char* what) const {
   if (!scale_.defined())
-    throw ConfigError(fmt::format("GradScaler::{} before scale(loss): there is nothing to undo", what));
+    throw ConfigError(fmt::format("GradScaler::{}: call scale(loss) first", what));
 }
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
@@ -74,25 +78,25 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   need_scale("unscale_");
   auto& own = optimizers_[&optimizer];
   if (own.stage == Stage::unscaled)
-    throw ConfigError("GradScaler::unscale_ twice for one optimizer since the last update()");
-  if (own.stage == Stage::stepped) throw ConfigError("GradScaler::unscale_ after step()");
+    throw ConfigError("GradScaler::unscale_: already called for this optimizer since the last update()");
+  if (own.stage == Stage::stepped) throw ConfigError("GradScaler::unscale_: call it before step()");
 
   at::NoGradGuard no_grad;
   auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(&optimizer);
   if (sharded != nullptr) sharded->require_complete();
-  // By device and dtype, as LibTorch's kernel takes them. All are looked at before any is changed.
+  // Grouped by device and dtype, as LibTorch's kernel requires. Check all gradients before changing any.
   std::map<std::tuple<at::DeviceType, int, at::ScalarType>, std::vector<at::Tensor>> kinds;
   for (auto& group : optimizer.param_groups())
     for (const auto& parameter : group.params()) {
       const auto& gradient = parameter.grad();
       detail::require_ready(gradient);
-      // Of one that ranks share on all of them, though some have nothing of it.
+      // For a sharded optimizer, check the parameter: some ranks may have no slice of it.
       const bool half = sharded != nullptr ? parameter.scalar_type() == at::kHalf
                                            : gradient.defined() && gradient.scalar_type() == at::kHalf;
       if (half)
         throw ConfigError(
-            "GradScaler::unscale_ of float16 gradients: parameters should be float32, and Autocast casts "
-            "them");
+            "GradScaler::unscale_: cannot unscale float16 gradients; keep parameters in float32 and use "
+            "Autocast");
       if (!gradient.defined()) continue;
       const auto values = gradient.is_sparse() ? gradient._values() : gradient;
       kinds[{values.device().type(), values.device().index(), values.scalar_type()}].push_back(values);
@@ -105,7 +109,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse.to(device));
     own.found_inf.add_(found.to(scale_.device()));
   }
-  // Ranks of which each has a part of the gradients leave out a step together.
+  // Ranks that each have a part of the gradients must skip a step together.
   const auto agree = [&](Group group) {
     group.all_reduce(own.found_inf, {.op = ReduceOp::MAX, .tag = "GradScaler found_inf"}).wait();
   };
@@ -121,13 +125,13 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
   }
   need_scale("step");
   if (optimizers_[&optimizer].stage == Stage::stepped)
-    throw ConfigError("GradScaler::step twice for one optimizer since the last update()");
+    throw ConfigError("GradScaler::step: already called for this optimizer since the last update()");
   if (optimizers_[&optimizer].stage == Stage::ready) unscale_(optimizer);
   auto& own = optimizers_[&optimizer];
   own.stage = Stage::stepped;
   if (own.found_inf.item<float>() != 0) {
-    // They are not the model's, so that model->zero_grad() would leave them, and with them every step that
-    // follows.
+    // The sharded gradients are not the model's, so model->zero_grad() would not clear them, and all later
+    // steps would be skipped, too.
     if (auto* sharded = dynamic_cast<detail::ShardedOptimizer*>(&optimizer)) sharded->drop_gradients();
     return false;
   }
@@ -142,14 +146,14 @@ void GradScaler::update(std::optional<double> new_scale) {
   if (new_scale) {
     if (!(*new_scale > 0) || std::isinf(*new_scale))
       throw ConfigError(
-          fmt::format("GradScaler::update({}): a number greater than 0 is allowed", *new_scale));
+          fmt::format("GradScaler::update: expected a scale above 0, got {}", *new_scale));
     scale_.fill_(*new_scale);
   } else {
     at::Tensor found;
     for (const auto& [optimizer, own] : optimizers_)
       if (own.found_inf.defined()) found = found.defined() ? found + own.found_inf : own.found_inf;
     if (!found.defined())
-      throw ConfigError("GradScaler::update before step(optimizer): no gradients were looked at");
+      throw ConfigError("GradScaler::update: call step(optimizer) first");
     at::_amp_update_scale_(scale_, growth_tracker_, found, options_.growth_factor, options_.backoff_factor,
                            options_.growth_interval);
   }
@@ -173,15 +177,16 @@ std::map<std::string, double> GradScaler::state() const {
 
 void GradScaler::load_state(const std::map<std::string, double>& state) {
   if (!options_.enabled) return;
-  // All of them before anything is changed.
+  // Read and validate everything before changing anything.
   auto number = [&](const char* name, bool whole, double lowest, double highest) {
     const auto found = state.find(name);
     if (found == state.end())
-      throw ConfigError(fmt::format("the state of a GradScaler lacks '{}'{}", name,
-                                    state.empty() ? ": it was saved by one that was not enabled" : ""));
+      throw ConfigError(
+          fmt::format("GradScaler::load_state: missing '{}'{}", name,
+                      state.empty() ? "; the state was saved by a disabled GradScaler" : ""));
     const double value = found->second;
     if (!(value >= lowest && value <= highest) || (whole && value != std::floor(value)))
-      throw ConfigError(fmt::format("the state of a GradScaler has {} = {}", name, value));
+      throw ConfigError(fmt::format("GradScaler::load_state: invalid {} = {}", name, value));
     return value;
   };
   constexpr double most = std::numeric_limits<float>::max(), least = std::numeric_limits<float>::denorm_min();

@@ -1,5 +1,5 @@
-// Runs operations in a lower precision where that is safe, as Python's torch.autocast does, for the length of
-// a scope:
+// Runs operations in lower precision where that is safe, like Python's torch.autocast, for the duration of a
+// scope:
 //
 //   at::Tensor loss;
 //   {
@@ -8,8 +8,8 @@
 //   }
 //   loss.backward();
 //
-// For this thread alone. Scopes nest; an inner one with {.enabled = false} switches it off. Casts of weights
-// are kept until the outermost scope ends, so a step of the optimizer belongs outside.
+// Affects only the current thread. Scopes nest; an inner one with {.enabled = false} disables autocast. Casts
+// of weights are cached until the outermost scope ends, so call the optimizer's step outside.
 #pragma once
 
 #include <optional>
@@ -20,13 +20,13 @@ namespace lockstep {
 
 struct AutocastOptions {
   bool enabled = true;
-  std::optional<bool> cache_enabled = {};  // unset: as it is outside
+  std::optional<bool> cache_enabled = {};  // unset: inherited from the enclosing scope
 };
 
 class Autocast {
  public:
-  // dtype: kBFloat16 or kHalf; unset: LibTorch's own choice, bfloat16 on the CPU and float16 on CUDA.
-  // ConfigError for another, or for a device that LibTorch has no autocast for.
+  // dtype: kBFloat16 or kHalf; unset: LibTorch's default, bfloat16 on the CPU and float16 on CUDA. Throws
+  // ConfigError for other dtypes, and for devices without autocast.
   explicit Autocast(at::DeviceType device, std::optional<at::ScalarType> dtype = {},
                     AutocastOptions options = {});
   ~Autocast();

@@ -1,15 +1,15 @@
-// Scales the loss so that small gradients do not vanish in float16, as torch.amp.GradScaler does: a step
-// whose gradients overflowed is left out and the scale is lowered; after many good steps it grows.
+// Scales the loss so that small gradients do not underflow in float16, like torch.amp.GradScaler. A step with
+// overflowed gradients is skipped and the scale is reduced; after many good steps it grows.
 //
 //   lockstep::GradScaler scaler;
 //   ...
 //   scaler.scale(loss).backward();
-//   scaler.unscale_(optimizer);                       // only where gradients are looked at or clipped
+//   scaler.unscale_(optimizer);                       // only if gradients are read or clipped
 //   lockstep::clip_grad_norm(model->parameters(), 1.0);
 //   scaler.step(optimizer);
 //   scaler.update();
 //
-// Errors of use (unscale_ twice, step without scale) are ConfigErrors. Not for several threads at once.
+// Incorrect use (unscale_ twice, step without scale) throws ConfigError. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -31,9 +31,9 @@ struct GradScalerOptions {
   double growth_factor = 2;
   double backoff_factor = 0.5;
   std::int64_t growth_interval = 2000;
-  bool enabled = true;  // false: scale gives the loss back, step steps
-  // The ranks that leave out a step together. Needed where each has gradients of its own; replicas that
-  // average their gradients agree without it. Every rank then calls unscale_ or step equally often.
+  bool enabled = true;  // false: scale() returns the loss unchanged and step() always steps
+  // The ranks that skip a step together. Needed if each rank has different gradients; replicas that average
+  // their gradients agree without it. Every rank must then call unscale_ or step equally often.
   std::optional<Group> group = {};
 };
 
@@ -42,18 +42,18 @@ class GradScaler {
   explicit GradScaler(GradScalerOptions options = {});
 
   at::Tensor scale(const at::Tensor& loss);
-  // Divides the gradients by the scale, in place. At most once between two updates; step does it otherwise.
+  // Divides the gradients by the scale, in place. At most once between two updates; step() does it otherwise.
   void unscale_(torch::optim::Optimizer& optimizer);
-  // optimizer.step(), unless a gradient is infinite or NaN on any rank. Whether it was done. Waits for the
-  // device.
+  // Calls optimizer.step() unless a gradient is infinite or NaN on any rank. Returns true if it did. Waits
+  // for the device.
   bool step(torch::optim::Optimizer& optimizer);
-  // At the end of each iteration. A new scale replaces the one that would follow.
+  // Call at the end of each iteration. new_scale, if given, replaces the computed scale.
   void update(std::optional<double> new_scale = {});
 
-  double current_scale() const;  // 1 where not enabled; waits for the device
+  double current_scale() const;  // 1 if disabled; waits for the device
   bool enabled() const { return options_.enabled; }
 
-  // For checkpoints, between iterations. Python's names; empty where not enabled.
+  // For checkpoints, between iterations. Keys as in Python; empty if disabled.
   std::map<std::string, double> state() const;
   void load_state(const std::map<std::string, double>& state);
 
@@ -67,7 +67,7 @@ class GradScaler {
 
   GradScalerOptions options_;
   at::Tensor scale_, growth_tracker_;  // on the device of the first loss
-  std::int64_t first_growth_ = 0;      // the tracker's value until there is a device
+  std::int64_t first_growth_ = 0;      // value of growth_tracker_ until the device is known
   std::map<const void*, PerOptimizer> optimizers_;
 };
 

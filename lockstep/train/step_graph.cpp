@@ -20,10 +20,11 @@ namespace {
 
 using Tensors = StepGraphCore::Tensors;
 
-// While a step runs, its optimizers tell of themselves.
+// While it exists, optimizers stepped on this thread register with the watch.
 class Watching {
  public:
-  explicit Watching(GraphedOptimizers& watch) : before_(std::exchange(GraphedOptimizers::current(), &watch)) {}
+  explicit Watching(GraphedOptimizers& watch)
+      : before_(std::exchange(GraphedOptimizers::current(), &watch)) {}
   ~Watching() { GraphedOptimizers::current() = before_; }
   Watching(const Watching&) = delete;
 
@@ -31,7 +32,7 @@ class Watching {
   GraphedOptimizers* before_;
 };
 
-// The tensors' values, to be brought back.
+// Saves the tensors' values and restores them.
 class Kept {
  public:
   explicit Kept(const Tensors& tensors) : tensors_(tensors) {
@@ -51,8 +52,8 @@ Tensors copies(const Tensors& tensors) {
   return result;
 }
 
-// Where the largest difference of two tensors is more than the tolerance of the larger one's largest: its
-// text.
+// Describes the largest difference of two tensors if it exceeds the tolerance, relative to the largest
+// element.
 std::optional<std::string> difference(const at::Tensor& replayed, const at::Tensor& run, double tolerance) {
   if (!run.defined() || run.numel() == 0 || !run.is_floating_point()) return {};
   const auto a = replayed.detach().to(at::kDouble), b = run.detach().to(at::kDouble);
@@ -60,8 +61,8 @@ std::optional<std::string> difference(const at::Tensor& replayed, const at::Tens
              size = b.abs().nan_to_num().max().item<double>();
   const bool nan_alike = at::equal(a.isnan(), b.isnan());
   if (nan_alike && differ <= tolerance * size + 1e-12) return {};
-  return fmt::format("differs by {:.3g}, of {:.3g} at most{}", differ, size,
-                     nan_alike ? "" : ", and in its NaNs");
+  return fmt::format("differs by {:.3g} (largest value {:.3g}){}", differ, size,
+                     nan_alike ? "" : ", and in NaNs");
 }
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
@@ -69,16 +70,16 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 }  // namespace
 
 struct StepGraphCore::State {
-  // One for each device and shape of the inputs.
+  // One per device and combination of input shapes.
   struct Graph {
     at::Device device;
-    Tensors like = {};   // without memory: sizes, dtypes
-    bool again = false;  // its warm-up is the second one, since the first led to no capture
+    Tensors like = {};   // sizes and dtypes of the inputs, without memory
+    bool again = false;  // its second warm-up: the first did not lead to a capture
     int warmed = 0;
     Tensors inputs = {}, outputs = {};
-    Tensors parameters = {}, gradients = {};  // of the optimizers, and where the graph writes gradients
-    std::vector<std::pair<at::Tensor, const void*>> places = {};  // parameters, and where they were
-    std::vector<GraphedOptimizers::User> users = {};                      // as they were when it was captured
+    Tensors parameters = {}, gradients = {};  // of the optimizers; where the graph writes gradients
+    std::vector<std::pair<at::Tensor, const void*>> places = {};  // parameters and their addresses at capture
+    std::vector<GraphedOptimizers::User> users = {};                      // as they were at capture
     std::unique_ptr<CudaGraph> graph = {};
   };
 
@@ -101,16 +102,16 @@ struct StepGraphCore::State {
     return step(inputs);
   }
 
-  // Why these inputs can have no graph; empty: they can.
+  // Reason why no graph can be captured for these inputs; empty if one can.
   std::string unfit(const Tensors& inputs) const {
-    if (!options.enabled) return "it is not enabled";
+    if (!options.enabled) return "disabled by {.enabled = false}";
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       const auto& input = inputs[i];
       if (!input.defined()) return fmt::format("input {} is undefined", i);
       if (!input.is_cuda())
-        return fmt::format("input {} is on {}: CUDA is allowed", i, fmt::streamed(input.device()));
+        return fmt::format("input {} is on {}; expected CUDA", i, fmt::streamed(input.device()));
       if (input.device() != inputs[0].device())
-        return fmt::format("inputs are on {} and {}: one device is allowed",
+        return fmt::format("inputs are on {} and {}; expected one device",
                            fmt::streamed(inputs[0].device()), fmt::streamed(input.device()));
       if (input.layout() != at::kStrided) return fmt::format("input {} is sparse", i);
       if (input.requires_grad()) return fmt::format("input {} requires a gradient", i);
@@ -153,13 +154,12 @@ struct StepGraphCore::State {
     const auto device = inputs.empty() ? current_device() : inputs[0].device();
     auto* graph = find(device, inputs);
     if (graph == nullptr)
-      return as_it_is(inputs, fmt::format("max_graphs is {}, and inputs of {} are others than those captured",
+      return as_it_is(inputs, fmt::format("max_graphs ({}) reached: no graph for inputs of {}",
                                           options.max_graphs, text_of(device, inputs)));
     reason.clear();
     const bool captured_before = graph->graph != nullptr;
     if ((captured_before || graph->warmed == options.warmup) && !in_place(*graph)) {
-      // As after a checkpoint was loaded: warm up again. Where that happens all the time there is no end to
-      // it.
+      // For example after loading a checkpoint: warm up again. Give up if that happens before every capture.
       if (!captured_before && graph->again)
         return give_up(inputs, "an optimizer's state was replaced before each capture");
       *graph = Graph{.device = device, .like = std::move(graph->like), .again = !captured_before};
@@ -172,19 +172,20 @@ struct StepGraphCore::State {
       return outputs;
     }
     if (auto why = record(*graph, device, inputs); !why.empty()) return give_up(inputs, why);
-    if (!in_place(*graph)) return give_up(inputs, "an optimizer's state is not where it was captured");
+    if (!in_place(*graph)) return give_up(inputs, "an optimizer's state was replaced during capture");
     if (options.check && replays == 0) return first_replay_checked(*graph, device, inputs);
     return replay(*graph, inputs);
   }
 
-  // Empty, or why it failed: then gradients are as before, and the step has not been done.
+  // Captures the step. Returns an error text, empty on success. On failure, gradients are restored and no
+  // step was done.
   std::string record(Graph& graph, at::Device device, const Tensors& inputs) {
     for (const auto& user : watch.users)
       graph.parameters.insert(graph.parameters.end(), user.parameters.begin(), user.parameters.end());
     const auto before = gradients_of(graph.parameters);
     for (const auto& input : inputs)
       graph.inputs.push_back(at::empty_like(input, {}, at::MemoryFormat::Preserve));
-    at::autocast::clear_cache();  // casts of the weights as they were
+    at::autocast::clear_cache();  // drop casts of the weights cached before
     try {
       graph.graph = capture(device, options.generators, [&] {
         const Watching watching(watch);
@@ -194,10 +195,10 @@ struct StepGraphCore::State {
       set_gradients(graph.parameters, before);
       return fmt::format("the step cannot be captured: {}", first_line(error.what()));
     }
-    at::autocast::clear_cache();  // casts that no step has filled yet
+    at::autocast::clear_cache();  // drop casts that the capture has not computed
     for (auto& output : graph.outputs)
       if (output.defined())
-        output = output.detach();  // its graph of autograd is the captured step's, long gone
+        output = output.detach();  // free the captured step's autograd graph
     graph.gradients = gradients_of(graph.parameters);
     graph.users = watch.users;
     for (const auto& user : graph.users)
@@ -206,8 +207,8 @@ struct StepGraphCore::State {
     return {};
   }
 
-  // Whether parameters and state are still where the graph writes to them, whatever steps of other shapes
-  // have seen since. Optimizers bring their options there.
+  // True if parameters and state are still where the graph writes to them. Steps with other shapes may have
+  // changed that. Also makes optimizers upload their options.
   bool in_place(const Graph& graph) const {
     const auto& users = graph.graph != nullptr ? graph.users : watch.users;
     return std::all_of(graph.places.begin(), graph.places.end(),
@@ -229,7 +230,7 @@ struct StepGraphCore::State {
   Tensors replay(Graph& graph, const Tensors& inputs) {
     at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < inputs.size(); ++i) graph.inputs[i].copy_(inputs[i], /*non_blocking=*/true);
-    // Somebody may have dropped them since, or another shape's step have left others.
+    // They may have been dropped since, or replaced by a step with another shape.
     set_gradients(graph.parameters, graph.gradients);
     graph.graph->replay();
     ++replays;
@@ -237,7 +238,7 @@ struct StepGraphCore::State {
     return graph.outputs;
   }
 
-  // The step that counts is the one that is not replayed.
+  // Compares a replay with the step itself, then keeps the result of the step itself.
   Tensors first_replay_checked(Graph& graph, at::Device device, const Tensors& inputs) {
     Tensors written;
     for (const auto& user : watch.users)
@@ -265,7 +266,7 @@ struct StepGraphCore::State {
                        const char* what) -> std::string {
       for (std::size_t i = 0; i < b.size(); ++i)
         if (const auto found = difference(a[i], b[i], options.tolerance))
-          return fmt::format("its replay is not what the step does: {} {} {}", what, i, *found);
+          return fmt::format("replay differs from the step: {} {} {}", what, i, *found);
       return {};
     };
     const std::span<const at::Tensor> a = replayed_state, b = written;
@@ -286,12 +287,12 @@ struct StepGraphCore::State {
 StepGraphCore::StepGraphCore(Step step, StepGraphOptions options) : state_(std::make_unique<State>()) {
   if (options.warmup < 1)
     throw ConfigError(
-        fmt::format("StepGraph: warmup is {}: 1 or more is allowed, since state is made in the first step",
+        fmt::format("StepGraph: warmup: expected at least 1, because the first step creates state, got {}",
                     options.warmup));
   if (options.max_graphs < 1)
-    throw ConfigError(fmt::format("StepGraph: max_graphs is {}: 1 or more is allowed", options.max_graphs));
+    throw ConfigError(fmt::format("StepGraph: max_graphs: expected at least 1, got {}", options.max_graphs));
   if (!(options.tolerance >= 0))
-    throw ConfigError(fmt::format("StepGraph: tolerance is {}: 0 or more is allowed", options.tolerance));
+    throw ConfigError(fmt::format("StepGraph: tolerance: expected 0 or more, got {}", options.tolerance));
   state_->step = std::move(step);
   state_->options = std::move(options);
 }

@@ -1,4 +1,4 @@
-// A whole training step as a CUDA graph: recorded once, then replayed without the host's work for each
+// Captures a whole training step in a CUDA graph and replays it, which avoids the host's work for each
 // kernel.
 //
 //   lockstep::AdamW optimizer(model->parameters(), {.lr = 3e-4, .capturable = true});
@@ -14,18 +14,18 @@
 //     scheduler.step();
 //   }
 //
-// Every run is one step. The first ones run as they are (warm-up), then one is captured, and from then on run
-// copies the inputs into those that were captured, replays, and gives the tensors that were returned then:
-// the next run writes to them again. Where there can be no graph the step runs as it is, and reason() says
-// why: no CUDA, inputs elsewhere, work that cannot be captured (it waits for the device, as item() does), an
+// Every run() is one step. The first ones run eagerly (warm-up), then one is captured. From then on, run()
+// copies the inputs into the captured ones, replays the graph and returns the captured outputs, which the
+// next run overwrites. If a graph cannot be used, the step runs eagerly and reason() says why: no CUDA,
+// inputs on another device, work that cannot be captured (such as item(), which waits for the device), or an
 // optimizer that is not capturable.
 //
-// The step must do the same work each time, on the device: what it does on the host (a schedule, a counter, a
-// log line) happens when it is captured and not again. Its model, optimizer and whatever else it refers to
-// stay where they are; a checkpoint that is loaded into model and optimizer is noticed, and the step warmed
-// up again, after other changes call reset(). Gradients: begin it with zero_grad(), or clear them in place.
-// LibTorch's own optimizers would repeat their step count and learning rate; ours refuse unless they are
-// capturable. Groups: NCCL's collectives can be captured, other transports' cannot.
+// The step must do the same work on the device every time: what it does on the host (a schedule, a counter, a
+// log line) happens during capture and is not repeated. Its model, optimizer and everything else it refers to
+// must stay in place. Loading a checkpoint into model and optimizer is detected and starts a new warm-up;
+// after other changes call reset(). Begin the step with zero_grad(), or clear gradients in place. LibTorch's
+// own optimizers would repeat their step count and learning rate; Lockstep's throw unless they are
+// capturable. NCCL's collectives can be captured, those of other transports cannot.
 #pragma once
 
 #include <concepts>
@@ -43,15 +43,16 @@
 namespace lockstep {
 
 struct StepGraphOptions {
-  bool enabled = true;     // false: the step runs as it is
-  int warmup = 3;          // steps that run as they are before one is captured; 1 or more
-  int max_graphs = 1;      // for so many shapes of the inputs; others run as they are
-  bool check = false;      // the first replay is compared with the step itself, from the same state
-  double tolerance = 0.1;  // relative, of check: of returned tensors and of what the step has written to
-  // Generators that the step draws from beside the device's default one.
+  bool enabled = true;     // false: the step always runs eagerly
+  int warmup = 3;          // eager steps before the capture; at least 1
+  int max_graphs = 1;      // number of input shapes to capture; others run eagerly
+  bool check = false;      // compare the first replay with the step itself, from the same state
+  double tolerance = 0.1;  // relative, for check: of returned tensors and everything the step writes
+  // Generators that the step uses besides the device's default one.
   std::vector<at::Generator> generators = {};
-  // For check: what the step writes to beside the optimizers' parameters and state, as model->buffers() with
-  // BatchNorm. Brought back before the step itself runs, or both would have written to it; and compared.
+  // For check: tensors that the step writes besides the optimizers' parameters and state, such as
+  // model->buffers() with BatchNorm. They are restored before the step itself runs, because the replay has
+  // modified them, and compared.
   std::vector<at::Tensor> state = {};
 };
 
@@ -77,7 +78,7 @@ class StepGraphCore {
   std::unique_ptr<State> state_;
 };
 
-// What a step returns, as a list and back: nothing, a tensor, or a vector of tensors.
+// Converts a step's result to a list and back: nothing, a tensor, or a vector of tensors.
 template <typename Result>
 struct StepResult;
 template <>
@@ -93,10 +94,10 @@ struct StepResult<std::vector<at::Tensor>> {
 
 }  // namespace detail
 
-// The stream that steps are warmed up and captured on, as the current one of this thread while it lives.
-// Autograd adds a gradient up on the stream that was current when its accumulator was made. Accumulators that
-// somebody keeps, as DistributedDataParallel does, must therefore be made, and used, within one of these.
-// Nothing where there is no CUDA.
+// Makes the stream on which steps are warmed up and captured the current one of this thread while it exists.
+// Autograd accumulates a gradient on the stream that was current when its accumulator was created.
+// Accumulators that are kept, as DistributedDataParallel does, must therefore be created and used within a
+// GraphStream. No-op without CUDA.
 //
 //   lockstep::GraphStream stream(device);
 //   lockstep::DistributedDataParallel ddp(model, group);
@@ -109,7 +110,7 @@ class GraphStream {
   std::shared_ptr<void> stay_;
 };
 
-// Step: called with tensors; returns a tensor, a vector of tensors, or nothing.
+// Step: a callable that takes tensors and returns a tensor, a vector of tensors, or nothing.
 template <typename Step>
 class StepGraph {
  public:
@@ -131,12 +132,12 @@ class StepGraph {
       return detail::StepResult<std::decay_t<Result>>::of(std::move(outputs));
   }
 
-  // Drops what was captured; the next runs begin with the warm-up.
+  // Drops captured graphs; the next run starts a new warm-up.
   void reset() { core_.reset(); }
-  bool captured() const { return core_.captured(); }  // whether the last run was a replay
+  bool captured() const { return core_.captured(); }  // true if the last run was a replay
   const std::string& reason() const {
     return core_.reason();
-  }  // why it was not; empty while it warms up, or was
+  }  // reason for running eagerly; empty during warm-up and after a replay
   std::int64_t replays() const { return core_.replays(); }
 
  private:

@@ -3,6 +3,7 @@
 //   deadlock_probe issued     the same, but rank 0 has issued the others' operation without waiting for it
 //   deadlock_probe thread     the same, but another thread of rank 0 comes to the others' operation later
 //   deadlock_probe fresh      and that thread has issued no operation before
+//   deadlock_probe differ     all wait in one group, rank 1 in another operation than the others
 #include <cstdio>
 #include <future>
 #include <string>
@@ -23,6 +24,14 @@ MULTICALL_MAIN(deadlock_probe) {
   auto first = world.group(), second = world.group(all, {.name = "second"});
   auto third = world.group(all, {.name = "third"});
   auto one = at::ones({4}), two = at::ones({4});
+  if (mode == "differ") {
+    try {
+      (world.rank() == 1 ? first.broadcast(one) : first.all_reduce(one)).wait();
+    } catch (const lockstep::CommError& error) {
+      std::printf("rank %d: %s\n", world.rank(), std::string(name(error.kind())).c_str());
+      return 3;
+    }
+  }
   if (world.rank() != 0) {
     if (mode == "thread") third.barrier().wait();
     first.all_reduce(one).wait();

@@ -21,6 +21,20 @@ TEST(Deadlock, across_groups_is_ended_and_shows_both_sides) {
             Not(HasSubstr(" ended\n"))));
 }
 
+// Gloo compares no calls.
+TEST(Deadlock, in_one_group_is_a_mismatch_and_shows_both_calls) {
+  const auto outcome = run({{LOCKSTEP_PROGRAM, "run", "-q", "-n", "3", "--timeout", "10m", "--flight-record",
+                             "none", "env", "LOCKSTEP_BACKEND=gloo", LOCKSTEP_DEADLOCK_PROBE, "differ"}});
+  EXPECT_NE(outcome.status, 0);
+  EXPECT_THAT(
+      outcome.output,
+      AllOf(ContainsRegex(
+                "lockstep: the ranks' calls differ in operation: rank 0 \\(pid [0-9]+\\) waits in all_reduce "
+                "#0 of group 'world' at [^ ]*deadlock_probe.cpp:[0-9]+, rank 1 \\(pid [0-9]+\\) in "
+                "broadcast #0 of group 'world' at [^ ]*deadlock_probe.cpp:[0-9]+"),
+            HasSubstr("rank 0: mismatch"), HasSubstr("rank 1: mismatch"), HasSubstr("rank 2: mismatch")));
+}
+
 TEST(Deadlock, is_none_where_the_operation_was_issued_without_waiting) {
   const auto outcome = run_deadlock_probe("issued");
   EXPECT_EQ(outcome.status, 0) << outcome.output;

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <fstream>
@@ -107,12 +108,56 @@ int work_alone(lockstep::World& world) {
   return 0;
 }
 
+// A thread that reads, and to which nobody writes: exit() must not wait for it.
+void read_forever() {
+  int ends[2];
+  if (::pipe(ends) != 0) return;
+  std::FILE* in = ::fdopen(ends[0], "r");
+  std::thread([in] { std::fgetc(in); }).detach();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+}
+
 // Rank 0 drops an operation whose partner never comes.
 int drop_one(lockstep::World& world) {
+  read_forever();
   if (world.rank() == 0) {
     auto dropped = world.group().recv(at::ones({3}), {.peer = 1, .timeout = std::chrono::milliseconds(300)});
   }
   std::cout << "dropped" << std::endl;
+  return 0;
+}
+
+// Rank 0 has heard of the failure of another group when it drops an operation whose partner never comes.
+int drop_after_another(lockstep::World& world) {
+  auto tensor = at::ones({3});
+  auto other = world.group({0, 1});
+  if (world.rank() == 0) {
+    try {
+      other.all_reduce(tensor, {.timeout = std::chrono::milliseconds(100)}).wait();
+    } catch (const lockstep::CommError& error) {
+      std::cout << "heard: " << error.what() << std::endl;
+    }
+  }
+  world.group().barrier().wait();
+  if (world.rank() == 0) {
+    auto dropped = world.group().all_reduce(tensor, {.timeout = std::chrono::milliseconds(300)});
+  } else {
+    std::this_thread::sleep_for(std::chrono::milliseconds(600));
+  }
+  std::cout << "dropped" << std::endl;
+  return 0;
+}
+
+// Rank 0 looks at an operation whose partner never comes until it is over, and does not ask how it ended.
+int look_only(lockstep::World& world) {
+  if (world.rank() == 0) {
+    auto looked_at =
+        world.group().recv(at::ones({3}), {.peer = 1, .timeout = std::chrono::milliseconds(300)});
+    while (!looked_at.done()) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  std::cout << "dropped" << std::endl;
+  // Before that the engine would say that this rank has left.
+  if (world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(600));
   return 0;
 }
 
@@ -173,6 +218,8 @@ MULTICALL_MAIN(join_probe) {
       return 0;
     }
     if (what == "drop") return drop_one(world);
+    if (what == "drop another") return drop_after_another(world);
+    if (what == "look only") return look_only(world);
     if (what == "unwind") return unwind(std::move(world));
     if (what == "late") return gather_late(world);
     if (what == "helpers") return have_helpers(world);

@@ -191,6 +191,18 @@ TEST(Join, an_operation_that_was_dropped_and_failed_is_an_exit_status) {
   }
 }
 
+TEST(Join, a_failure_that_nobody_has_heard_of_is_an_exit_status) {
+  for (const char* backend : {"shm", "gloo"})
+    for (const char* what : {"drop another", "look only"}) {
+      const int port = free_port();
+      const auto outcomes =
+          run_together({probe(port, 0, 2, {}, {backend, what}), probe(port, 1, 2, {}, {backend, what})});
+      EXPECT_EQ(outcomes[0].status, 1) << backend << ", " << what << ": " << outcomes[0].output;
+      EXPECT_THAT(outcomes[0].output,
+                  AllOf(HasSubstr("dropped"), HasSubstr("nobody waited for has failed: ")));
+    }
+}
+
 TEST(Join, a_world_that_an_exception_leaves_waits_for_nothing) {
   for (const char* backend : {"shm", "gloo"}) {
     const int port = free_port();

@@ -120,6 +120,26 @@ TEST_F(Leaving, does_not_wait_for_who_waits_for_this_rank) {
   }
 }
 
+// Each rank waits for a message that the other one never sends.
+TEST_F(Leaving, says_what_it_waits_for) {
+  if (transport() == "mpi") GTEST_SKIP() << "MPI ends the processes of which an operation has failed";
+  if (by_nccls_rules()) GTEST_SKIP() << "a message begins when both have come to it";
+  std::array<std::optional<Work>, 2> held;
+  ::testing::internal::CaptureStderr();
+  in_a_world([&](World& world) {
+    auto group = world.group({0, 1}, {.timeout = milliseconds(1500)});
+    group.barrier().wait();
+    held[static_cast<std::size_t>(world.rank())].emplace(
+        group.recv(at::ones({3}, on()), {.peer = 1 - world.rank()}));
+  });
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              HasSubstr("the World is left, and waits for an operation that is under way: recv(float32 [3]"));
+  for (auto& work : held)
+    if (work) {
+      EXPECT_THROW(work->wait(), CommError);
+    }
+}
+
 CommError::Kind kind_of(const std::function<void()>& call) {
   try {
     call();
@@ -250,6 +270,7 @@ TEST_F(Fork, a_child_is_refused_and_the_job_goes_on) {
         text += caught([&] { pending.wait(milliseconds(10)); });
         text += caught([&] { (void)pending.done(); });
         text += caught([&] { group.coalesce([] {}); });
+        text += caught([&] { (void)world.group({0, 1}); });
         world.fail("a child's word", 1);
         world.step(7);
         { auto dropped = std::move(pending); }
@@ -260,7 +281,7 @@ TEST_F(Fork, a_child_is_refused_and_the_job_goes_on) {
       std::size_t refusals = 0;
       for (auto at = said.find("engine: "); at != std::string::npos; at = said.find("engine: ", at + 1))
         ++refusals;
-      EXPECT_EQ(refusals, 7u) << said;
+      EXPECT_EQ(refusals, 8u) << said;
       EXPECT_THAT(said, Not(HasSubstr("status")));
       if (ranks_are_threads())
         forked.count_down();

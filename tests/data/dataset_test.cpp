@@ -58,13 +58,14 @@ TEST(TensorDataset, gradients_flow_into_tensors_that_want_them) {
 
 TEST(TensorDataset, what_has_no_equal_rows_is_refused) {
   EXPECT_THAT(error_of<ConfigError>([] { TensorDataset(at::ones({3}), at::ones({4})); }),
-              HasSubstr("tensor 1 has 4 rows, tensor 0 has 3"));
+              HasSubstr("tensor 1 has 4 rows, but tensor 0 has 3"));
   EXPECT_THAT(error_of<ConfigError>([] { TensorDataset(at::ones({3}), at::Tensor()); }),
               HasSubstr("tensor 1 is undefined"));
   EXPECT_THAT(error_of<ConfigError>([] { TensorDataset(at::ones({})); }),
-              HasSubstr("tensor 0 has no dimension"));
+              HasSubstr("tensor 0 is a scalar"));
   TensorDataset dataset(at::ones({3}));
-  EXPECT_THAT(error_of<ConfigError>([&] { dataset.get(3); }), HasSubstr("index 3 of a dataset of 3"));
+  EXPECT_THAT(error_of<ConfigError>([&] { dataset.get(3); }),
+              HasSubstr("index 3 is out of range for a dataset of 3"));
   EXPECT_THAT(error_of<ConfigError>([&] { dataset.get(-1); }), HasSubstr("index -1"));
   EXPECT_THAT(error_of<ConfigError>([&] { dataset.get_batch(Numbers{0, 3}); }), HasSubstr("index 3"));
 }
@@ -75,12 +76,12 @@ TEST(MapDataset, is_the_callable) {
   EXPECT_EQ(squares.get(3), 9);
   EXPECT_THAT(error_of<ConfigError>([&] { squares.get(5); }), HasSubstr("index 5"));
   EXPECT_THAT(error_of<ConfigError>([] { MapDataset(-2, [](std::int64_t i) { return i; }); }),
-              HasSubstr("-2 samples"));
+              HasSubstr("expected 0 or more, got -2"));
   MapDataset random(5, [](std::int64_t, at::Generator& generator) {
     return at::randint(1 << 30, {1}, generator, at::kLong);
   });
   torch::manual_seed(3);
-  const auto drawn = random.get(0);  // from the default generator where there is none
+  const auto drawn = random.get(0);  // from the default generator if none is given
   torch::manual_seed(3);
   EXPECT_SAME(drawn, at::randint(1 << 30, {1}, at::kLong));
 }
@@ -94,11 +95,12 @@ TEST(Subset, is_samples_of_another_by_index) {
   Subset of_subset(some, {1, 0});
   EXPECT_SAME(of_subset.get_batch(Numbers{0, 1})[0], at::tensor({20, 70}, at::kLong));
   EXPECT_THAT(error_of<ConfigError>([&] { Subset(dataset, {3, 10}); }),
-              HasSubstr("index 10 of a dataset of 10"));
-  EXPECT_THAT(error_of<ConfigError>([&] { some.get(3); }), HasSubstr("index 3 of a dataset of 3"));
+              HasSubstr("index 10 is out of range for a dataset of 10"));
+  EXPECT_THAT(error_of<ConfigError>([&] { some.get(3); }),
+              HasSubstr("index 3 is out of range for a dataset of 3"));
 }
 
-// Its own kind of dataset, which is neither copied nor moved.
+// A user-defined dataset that can be neither copied nor moved.
 struct Pinned {
   Pinned() = default;
   Pinned(const Pinned&) = delete;
@@ -114,9 +116,10 @@ TEST(ConcatDataset, is_one_after_another) {
   Numbers all;
   for (std::int64_t i = 0; i < both.size(); ++i) all.push_back(both.get(i));
   EXPECT_EQ(all, (Numbers{0, 1, 2, 100, 101, 102, 103, 0, 1, 2}));
-  own.add = 200;  // a variable is referred to
+  own.add = 200;  // a variable is held by reference
   EXPECT_EQ(both.get(3), 200);
-  EXPECT_THAT(error_of<ConfigError>([&] { both.get(10); }), HasSubstr("index 10 of a dataset of 10"));
+  EXPECT_THAT(error_of<ConfigError>([&] { both.get(10); }),
+              HasSubstr("index 10 is out of range for a dataset of 10"));
   ConcatDataset list(std::vector<decltype(mapped)>{mapped, mapped});
   EXPECT_EQ(list.size(), 6);
   EXPECT_EQ(list.get(5), 2);
@@ -138,13 +141,13 @@ TEST(RandomSplit, parts_are_disjoint_and_complete) {
   const auto by_length = random_split(dataset, {100, 3});
   EXPECT_EQ(by_length[1].size(), 3);
   EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {100, 4}); }),
-              HasSubstr("add up to 104, the dataset has 103"));
+              HasSubstr("add up to 103 samples, got 104"));
   EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {0.5, 0.4}); }), HasSubstr("a part of 0.5"));
   EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {1.5, -0.5}); }),
               HasSubstr("a part of -0.5"));
 }
 
-// A folder of files, gone afterwards.
+// A temporary folder of files.
 class Files : public ::testing::Test {
  protected:
   Files() : folder(::testing::TempDir() + "lockstep_data_" + std::to_string(::getpid())) {
@@ -175,7 +178,7 @@ TEST_F(Files, npy_lies_in_the_file_and_changes_do_not_reach_it) {
   EXPECT_SAME(tensor[1], at::tensor({6, 8}, at::kFloat));
   EXPECT_SAME(read_npy(path)[1], at::tensor({3, 4}, at::kFloat));
   fs::remove(path);
-  EXPECT_SAME(tensor[0], at::tensor({2, 4}, at::kFloat));  // the pages stay
+  EXPECT_SAME(tensor[0], at::tensor({2, 4}, at::kFloat));  // the mapping stays valid
   EXPECT_THAT(error_of<ConfigError>([&] { read_npy(path); }),
               AllOf(HasSubstr(path), HasSubstr("No such file")));
 }
@@ -210,11 +213,11 @@ TEST_F(Files, mnist_is_read_as_libtorch_reads_it) {
   }
   write("t10k-labels-idx1-ubyte", idx(8, {2}, {7, 0}));
   EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder, false); }),
-              AllOf(HasSubstr("t10k-labels"), HasSubstr("2 labels for 3 images")));
+              AllOf(HasSubstr("t10k-labels"), HasSubstr("expected 3 labels, one per image, got 2")));
   write("t10k-labels-idx1-ubyte", idx(8, {3}, {7, 0, 10}));
-  EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder, false); }), HasSubstr("label above 9"));
+  EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder, false); }), HasSubstr("label is above 9"));
   write("t10k-images-idx3-ubyte", idx(8, {3, 2, 2}, "123412341234"));
-  EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder, false); }), HasSubstr("not of MNIST's images"));
+  EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder, false); }), HasSubstr("not MNIST images"));
   EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder + "/none"); }),
               HasSubstr("none/train-images-idx3-ubyte"));
 }
@@ -243,7 +246,7 @@ TEST_F(Files, cifar10_is_its_five_files_or_the_one_of_tests) {
   EXPECT_EQ(read_cifar10(folder, false).size(), 1);
   write("data_batch_3.bin", records(2, 6) + "x");
   EXPECT_THAT(error_of<ConfigError>([&] { read_cifar10(folder); }),
-              HasSubstr("data_batch_3.bin: is no CIFAR-10"));
+              HasSubstr("data_batch_3.bin: not a CIFAR-10"));
 }
 
 template <typename T>
@@ -286,7 +289,7 @@ TEST_F(Files, tokens_that_cannot_be_are_refused) {
               HasSubstr("7 bytes"));
   EXPECT_THAT(error_of<ConfigError>([&] { TokenFile(path, {.block_size = 0}); }), HasSubstr("block_size 0"));
   EXPECT_THAT(error_of<ConfigError>([&] { TokenFile(path, {.block_size = 2, .dtype = at::kLong}); }),
-              HasSubstr("not Long"));
+              HasSubstr("got Long"));
   EXPECT_EQ(TokenFile(write("none.bin", ""), {.block_size = 1}).size(), 0);
 }
 

@@ -26,7 +26,7 @@ Numbers values(const at::Tensor& tensor) {
   return {dense.const_data_ptr<std::int64_t>(), dense.const_data_ptr<std::int64_t>() + dense.numel()};
 }
 
-// The samples of each batch.
+// Returns the samples of each batch.
 template <typename Loader>
 std::vector<Numbers> batches(const Loader& loader) {
   std::vector<Numbers> all;
@@ -41,7 +41,7 @@ std::vector<Numbers> batches(const Loader& loader) {
 
 void nap(std::int64_t i) { std::this_thread::sleep_for(std::chrono::microseconds(i * 7919 % 400)); }
 
-// Those there are now, or after a moment: a thread that has ended is listed a little longer.
+// Number of worker threads. Waits a moment, because a thread that has ended stays listed briefly.
 int worker_threads(std::chrono::seconds moment = std::chrono::seconds(60)) {
   int count = 0;
   eventually(
@@ -142,7 +142,7 @@ struct Labelled {
   double weight;
 };
 
-// What a callable returns becomes what batches are of.
+// The type that the callable returns is the type of a sample.
 TEST(DataLoader, puts_samples_of_many_types_together) {
   const auto batch_of = [](auto f) {
     DataLoader loader(MapDataset(2, f), {.batch_size = 2});
@@ -204,10 +204,11 @@ TEST(DataLoader, puts_samples_of_many_types_together) {
       error_of<LoadError>([&] {
         batch_of([](std::int64_t i) { return std::vector<std::int64_t>(static_cast<std::size_t>(i)); });
       }),
-      HasSubstr("have 0 and 1 parts"));
+      HasSubstr("different lengths (0 and 1)"));
   EXPECT_THAT(
       error_of<LoadError>([&] { batch_of([](std::int64_t i) { return at::ones({i + 1}); }); }),
-      AllOf(HasSubstr("the batch of samples 0, 1"), HasSubstr("stack expects each tensor to be equal size")));
+      AllOf(HasSubstr("DataLoader: batch of samples 0, 1"),
+            HasSubstr("stack expects each tensor to be equal size")));
 }
 
 TEST(DataLoader, a_collate_of_ones_own_makes_the_batch) {
@@ -215,7 +216,7 @@ TEST(DataLoader, a_collate_of_ones_own_makes_the_batch) {
   const auto sum = [](std::vector<std::array<at::Tensor, 2>> samples) {
     std::int64_t total = 0;
     for (const auto& [x, y] : samples) total += x.item<std::int64_t>() + y.item<std::int64_t>();
-    return std::make_unique<std::int64_t>(total);  // any type, also one that cannot be copied
+    return std::make_unique<std::int64_t>(total);  // any type, even one that cannot be copied
   };
   Numbers sums;
   for (auto& each : DataLoader(dataset, {.batch_size = 2, .num_workers = 1}, sum)) sums.push_back(*each);
@@ -295,7 +296,7 @@ TEST(DataLoader, an_exception_comes_to_the_loop_with_its_index_and_the_loop_may_
   }
   DataLoader whole(Subset(TensorDataset{at::arange(5)}, {1, 2}), SequentialSampler(5), {.batch_size = 5});
   EXPECT_THAT(error_of<LoadError>([&] { batches(whole); }),
-              HasSubstr("the batch of samples 0, 1, 2, 3, 4 (worker 0): index 2 of a dataset of 2"));
+              HasSubstr("samples 0, 1, 2, 3, 4 (worker 0): index 2 is out of range for a dataset"));
   MapDataset rude(1, [](std::int64_t) -> std::int64_t { throw 5; });
   EXPECT_THAT(error_of<LoadError>([&] { batches(DataLoader(rude, {.num_workers = 1})); }),
               HasSubstr("not a std::exception"));
@@ -326,7 +327,7 @@ TEST(DataLoader, a_loop_that_is_left_early_leaves_no_thread_and_can_be_begun_aga
   } catch (const Broken&) {
   }
   EXPECT_EQ(worker_threads(), 0);
-  loader.begin();  // asked for nothing
+  loader.begin();  // no batch is requested
   EXPECT_EQ(worker_threads(), 0);
 }
 
@@ -346,7 +347,7 @@ TEST(DataLoader, several_passes_may_be_under_way) {
     }
     EXPECT_EQ(firsts, (Numbers{0, 2, 4, 6, 8, 10}));
   }
-  std::vector<std::thread> threads;  // each with a pass of its own
+  std::vector<std::thread> threads;  // each iterates over its own pass
   DataLoader loader(dataset, {.batch_size = 2, .num_workers = 1});
   std::atomic<int> right = 0;
   for (int i = 0; i < 4; ++i) threads.emplace_back([&] { right += batches(loader).size() == 6; });
@@ -383,13 +384,13 @@ TEST(DataLoader, random_numbers_of_a_sample_depend_on_the_pass_and_its_place_alo
   EXPECT_EQ(std::adjacent_find(all.begin(), all.end()), all.end());
   for (const int workers : {1, 3}) EXPECT_EQ(drawn(workers, 1), expected);
   EXPECT_NE(drawn(0, 2), expected);
-  // Through a subset and a concatenation.
+  // Through a Subset and a ConcatDataset.
   torch::manual_seed(1);
   ConcatDataset joined(Subset(dataset, {4, 5, 6}), dataset);
   EXPECT_EQ(batches(DataLoader(joined, {.batch_size = 3}))[0], expected[0][0]);
 }
 
-// The same augmented samples, whatever the number of ranks.
+// The augmented samples do not depend on the number of ranks.
 TEST(DataLoader, ranks_draw_the_random_numbers_of_one_rank) {
   MapDataset dataset(30, [](std::int64_t i, at::Generator& random) {
     return i * 1000000 + at::randint(1000000, {1}, random, at::kLong).item<std::int64_t>();
@@ -434,7 +435,7 @@ TEST(DataLoader, takes_a_sampler_of_ones_own) {
             (std::vector<Numbers>{{0, 2}, {4}}));
 }
 
-// The state counts what the loop has, not what was fetched ahead; a run that goes on takes no draws twice.
+// The state counts what the loop has received, not what was prefetched; a resumed run repeats no draws.
 TEST(DataLoader, a_run_that_is_saved_anywhere_goes_on_as_if_it_had_not_stopped) {
   MapDataset dataset(61, [](std::int64_t i, at::Generator& random) {
     return i * 1000000 + at::randint(1000000, {1}, random, at::kLong).item<std::int64_t>();
@@ -443,7 +444,7 @@ TEST(DataLoader, a_run_that_is_saved_anywhere_goes_on_as_if_it_had_not_stopped) 
     DistributedSampler::State sampler;
     at::Tensor random;
   };
-  // Goes through three epochs, with numbers of the default generator between; stops after `stop` batches.
+  // Runs three epochs, drawing from the default generator in between; stops after `stop` batches.
   const auto run = [&](bool elastic, int workers, bool drop_last, Numbers& log, int stop,
                        std::optional<Saved> from) {
     DistributedSampler sampler(61, 1, 2, {.elastic = elastic});
@@ -487,7 +488,7 @@ TEST(DataLoader, a_wait_for_workers_ends_at_its_deadline) {
   });
   DataLoader loader(dataset, {.num_workers = 1, .timeout = milliseconds(50)});
   auto it = loader.begin();
-  // After any number of deadlines: no batch is lost.
+  // No batch is lost, however many deadlines pass.
   const auto patiently = [&] {
     for (int tries = 0; tries < 1000; ++tries) try {
         return values(*it);
@@ -536,14 +537,14 @@ TEST(DataLoader, impossible_options_are_refused) {
   const auto refused = [&](DataLoaderOptions options) {
     return error_of<ConfigError>([&] { DataLoader(dataset, std::move(options)); });
   };
-  EXPECT_THAT(refused({.batch_size = 0}), HasSubstr("batch_size is 0"));
-  EXPECT_THAT(refused({.num_workers = -1}), HasSubstr("num_workers is -1"));
-  EXPECT_THAT(refused({.prefetch_factor = 0}), HasSubstr("prefetch_factor is 0"));
-  EXPECT_THAT(refused({.timeout = milliseconds(0)}), HasSubstr("timeout in ms is 0"));
+  EXPECT_THAT(refused({.batch_size = 0}), HasSubstr("batch_size: expected at least 1, got 0"));
+  EXPECT_THAT(refused({.num_workers = -1}), HasSubstr("num_workers: expected 0 or more, got -1"));
+  EXPECT_THAT(refused({.prefetch_factor = 0}), HasSubstr("prefetch_factor: expected at least 1, got 0"));
+  EXPECT_THAT(refused({.timeout = milliseconds(0)}), HasSubstr("timeout in ms: expected at least 1, got 0"));
   EXPECT_THAT(refused({.generator = at::globalContext().defaultGenerator(at::kCPU), .seed = 3}),
-              HasSubstr("choose one"));
+              HasSubstr("mutually exclusive"));
   EXPECT_THAT(error_of<ConfigError>([&] { DataLoader(dataset, sampler, {.shuffle = true}); }),
-              HasSubstr("choose one"));
+              HasSubstr("mutually exclusive"));
 }
 
 TEST(DataLoader, a_seed_is_an_order_of_its_own_that_leaves_the_default_generator_alone) {
@@ -571,7 +572,7 @@ TEST(DataLoader, pinned_memory_is_used_where_cuda_is) {
 
 namespace td = torch::data;
 
-// Says so when several threads use the same object.
+// Reports use by several threads at once.
 class Unshared : public td::datasets::Dataset<Unshared> {
  public:
   td::Example<> get(std::size_t index) override {
@@ -599,7 +600,7 @@ TEST(TorchData, datasets_are_taken_as_they_are) {
       for (const auto each : values(target)) EXPECT_EQ(each, seen++);
     }
     EXPECT_EQ(seen, 30);
-    Unshared plain;  // not put together by a transform: then by the loader
+    Unshared plain;  // no transform collates it, so the loader does
     const Unshared& constant = plain;
     for (auto& [data, target] : DataLoader(plain, options)) seen -= target.size(0);
     EXPECT_EQ(seen, 0);
@@ -624,7 +625,7 @@ TEST(TorchData, datasets_are_taken_as_they_are) {
   EXPECT_EQ(values((*DataLoader(few, {.batch_size = 2}).begin()).target), (Numbers{3, 5}));
 }
 
-// Ends by itself, after 25 samples; its own order.
+// Ends by itself after 25 samples, in its own order.
 class Stateful : public td::datasets::StatefulDataset<Stateful, std::vector<td::Example<>>, std::size_t> {
  public:
   std::optional<std::vector<td::Example<>>> get_batch(std::size_t count) override {
@@ -645,7 +646,7 @@ class Stateful : public td::datasets::StatefulDataset<Stateful, std::vector<td::
   std::int64_t next_ = 0;
 };
 
-// Three workers ask at once: the first to ask is told of the end, and the last batch comes from a later task.
+// Three workers ask at once: the first to ask sees the end, and the last batch comes from a later task.
 class EndsFirst : public td::datasets::StatefulDataset<EndsFirst, std::vector<td::Example<>>, std::size_t> {
  public:
   std::optional<std::vector<td::Example<>>> get_batch(std::size_t) override {
@@ -702,7 +703,7 @@ TEST(TorchData, streams_end_by_themselves_or_by_their_size) {
     if (++count == 100) break;
   }
   EXPECT_THAT(error_of<ConfigError>([&] { (void)DataLoader(endless).size(); }),
-              HasSubstr("does not know its size"));
+              HasSubstr("stream of unknown size"));
   endless.limit = 10;
   Numbers sizes;
   for (auto& batch : DataLoader(endless, {.batch_size = 4})) sizes.push_back(batch.data.size(0));

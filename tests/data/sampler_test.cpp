@@ -1,4 +1,4 @@
-// What goes beyond PyTorch's samplers; tests/parity compares the rest with them.
+// Behaviour beyond PyTorch's samplers; tests/parity compares the rest with PyTorch.
 #include <numeric>
 #include <random>
 
@@ -14,7 +14,7 @@ namespace {
 using Numbers = std::vector<std::int64_t>;
 using Options = DistributedSamplerOptions;
 
-// One job: a sampler and its pass on each rank.
+// A job: a sampler and its pass on each rank.
 struct Ranks {
   Ranks(std::int64_t size, int ranks, const Options& options) {
     for (int r = 0; r < ranks; ++r) samplers.emplace_back(size, r, ranks, options);
@@ -29,7 +29,7 @@ struct Ranks {
     passes.clear();
     for (auto& each : samplers) passes.push_back(each.pass());
   }
-  // What each rank gets of a step; all empty at the end.
+  // What each rank gets in a step; all empty at the end.
   std::vector<Numbers> step(std::size_t batch) {
     std::vector<Numbers> got;
     for (auto& pass : passes) {
@@ -145,7 +145,7 @@ TEST(DistributedSampler, the_same_global_batches_come_on_any_number_of_ranks) {
       for (;;) {
         auto got = job.step(static_cast<std::size_t>(24 / ranks));
         if (joined(got).empty()) break;
-        // An elastic rank has a piece of the global batch; otherwise only the set is the same.
+        // An elastic rank gets one piece of the global batch; otherwise only the set is the same.
         batches.push_back(elastic ? joined(got) : sorted(joined(got)));
       }
     }
@@ -153,7 +153,7 @@ TEST(DistributedSampler, the_same_global_batches_come_on_any_number_of_ranks) {
   }
 }
 
-// Jobs that stop at random points and go on with other numbers of ranks and batch sizes, again and again.
+// Jobs that repeatedly stop at random points and resume with other numbers of ranks and batch sizes.
 TEST(DistributedSampler, every_sample_comes_once_through_any_changes_of_ranks) {
   std::mt19937 random(1);
   int changes = 0;
@@ -187,7 +187,7 @@ TEST(DistributedSampler, every_sample_comes_once_through_any_changes_of_ranks) {
       }
       if (steps == 0) continue;
       state = job.samplers[0].state();
-      // Ranks differ only where an exact epoch ends for some of them before it does for others.
+      // Ranks differ only where an exact epoch ends earlier for some of them.
       for (auto& each : job.samplers) EXPECT_TRUE(options.exact || each.state() == state);
     }
     const auto count = std::ssize(seen);
@@ -216,7 +216,7 @@ TEST(DistributedSampler, goes_on_with_the_same_sequence_after_a_change_of_ranks)
     for (int i = 0; i < 10; ++i) expected.push_back(sorted(joined(undisturbed.step(24))));
     DistributedSampler::State state;
     std::vector<Numbers> got;
-    for (const int ranks : {4, 2, 8, 1, 4}) {  // global batches of 96, two from each
+    for (const int ranks : {4, 2, 8, 1, 4}) {  // global batches of 96, two from each number of ranks
       Ranks job(960, ranks, options);
       if (!state.empty()) job.load(state);
       job.begin();
@@ -256,13 +256,13 @@ TEST(DistributedSampler, a_loaded_epoch_goes_on_once_and_passes_after_it_are_who
   sampler.load_state(state);
   EXPECT_EQ(sampler.epoch(), 4);
   EXPECT_EQ(sampler.position(), 60);
-  sampler.set_epoch(4);  // as a loop does that begins with the epoch it was in
+  sampler.set_epoch(4);  // like a loop that resumes in the saved epoch
   EXPECT_EQ(count(), 20u);
   EXPECT_EQ(count(), 50u);
   sampler.load_state(state);
   sampler.set_epoch(5);
   EXPECT_EQ(count(), 50u);
-  state["position"] = 100;  // saved at the end: the epoch is over, and is not gone through again
+  state["position"] = 100;  // saved at the end: the epoch is over and is not repeated
   sampler.load_state(state);
   EXPECT_EQ(count(), 0u);
   EXPECT_EQ(count(), 50u);
@@ -280,26 +280,30 @@ TEST(DistributedSampler, a_state_that_does_not_fit_is_refused_and_changes_nothin
     EXPECT_EQ(sampler.state(), good);
     return text;
   };
-  EXPECT_THAT(refused("size", 99), HasSubstr("size 99, this sampler has 100"));
-  EXPECT_THAT(refused("seed", 4), HasSubstr("seed 4, this sampler has 3"));
-  EXPECT_THAT(refused("elastic", 1), HasSubstr("elastic 1, this sampler has 0"));
-  EXPECT_THAT(refused("shuffle", 0), HasSubstr("another sequence"));
-  EXPECT_THAT(refused("position", -1), HasSubstr("position -1"));
-  EXPECT_THAT(refused("position", 101), HasSubstr("position 101"));
+  EXPECT_THAT(refused("size", 99), HasSubstr("size: expected 100, got 99"));
+  EXPECT_THAT(refused("seed", 4), HasSubstr("seed: expected 3, got 4"));
+  EXPECT_THAT(refused("elastic", 1), HasSubstr("elastic: expected 0, got 1"));
+  EXPECT_THAT(refused("shuffle", 0), HasSubstr("sequence of samples would differ"));
+  EXPECT_THAT(refused("position", -1), HasSubstr("position: expected 0 to 100, got -1"));
+  EXPECT_THAT(refused("position", 101), HasSubstr("position: expected 0 to 100, got 101"));
   for (const auto& [key, _] : good) {
     auto state = good;
     state.erase(key);
-    EXPECT_THAT(error_of<ConfigError>([&] { sampler.load_state(state); }), HasSubstr("has no '" + key + "'"));
+    EXPECT_THAT(error_of<ConfigError>([&] { sampler.load_state(state); }),
+                HasSubstr("missing key '" + key + "'"));
   }
 }
 
 TEST(DistributedSampler, impossible_options_are_refused) {
-  EXPECT_THAT(error_of<ConfigError>([] { DistributedSampler(10, 2, 2); }), HasSubstr("rank 2 of 2"));
-  EXPECT_THAT(error_of<ConfigError>([] { DistributedSampler(10, -1, 2); }), HasSubstr("rank -1 of 2"));
-  EXPECT_THAT(error_of<ConfigError>([] { DistributedSampler(10, 0, 0); }), HasSubstr("rank 0 of 0"));
-  EXPECT_THAT(error_of<ConfigError>([] { DistributedSampler(-1, 0, 1); }), HasSubstr("size of -1"));
+  EXPECT_THAT(error_of<ConfigError>([] { DistributedSampler(10, 2, 2); }),
+              HasSubstr("rank 2 is out of range for 2"));
+  EXPECT_THAT(error_of<ConfigError>([] { DistributedSampler(10, -1, 2); }),
+              HasSubstr("rank -1 is out of range for 2"));
+  EXPECT_THAT(error_of<ConfigError>([] { DistributedSampler(10, 0, 0); }),
+              HasSubstr("rank 0 is out of range for 0"));
+  EXPECT_THAT(error_of<ConfigError>([] { DistributedSampler(-1, 0, 1); }), HasSubstr("got -1"));
   EXPECT_THAT(error_of<ConfigError>([] { DistributedSampler(10, 0, 1, {.drop_last = true, .exact = true}); }),
-              HasSubstr("choose one"));
+              HasSubstr("set only one of them"));
 }
 
 TEST(DistributedSampler, takes_rank_and_size_from_a_group) {
@@ -316,16 +320,19 @@ TEST(DistributedSampler, takes_rank_and_size_from_a_group) {
 }
 
 TEST(Samplers, impossible_options_are_refused) {
-  EXPECT_THAT(error_of<ConfigError>([] { RandomSampler(-1); }), HasSubstr("negative"));
+  EXPECT_THAT(error_of<ConfigError>([] { RandomSampler(-1); }), HasSubstr("of -1"));
   EXPECT_THAT(error_of<ConfigError>([] { RandomSampler(0, {.num_samples = 3}); }),
-              HasSubstr("3 samples of 0"));
-  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({1, -1}, 2); }), HasSubstr("a weight is -1"));
-  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({1, NAN}, 2); }), HasSubstr("a weight is"));
-  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({0, 0}, 2); }), HasSubstr("add up to 0"));
-  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({}, 2); }), HasSubstr("add up to 0"));
-  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({1}, 0); }), HasSubstr("num_samples is 0"));
+              HasSubstr("cannot draw 3 samples from a dataset of 0"));
+  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({1, -1}, 2); }),
+              HasSubstr("expected 0 or more, got -1"));
+  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({1, NAN}, 2); }),
+              HasSubstr("expected 0 or more, got"));
+  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({0, 0}, 2); }), HasSubstr("sum, got 0"));
+  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({}, 2); }), HasSubstr("sum, got 0"));
+  EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({1}, 0); }),
+              HasSubstr("num_samples: expected at least 1, got 0"));
   EXPECT_THAT(error_of<ConfigError>([] { WeightedRandomSampler({1, 0, 1}, 3, {.replacement = false}); }),
-              HasSubstr("2 weights above 0"));
+              HasSubstr("only 2 weights are above 0"));
 }
 
 TEST(Samplers, an_empty_one_gives_nothing) {

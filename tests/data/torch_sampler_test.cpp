@@ -1,4 +1,4 @@
-// torch::data's loader and ours, each with the other's samplers.
+// Lockstep's samplers in torch::data's loader, and the reverse.
 #include <ATen/CPUGeneratorImpl.h>
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
@@ -27,7 +27,7 @@ struct NumberSet : torch::data::datasets::BatchDataset<NumberSet, Numbers> {
 };
 
 Numbers numbers_of(const Numbers& batch) { return batch; }
-Numbers numbers_of(const at::Tensor& batch) {  // which our loader makes of them
+Numbers numbers_of(const at::Tensor& batch) {  // the batch that our loader makes
   const auto* begin = batch.const_data_ptr<std::int64_t>();
   return {begin, begin + batch.numel()};
 }
@@ -56,12 +56,12 @@ TEST(TorchSamplers, give_our_loader_the_batches_of_torchs) {
     expect_same([] { return samplers::DistributedSequentialSampler(10, 2, 1); });
     expect_same([] { return samplers::DistributedRandomSampler(10, 3, 1); });
   }
-  // As LibTorch's: drawn anew for each pass.
+  // As in LibTorch: a new order for each pass.
   DataLoader shuffled(NumberSet(10), samplers::RandomSampler(10), {.batch_size = 4});
   const auto generator = at::detail::getDefaultCPUGenerator();
   const auto before = generator.get_state();
   EXPECT_EQ(shuffled.size(), 3u);
-  EXPECT_TRUE(at::equal(generator.get_state(), before));  // no number was drawn to count them
+  EXPECT_TRUE(at::equal(generator.get_state(), before));  // counting them draws no random numbers
   const auto first = batches_of(shuffled), second = batches_of(shuffled);
   ASSERT_EQ(first.size(), 3u);
   EXPECT_NE(first, second);
@@ -72,7 +72,7 @@ TEST(TorchSamplers, give_our_loader_the_batches_of_torchs) {
     std::iota(expected.begin(), expected.end(), 0);
     EXPECT_EQ(in_order(all), expected);
   }
-  // A variable is referred to, and two passes do not disturb one another.
+  // A variable is held by reference, and two passes do not interfere.
   samplers::DistributedRandomSampler sampler(10, 2, 0);
   DataLoader loader(NumberSet(10), sampler, {.batch_size = 4});
   const auto epoch0 = batches_of(loader);
@@ -82,7 +82,7 @@ TEST(TorchSamplers, give_our_loader_the_batches_of_torchs) {
   EXPECT_EQ(numbers_of(*one), numbers_of(*other));
 }
 
-// Gives fewer than were asked for, and cannot be copied.
+// Returns fewer indices than requested, and cannot be copied.
 struct OneByOne : torch::data::samplers::Sampler<> {
   OneByOne() = default;
   OneByOne(OneByOne&&) = default;
@@ -103,7 +103,8 @@ TEST(TorchSamplers, of_a_users_own_fill_whole_batches) {
   EXPECT_EQ(batches_of(loader), (std::vector<Numbers>{{4, 3}, {2, 1}, {0}}));
   EXPECT_THAT(error_of<ConfigError>([&] { (void)loader.size(); }), HasSubstr("cannot be copied"));
   sampler.too_many = true;
-  EXPECT_THAT(error_of<ConfigError>([&] { batches_of(loader); }), HasSubstr("the sampler gave 3 indices"));
+  EXPECT_THAT(error_of<ConfigError>([&] { batches_of(loader); }),
+              HasSubstr("the sampler returned 3 indices"));
 }
 
 TEST(OurSamplers, give_torchs_loader_the_batches_of_ours) {
@@ -120,7 +121,8 @@ TEST(OurSamplers, give_torchs_loader_the_batches_of_ours) {
   }
   auto weighted = torch::data::make_data_loader(NumberSet(3), WeightedRandomSampler({0, 1, 0}, 5), 2);
   EXPECT_EQ(batches_of(*weighted), (std::vector<Numbers>{{1, 1}, {1, 1}, {1}}));
-  EXPECT_THAT(error_of<ConfigError>([] { SequentialSampler(3).reset(4); }), HasSubstr("make a new one"));
+  EXPECT_THAT(error_of<ConfigError>([] { SequentialSampler(3).reset(4); }),
+              HasSubstr("create a new sampler"));
 }
 
 TEST(OurSamplers, can_be_saved_in_the_middle_of_torchs_loop) {

@@ -1,4 +1,4 @@
-// Layers that LibTorch's C++ API lacks, or has otherwise: dropout by counters, Linear, RMSNorm.
+// Layers that LibTorch's C++ API lacks or implements differently: counter-based dropout, Linear, RMSNorm.
 #include <thread>
 
 #include <lockstep/nn/detail/philox.h>
@@ -48,14 +48,14 @@ TEST(Dropout, the_mask_of_a_slice_is_the_slice_of_the_mask) {
                                        nn::Shard{index % 2 ? dim - x.dim() : dim, index, count}));
         EXPECT_TRUE(at::equal(at::cat(slices, dim), whole)) << dim << " of " << count;
       }
-    // Samples, by the scope; unequal parts too.
+    // Slices of samples, set by the scope; also of unequal size.
     const auto first = nn::dropout(x.narrow(0, 0, 1), 0.3, "layer");
     const auto shifted = nn::shift_samples(1);
     EXPECT_EQ(nn::dropout_step()->first_sample, 1);
     EXPECT_TRUE(at::equal(at::cat({first, nn::dropout(x.narrow(0, 1, sizes[0] - 1), 0.3, "layer")}), whole));
   }
   EXPECT_EQ(nn::dropout_step()->first_sample, 0);
-  // In place or strided makes no difference, and neither does the dtype.
+  // Contiguous or strided memory makes no difference, and neither does the dtype.
   const auto x = at::ones({5, 6, 7});
   const auto whole = nn::dropout(x, 0.5, "layer");
   EXPECT_TRUE(at::equal(nn::dropout(at::ones({7, 6, 5}).permute({2, 1, 0}), 0.5, "layer"), whole));
@@ -71,7 +71,7 @@ TEST(Dropout, masks_differ_by_seed_step_layer_and_sample_and_drop_the_share_aske
   };
   const auto base = mask({.seed = 1, .step = 1});
   EXPECT_TRUE(at::equal(base, mask({.seed = 1, .step = 1})));
-  // Of independent masks with p = 1/4 an element agrees with probability 10/16.
+  // With p = 1/4, an element of two independent masks agrees with probability 10/16.
   for (const auto& other :
        {mask({.seed = 2, .step = 1}), mask({.seed = 1, .step = 2}), mask({.seed = 1, .step = 1}, "b"),
         mask({.seed = 1, .step = 1, .first_sample = 64})})
@@ -99,7 +99,7 @@ TEST(Dropout, backward_makes_the_mask_again_outside_the_scope_and_on_any_thread)
   const nn::DropoutScope other({.seed = 1});
   auto gradient = torch::autograd::grad({y.pow(2).sum()}, {x}, {}, true, /*create_graph=*/true)[0];
   EXPECT_TRUE(at::allclose(gradient, 2 * x * expected.square()));
-  gradient.sum().backward();  // the gradient has one
+  gradient.sum().backward();  // the gradient has the second derivative
   EXPECT_TRUE(at::allclose(x.grad(), 2 * expected.square()));
 }
 
@@ -131,10 +131,10 @@ TEST(Dropout, layers_have_their_names_for_keys_and_without_scope_or_key_they_say
   EXPECT_FALSE(net.unit(at::ones({9, 9})).equal(at::ones({9, 9})));
   auto copy = std::dynamic_pointer_cast<nn::DropoutImpl>(net.plain->clone());
   EXPECT_TRUE(at::equal(copy->forward(x), net.plain(x)));
-  std::thread([&] { EXPECT_FALSE(nn::dropout_step()); }).join();  // a thread has its own
+  std::thread([&] { EXPECT_FALSE(nn::dropout_step()); }).join();  // each thread has its own scope
   net.eval();
   EXPECT_TRUE(net.plain(x).is_same(x));
-  EXPECT_THAT(error_of<ConfigError>([] { nn::Dropout wrong(1.5); }), HasSubstr("p = 1.5"));
+  EXPECT_THAT(error_of<ConfigError>([] { nn::Dropout wrong(1.5); }), HasSubstr("from 0 to 1, got 1.5"));
   EXPECT_THAT(error_of<ConfigError>([&] { nn::dropout(x, -0.1, "k"); }), HasSubstr("-0.1"));
   EXPECT_THAT(error_of<ConfigError>([&] { nn::dropout(x, 0.1, "k", nn::Shard{2, 0, 2}); }),
               AllOf(HasSubstr("'k'"), HasSubstr("[2, 2]")));
@@ -142,7 +142,7 @@ TEST(Dropout, layers_have_their_names_for_keys_and_without_scope_or_key_they_say
 }
 
 TEST(Linear, it_is_libtorchs_in_values_names_and_copies) {
-  if (num_ranks() > 1 && ranks_are_threads()) return;  // of one global generator
+  if (num_ranks() > 1 && ranks_are_threads()) return;  // ranks that are threads share one global generator
   torch::manual_seed(4);
   torch::nn::Linear theirs(6, 5);
   torch::manual_seed(4);
@@ -159,7 +159,7 @@ TEST(Linear, it_is_libtorchs_in_values_names_and_copies) {
   EXPECT_TRUE(at::equal(copy->weight, ours->weight));
   EXPECT_FALSE(copy->weight.is_same(ours->weight));
   EXPECT_TRUE(copy->parameters()[0].is_same(copy->weight));
-  EXPECT_TRUE(detail::slot_of(copy.get()));  // a Unit's, as the original
+  EXPECT_TRUE(detail::slot_of(copy.get()));  // in a Unit, like the original
 }
 
 TEST(RMSNorm, it_divides_by_the_root_of_the_mean_square) {

@@ -1,4 +1,4 @@
-// The layers' and losses' tests: each with every device and type that has kernels, against doubles.
+// Base of the tests of layers and losses: each with every device and type that has kernels, against doubles.
 #pragma once
 
 #include <lockstep/kernels/kernels.h>
@@ -30,7 +30,7 @@ class Fused : public ::testing::TestWithParam<Place> {
   bool cuda() const { return GetParam().device == at::kCUDA; }
   at::TensorOptions options() const { return at::TensorOptions(GetParam().device).dtype(GetParam().type); }
   Tensor numbers(at::IntArrayRef sizes) const { return at::randn(sizes).to(options()).requires_grad_(); }
-  // Of what sums and products of numbers near 1 may differ by, in this type.
+  // Permitted relative difference of sums and products of numbers near 1, in this type.
   double tolerance() const {
     return GetParam().type == at::kFloat ? 2e-5 : GetParam().type == at::kHalf ? 4e-3 : 3e-2;
   }
@@ -44,7 +44,7 @@ class Fused : public ::testing::TestWithParam<Place> {
         << what << ": differs by " << off << " where " << scale << " is the largest";
   }
 
-  // Results and gradients of both, from the same numbers; `plain` gets them in double.
+  // Compares results and gradients of both on the same inputs; `plain` gets them in double.
   void compare(const Tensors& inputs, const std::function<Tensors(const Tensors&)>& ours,
                const std::function<Tensors(const Tensors&)>& plain) const {
     Tensors doubles;

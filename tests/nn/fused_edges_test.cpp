@@ -1,5 +1,5 @@
-// What is rare or easily got wrong: memory that lies oddly, numbers that are large, targets that count for
-// nothing, changes in place; and whether kernels are used at all.
+// Rare and error-prone cases: unusual memory layouts, large numbers, targets that do not count, in-place
+// changes; and whether the kernels are used at all.
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/kernels/architectures.h>
@@ -42,7 +42,7 @@ TEST_P(FusedEdges, kernels_are_used) {
   EXPECT_EQ(used(norm(x)), cuda());
   EXPECT_EQ(used(norm->add(x, x).first), cuda());
   EXPECT_EQ(used(norm->add(x, x).second), cuda());
-  // In float32 LibTorch has a kernel of its own, and we have none for what is around it.
+  // LibTorch has its own kernel for float32, and Lockstep has none for the surrounding steps.
   EXPECT_EQ(used(nn::attention(x, {.heads = 2})), cuda() && GetParam().type != at::kFloat);
   const auto targets = targets_of(x, 60);
   EXPECT_EQ(used(nn::cross_entropy(x, targets)), cuda());
@@ -53,7 +53,7 @@ TEST_P(FusedEdges, kernels_are_used) {
 TEST(Architectures, that_code_runs_on) {
   using kernels::runs_on;
   EXPECT_TRUE(runs_on("90", 9, 0));
-  EXPECT_TRUE(runs_on("90", 10, 0));  // compiled when it is loaded
+  EXPECT_TRUE(runs_on("90", 10, 0));  // PTX, compiled at load time
   EXPECT_FALSE(runs_on("90", 8, 9));
   EXPECT_TRUE(runs_on("90-real", 9, 0));
   EXPECT_FALSE(runs_on("90-real", 10, 0));
@@ -74,7 +74,7 @@ TEST_P(FusedEdges, attention_sees_everything_unless_asked) {
       [](const Tensors& t) { return Tensors{plain_attention(t[0], 2, false)}; });
 }
 
-// Backward of cat gives views that begin at an odd place.
+// Backward of cat returns views that begin at an unaligned address.
 TEST_P(FusedEdges, gradients_that_are_not_aligned) {
   const auto after_one = [](const Tensor& result) {
     return Tensors{at::cat({at::ones({1}, result.options()), result.flatten()})};
@@ -138,11 +138,13 @@ TEST_P(FusedEdges, layer_norm_of_a_sum_with_nothing_is_refused) {
   using ::testing::ThrowsMessage;
   auto norm = norm_of(64);
   const auto x = numbers({8, 64});
-  EXPECT_THAT([&] { norm->add(x, Tensor()); }, ThrowsMessage<ConfigError>(HasSubstr("given no residual")));
-  EXPECT_THAT([&] { norm->add(Tensor(), x); }, ThrowsMessage<ConfigError>(HasSubstr("given no input")));
+  EXPECT_THAT([&] { norm->add(x, Tensor()); },
+              ThrowsMessage<ConfigError>(HasSubstr("the residual is undefined")));
+  EXPECT_THAT([&] { norm->add(Tensor(), x); },
+              ThrowsMessage<ConfigError>(HasSubstr("the input is undefined")));
 }
 
-// A row's probabilities follow from differences: what logits have in common must not matter.
+// A row's probabilities depend on differences only, so an offset common to all logits must not matter.
 TEST_P(FusedEdges, logits_far_from_zero) {
   std::vector<double> offsets = {100, -3000, 1e4, 5e4};
   if (GetParam().type != at::kHalf) offsets.insert(offsets.end(), {1e5, 1e6, -1e6, -1e9});
@@ -182,7 +184,7 @@ TEST_P(FusedEdges, no_target_that_counts) {
     }
 }
 
-// Rows of logits are then longer than there are classes.
+// Rows of logits are then padded beyond the number of classes.
 TEST_P(FusedEdges, linear_cross_entropy_of_any_number_of_classes) {
   for (const std::int64_t classes : {3, 7, 261, 50257})
     for (const std::int64_t bytes : {1 << 30, 1})
@@ -204,7 +206,7 @@ TEST_P(FusedEdges, linear_cross_entropy_of_any_number_of_classes) {
   if (!cuda()) return;
   const auto hidden = numbers({4, 16}), weight = numbers({61, 16});
   auto targets = targets_of(hidden, 61);
-  targets[2] = 61;  // a place that the row has and the classes have not
+  targets[2] = 61;  // within the padded row but not a class
   EXPECT_TRUE(std::isnan(nn::linear_cross_entropy(hidden, weight, targets).item<double>()));
 }
 

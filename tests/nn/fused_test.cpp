@@ -1,5 +1,5 @@
-// Layers and losses with CUDA kernels of their own against LibTorch's plain operators in double precision. On
-// the CPU the same cases run through the plain path; CUDA's are skipped by name without a GPU.
+// Layers and losses with CUDA kernels, against LibTorch's operators in double precision. The same cases run
+// on the CPU through LibTorch's operators; those on CUDA are skipped without a GPU.
 #include <lockstep/base/error.h>
 #include <lockstep/nn/attention.h>
 #include <lockstep/nn/cross_entropy.h>
@@ -15,7 +15,7 @@ namespace {
 
 TEST_P(Fused, linear_is_libtorchs) {
   for (const bool bias : {true, false})
-    for (const std::int64_t columns : {8, 264, 1000, 13})  // 13: LibTorch's own
+    for (const std::int64_t columns : {8, 264, 1000, 13})  // 13: LibTorch's operator
       for (const bool three : {false, true}) {
         Tensors inputs = {three ? numbers({3, 17, 24}) : numbers({300, 24}), numbers({columns, 24})};
         if (bias) inputs.push_back(numbers({columns}));
@@ -50,7 +50,7 @@ TEST_P(Fused, linear_of_frozen_parameters_and_strided_input) {
 }
 
 TEST_P(Fused, layer_norm_is_libtorchs) {
-  for (const std::int64_t columns : {8, 96, 768, 1600, 8192, 8200, 30}) {  // the last two: LibTorch's own
+  for (const std::int64_t columns : {8, 96, 768, 1600, 8192, 8200, 30}) {  // last two: LibTorch's
     nn::LayerNorm norm(torch::nn::LayerNormOptions({columns}).eps(1e-5));
     const auto plain = [&](const Tensor& x, const Tensor& w, const Tensor& b) {
       return at::layer_norm(x, {columns}, w, b, 1e-5);
@@ -62,9 +62,9 @@ TEST_P(Fused, layer_norm_is_libtorchs) {
           return Tensors{norm(t[0])};
         },
         [&](const Tensors& t) { return Tensors{plain(t[0], t[1], t[2])}; });
-    // What is added in this type is rounded before it is normalised: so is the plain one.
+    // The sum is rounded to this type before it is normalised, so round it in the reference, too.
     const auto rounded = [&](const Tensor& sum) { return sum.to(GetParam().type).to(at::kDouble); };
-    for (const int used : {0, 1, 2})  // the sum, the normalised, both
+    for (const int used : {0, 1, 2})  // use the sum, the normalised sum, both
       compare(
           {numbers({40, columns}), numbers({40, columns}), numbers({columns}), numbers({columns})},
           [&](const Tensors& t) {
@@ -91,7 +91,7 @@ TEST_P(Fused, layer_norm_without_weights) {
 }
 
 TEST_P(Fused, cross_entropy_is_libtorchs) {
-  // Rows that stay in shared memory, that do not, and classes that no kernel takes.
+  // Rows that fit into shared memory, rows that do not, and numbers of classes without a kernel.
   for (const std::int64_t classes : {8, 1000, 50304, 70000, 33})
     for (const bool mean : {true, false})
       for (const double smoothing : {0.0, 0.1}) {
@@ -112,7 +112,7 @@ TEST_P(Fused, cross_entropy_is_libtorchs) {
 }
 
 TEST_P(Fused, linear_cross_entropy_is_both) {
-  // One piece, and pieces of 128 rows, of which the last is smaller.
+  // One chunk, and chunks of 128 rows with a smaller last one.
   for (const std::int64_t bytes : {1 << 30, 1})
     for (const bool mean : {true, false}) {
       const auto hidden = numbers({2, 150, 40}),
@@ -186,7 +186,7 @@ TEST_P(Fused, the_same_bits_twice) {
 }
 
 TEST_P(Fused, a_second_derivative_of_linear_and_of_nothing_else) {
-  const auto small = [&](at::IntArrayRef sizes) {  // third powers, squared, in float16
+  const auto small = [&](at::IntArrayRef sizes) {  // third powers, squared, must fit float16
     return (numbers(sizes) * 0.25).detach().requires_grad_();
   };
   const auto x = small({16, 16}), weight = small({16, 16}), bias = small({16});
@@ -211,14 +211,14 @@ TEST_P(Fused, results_can_be_changed_in_place) {
     nn::linear(x, weight, {}).relu_().sum().backward();
     nn::linear_gelu(x, weight, {}).add_(1).sum().backward();
   }
-  // Backward needs what attention gave: as in LibTorch, an error, not a wrong gradient.
+  // Backward needs attention's result, so changing it is an error as in LibTorch, not a wrong gradient.
   const auto qkv = numbers({2, 8, 96});
   const auto changed = nn::attention(qkv, {.heads = 2}).mul_(5).sum();
   EXPECT_THAT([&] { changed.backward(); },
               ::testing::ThrowsMessage<c10::Error>(::testing::HasSubstr("modified by an inplace operation")));
 }
 
-// Views of one piece of memory, whose rows lie on no 16 bytes.
+// Views of one buffer with rows that are not aligned to 16 bytes.
 TEST_P(Fused, memory_that_is_not_aligned) {
   const auto odd = [&](at::IntArrayRef sizes) {
     const auto count = c10::multiply_integers(sizes);
@@ -254,7 +254,7 @@ TEST_P(Fused, memory_that_is_not_aligned) {
       });
 }
 
-// What is far below 1 on the left is small, not nothing.
+// Values far to the left are small but not zero.
 TEST_P(Fused, gelu_far_on_the_left) {
   const auto weight = at::eye(8).to(options()), x = at::full({8, 8}, -3.5).to(options());
   const auto got = nn::linear_gelu(x, weight, {}).cpu().to(at::kDouble)[0][0].item<double>();
@@ -262,7 +262,7 @@ TEST_P(Fused, gelu_far_on_the_left) {
   EXPECT_NEAR(got, wanted, std::abs(wanted) * (GetParam().type == at::kFloat ? 1e-4 : 8e-3));
 }
 
-// Each row's share of a mean over many is below float16's least number: not before the scaler has raised it.
+// Each row's share of a mean over many rows is below float16's minimum until the scaler has raised it.
 TEST_P(Fused, linear_cross_entropy_of_many_rows_in_float16) {
   const auto hidden = (numbers({4096, 16}) * 0.1).detach().requires_grad_(),
              weight = (numbers({4096, 16}) * 0.1).detach().requires_grad_();
@@ -274,7 +274,7 @@ TEST_P(Fused, linear_cross_entropy_of_many_rows_in_float16) {
 }
 
 TEST_P(Fused, targets_that_are_no_class) {
-  if (!cuda()) GTEST_SKIP() << "an error of LibTorch's on the CPU";
+  if (!cuda()) GTEST_SKIP() << "LibTorch reports it on the CPU";
   const auto logits = numbers({4, 16});
   auto targets = targets_of(logits, 16);
   targets[2] = 16;
@@ -287,19 +287,19 @@ TEST_P(Fused, bad_input_is_refused) {
   const auto logits = numbers({4, 16});
   const auto targets = targets_of(logits, 16);
   EXPECT_THAT([&] { nn::cross_entropy(logits, targets.narrow(0, 0, 3)); },
-              ThrowsMessage<ConfigError>(HasSubstr("[4, 16] with targets Long [3]")));
+              ThrowsMessage<ConfigError>(HasSubstr("got logits [4, 16] and targets Long [3]")));
   EXPECT_THAT([&] { nn::cross_entropy(logits, targets.to(at::kInt)); },
-              ThrowsMessage<ConfigError>(HasSubstr("a target of int64 is allowed")));
+              ThrowsMessage<ConfigError>(HasSubstr("expected one int64 target for each row")));
   EXPECT_THAT([&] { nn::cross_entropy(logits, targets, {.label_smoothing = 2}); },
-              ThrowsMessage<ConfigError>(HasSubstr("from 0 to 1 is")));
+              ThrowsMessage<ConfigError>(HasSubstr("label_smoothing: expected 0 to 1, got 2")));
   EXPECT_THAT([&] { nn::linear_cross_entropy(logits, numbers({5, 15}), targets); },
-              ThrowsMessage<ConfigError>(HasSubstr("with weight [5, 15]: [classes, 16] is allowed")));
+              ThrowsMessage<ConfigError>(HasSubstr("expected [classes, 16] for hidden [4, 16], got [5")));
   EXPECT_THAT([&] { nn::linear_cross_entropy(logits, numbers({5, 16}), targets, {.chunk_bytes = 0}); },
-              ThrowsMessage<ConfigError>(HasSubstr("chunk_bytes = 0")));
+              ThrowsMessage<ConfigError>(HasSubstr("chunk_bytes: expected at least 1, got 0")));
   EXPECT_THAT([&] { nn::attention(numbers({2, 8, 50}), {.heads = 2}); },
-              ThrowsMessage<ConfigError>(HasSubstr("2 heads of [2, 8, 50]")));
+              ThrowsMessage<ConfigError>(HasSubstr("[batch, length, 3 * 2 * size], got [2, 8, 50]")));
   EXPECT_THAT([&] { nn::attention(numbers({2, 8, 48}), {.heads = 0}); },
-              ThrowsMessage<ConfigError>(HasSubstr("1 or more is")));
+              ThrowsMessage<ConfigError>(HasSubstr("heads: expected at least 1, got 0")));
 }
 
 TEST_P(Fused, modules_are_libtorchs_to_others) {

@@ -1,4 +1,4 @@
-// What the tests of DistributedOptimizer have in common.
+// Helpers shared by the tests of DistributedOptimizer.
 #pragma once
 
 #include <unistd.h>
@@ -13,7 +13,7 @@ namespace lockstep::testing {
 
 inline at::Tensor features_of(int rank, int step) { return numbers(9000 + 100 * step + rank, {4, 20}); }
 
-// The same training with the plain optimizer and with the distributed one.
+// Trains with the plain optimizer and with the distributed one, and compares.
 template <typename Inner, typename Model, typename Options, typename Step>
 void expect_the_same_bits(World& world, const Options& options, const Step& step, DdpOptions ddp_options = {},
                           DistributedOptimizerOptions sharding = {}) {
@@ -36,7 +36,7 @@ inline constexpr auto kStep = [](auto& ddp, auto& optimizer, const at::Tensor& i
   optimizer.step();
 };
 
-// A path that all ranks have, and nobody else.
+// A path known to all ranks and unique to this job.
 inline std::string common_path(World& world, const std::string& name) {
   auto path = world.is_main() ? (std::filesystem::temp_directory_path() /
                                  fmt::format("lockstep-{}-{}-{}.safetensors", name, ::getpid(), world.size()))

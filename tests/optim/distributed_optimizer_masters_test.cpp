@@ -1,10 +1,10 @@
-// DistributedOptimizer with master_weights: masters of each rank's own part.
+// DistributedOptimizer with master_weights: each rank keeps masters of its own slices.
 #include "optim/distributed_optimizer.h"
 
 namespace lockstep::testing {
 namespace {
 
-// bfloat16 and float32 parameters, some of several blocks of 4096, cut between ranks.
+// bfloat16 and float32 parameters, some of several blocks of 4096, divided between ranks.
 struct HalvesImpl : torch::nn::Module {
   HalvesImpl() : first(20, 600), second(600, 30), last(30, 3) {
     register_module("first", first);
@@ -75,7 +75,7 @@ TEST(DistributedOptimizerMasters, are_of_this_ranks_part_and_follow_the_paramete
     world.group().all_reduce(sum).wait();
     EXPECT_EQ(sum.item<std::int64_t>(), all);
 
-    // One element of each, and the others keep what the parameter has no room for.
+    // Modify one element of each; the masters of the other elements must keep their extra precision.
     torch::NoGradGuard no_grad;
     for (auto* each : {&plain_model, &model})
       for (auto& parameter : (*each)->parameters()) parameter.view(-1)[parameter.numel() / 2] = 2;
@@ -115,7 +115,7 @@ TEST(DistributedOptimizerMasters, are_saved_whole_and_go_on_with_any_number_of_r
   on_every_rank([](World& world) {
     const auto path = common_path(world, "masters");
     auto alone = world.group().split(world.rank(), 0, {.name = "alone"});
-    // One group with masters and one without, whose gradients are in one bucket.
+    // One group with masters and one without, with gradients in the same bucket.
     const auto groups_of = [](Halves& each) {
       std::vector<at::Tensor> with, without{each->first->bias, each->last->bias};
       for (const auto& item : each->named_parameters())
@@ -137,7 +137,7 @@ TEST(DistributedOptimizerMasters, are_saved_whole_and_go_on_with_any_number_of_r
     const auto saved = values_of(*model);
     train(ddp, optimizer, 3, 6);
     const auto expected = values_of(*model);
-    const bool exact = (world.size() & (world.size() - 1)) == 0;  // others' averages are rounded
+    const bool exact = (world.size() & (world.size() - 1)) == 0;  // for other sizes, averages are rounded
 
     {  // one rank, distributed
       Halves other;

@@ -1,4 +1,4 @@
-// DistributedOptimizer of LibTorch's own optimizers, and of one that a user declares element-wise.
+// DistributedOptimizer with LibTorch's optimizers, and with one that a user declares element-wise.
 #include "optim/distributed_optimizer.h"
 
 namespace lockstep::testing {
@@ -10,7 +10,7 @@ struct SignDescentOptions : torch::optim::OptimizerCloneableOptions<SignDescentO
   double lr = 0.01;
 };
 
-// As a program might have it: the sign of each gradient, with a count for each element.
+// A user-defined optimizer: follows the sign of each gradient and keeps a count per element.
 class SignDescent : public torch::optim::Optimizer {
  public:
   explicit SignDescent(std::vector<torch::optim::OptimizerParamGroup> groups, SignDescentOptions options = {})
@@ -59,7 +59,7 @@ TEST(DistributedOptimizerOfTorch, has_the_bits_of_the_plain_one) {
   });
 }
 
-// Saved whole in the middle, by Lockstep and by LibTorch; it goes on in another distributed one, and plain.
+// Saves halfway with Lockstep and with LibTorch; training resumes in a distributed and in a plain optimizer.
 template <typename Inner, typename Options>
 void expect_to_go_on(World& world, const Options& options) {
   const auto path = common_path(world, "torch-optimizer");
@@ -70,7 +70,7 @@ void expect_to_go_on(World& world, const Options& options) {
   DistributedDataParallel ddp(model, world.group());
   DistributedOptimizer<Inner> optimizer(ddp, Options(0.5));
   auto& given = static_cast<Options&>(optimizer.param_groups()[0].options());
-  given = options;  // not the defaults' any more
+  given = options;  // differs from the defaults now
   train(ddp, optimizer, 0, 3);
   save(path, {.model = model, .optimizer = optimizer, .group = world.group()});
   std::stringstream archived;
@@ -129,7 +129,7 @@ TEST(DistributedOptimizerOfTorch, state_of_a_users_own_is_refused_on_every_rank)
                   save(common_path(world, "refused"),
                        {.model = model, .optimizer = optimizer, .group = world.group()});
                 }),
-                AllOf(HasSubstr("cannot be saved or loaded"), HasSubstr("torch::optim's Adam")));
+                AllOf(HasSubstr("cannot save or load its state"), HasSubstr("torch::optim's Adam")));
   });
 }
 

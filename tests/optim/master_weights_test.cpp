@@ -1,5 +1,4 @@
-// bfloat16 and float16 parameters with masters in float32: what training the masters by hand gives, to the
-// bit.
+// bfloat16 and float16 parameters with float32 masters: bit-identical to training the masters by hand.
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
@@ -17,7 +16,7 @@ std::vector<Tensor> parameters_of(at::ScalarType dtype) {
   for (std::int64_t n : {1, 7, 8, 33, 1001}) all.push_back(torch::randn({n}).to(dtype));
   all.push_back(torch::randn({64, 257}).to(dtype));
   all.push_back(torch::randn({8, 4, 3, 3}).to(dtype).contiguous(torch::MemoryFormat::ChannelsLast));
-  all.push_back(torch::randn({20, 20}).to(dtype).slice(1, 0, 20, 2));  // with holes
+  all.push_back(torch::randn({20, 20}).to(dtype).slice(1, 0, 20, 2));  // not dense
   all.push_back(torch::randn({0}).to(dtype));
   for (auto& p : all) p = p.detach().requires_grad_();
   return all;
@@ -32,7 +31,7 @@ Tensor master_of(const Optimizer& optimizer, const Tensor& parameter) {
   return optimizer.master(parameter);
 }
 
-// Masters by hand: float32 parameters and float32 gradients, and the parameters that follow from them.
+// Masters by hand: float32 parameters and gradients, rounded into the low-precision parameters.
 template <typename Optimizer, typename Options>
 void expect_what_masters_by_hand_give(Options options, at::ScalarType dtype) {
   SCOPED_TRACE(dtype);
@@ -46,7 +45,7 @@ void expect_what_masters_by_hand_give(Options options, at::ScalarType dtype) {
   Optimizer optimizer(params, options);
   for (int step = 0; step < 8; ++step) {
     for (std::size_t i = 0; i < params.size(); ++i) {
-      const bool none = (step + static_cast<int>(i)) % 5 == 4;  // some have no gradient now and then
+      const bool none = (step + static_cast<int>(i)) % 5 == 4;  // sometimes there is no gradient
       params[i].mutable_grad() = none ? Tensor() : torch::randn_like(params[i].detach());
       masters[i].mutable_grad() = none ? Tensor() : params[i].grad().to(torch::kFloat);
     }
@@ -77,7 +76,7 @@ TEST(MasterWeights, have_the_bits_of_masters_that_are_trained_by_hand) {
   }
 }
 
-// What they are for: steps too small for bfloat16 add up.
+// The purpose of masters: steps too small for bfloat16 accumulate.
 TEST(MasterWeights, keep_what_is_too_small_for_the_parameter) {
   auto with = torch::ones({4}).to(torch::kBFloat16).requires_grad_(),
        without = with.detach().clone().requires_grad_();
@@ -121,17 +120,18 @@ TEST(MasterWeights, follow_parameters_that_somebody_else_has_written_to) {
   const auto rounded = p.detach().clone();
   {
     torch::NoGradGuard no_grad;
-    p[3] = 5;  // one element; the others keep what the parameter has no room for
+    p[3] = 5;  // one element; the masters of the others keep their extra precision
   }
   p.mutable_grad() = torch::zeros_like(p.detach());
-  for (auto& group : optimizer.param_groups()) group.options().set_lr(0);  // masters show as they were taken
+  // With a learning rate of 0 the parameters show the masters.
+  for (auto& group : optimizer.param_groups()) group.options().set_lr(0);
   optimizer.step();
   const auto after = master_of(optimizer, p);
   EXPECT_EQ(after[3].item<float>(), 5);
   EXPECT_TRUE(identical(after.slice(0, 4), before.slice(0, 4)));
   EXPECT_FALSE(identical(before.slice(0, 4), rounded.slice(0, 4).to(torch::kFloat)));
 
-  p.detach().copy_(torch::full({64}, 2).to(torch::kBFloat16));  // as lockstep::load does
+  p.detach().copy_(torch::full({64}, 2).to(torch::kBFloat16));  // like lockstep::load
   optimizer.step();
   EXPECT_TRUE(identical(master_of(optimizer, p), torch::full({64}, 2.f)));
 }
@@ -224,7 +224,7 @@ TEST(MasterWeights, clipping_takes_bfloat16_gradients) {
   p.mutable_grad() = torch::full({3}, 2).to(torch::kBFloat16);
   q.mutable_grad() = torch::full({4}, 1.f);
   const auto norm = clip_grad_norm({p, q}, 1.0);
-  // The norm of each tensor is of its dtype, as in Python: 3.469 instead of sqrt(12).
+  // As in Python, the norm of each tensor has its dtype: 3.469 instead of sqrt(12).
   EXPECT_NEAR(norm.item<float>(), 4, 0.01);
   EXPECT_EQ(p.grad()[0].item<float>(), 0.5);
   EXPECT_NEAR(q.grad()[0].item<float>(), 0.25, 1e-3);
@@ -251,7 +251,7 @@ TEST(MasterWeights, what_cannot_have_them_is_refused_by_name) {
   torch::embedding(weight, torch::tensor({1, 3}), -1, false, /*sparse=*/true).sum().backward();
   SGD optimizer({weight}, {.master_weights = true});
   EXPECT_THAT(error_of<ConfigError>([&] { optimizer.step(); }),
-              HasSubstr("master_weights does not take sparse"));
+              HasSubstr("master_weights does not support sparse"));
 }
 
 TEST(MasterWeights, capturable_changes_nothing_on_the_cpu) {

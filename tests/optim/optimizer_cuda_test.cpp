@@ -1,4 +1,4 @@
-// Adam on CUDA by the library's own kernel: what the CPU's arithmetic gives, within a rounding.
+// Adam on CUDA with Lockstep's kernel, against the CPU's arithmetic, up to rounding.
 #include <chrono>
 #include <sstream>
 
@@ -23,8 +23,8 @@ class AdamCuda : public ::testing::Test {
   }
 };
 
-// Tails of vectors and of blocks, more than one launch takes, places that 16 bytes do not divide, another
-// layout.
+// Sizes that leave remainders of vectors and blocks, more tensors than one launch takes, unaligned tensors,
+// another layout.
 std::vector<Tensor> values() {
   std::vector<Tensor> all;
   for (std::int64_t n : {1, 2, 3, 4, 5, 7, 8, 9, 31, 255, 1023, 2047, 2048, 2049, 4096, 5000, 100'003})
@@ -39,13 +39,13 @@ std::vector<Tensor> parameters_of(const std::vector<Tensor>& values, at::Device 
                                   at::ScalarType dtype) {
   std::vector<Tensor> all;
   for (const auto& value : values) all.push_back(value.to(device, dtype).detach().clone().requires_grad_());
-  // Views that begin at an odd place.
+  // Views that begin at an unaligned address.
   auto whole = torch::arange(5001, torch::kFloat).sin().to(device, dtype);
   all.push_back(whole.slice(0, 1).detach().requires_grad_());
   return all;
 }
 
-// A few units in the last place of the larger one; near zero those of the update.
+// Permits a few units in the last place of the larger value; near zero, of the update.
 void expect_a_rounding_apart(const Tensor& a, const Tensor& b, const std::string& what, double units = 4) {
   const auto x = a.detach().cpu().to(torch::kDouble), y = b.detach().cpu().to(torch::kDouble);
   const auto allowed = torch::maximum(x.abs(), y.abs()) * (units * 1.2e-7) + 1e-8;
@@ -60,7 +60,7 @@ auto& state_of(Optimizer& optimizer, const Tensor& parameter) {
   return static_cast<State&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
 }
 
-// The kernel beside the CPU's float32 optimizer, whose parameters are the masters.
+// Compares the kernel with the CPU's float32 optimizer, whose parameters are the masters.
 template <typename Optimizer, typename Options>
 void expect_the_cpus_masters(Options options, at::ScalarType dtype, bool capturable) {
   SCOPED_TRACE(::testing::Message() << dtype << (capturable ? ", capturable" : ""));
@@ -75,7 +75,7 @@ void expect_the_cpus_masters(Options options, at::ScalarType dtype, bool captura
   Optimizer optimizer(params, options);
   for (int step = 0; step < 5; ++step) {
     for (std::size_t i = 0; i < params.size(); ++i) {
-      const bool none = step == 2 && i % 3 == 1;  // not all are as far
+      const bool none = step == 2 && i % 3 == 1;  // step counts differ
       params[i].mutable_grad() = none ? Tensor() : torch::randn_like(params[i].detach());
       masters[i].mutable_grad() = none ? Tensor() : params[i].grad().cpu().to(torch::kFloat);
     }
@@ -158,7 +158,7 @@ TEST_F(AdamCuda, a_capturable_one_counts_on_the_device_and_saves_the_count) {
   EXPECT_TRUE(torch::equal(p, q));
 }
 
-// Of two groups, so that the first one's work is not done before the second is looked at.
+// With two groups, so that the first group's work is pending when the second is checked.
 TEST_F(AdamCuda, a_step_that_fails_leaves_everything_as_it_was) {
   for (const bool capturable : {false, true}) {
     auto make = [] {
@@ -188,7 +188,7 @@ TEST_F(AdamCuda, a_step_that_fails_leaves_everything_as_it_was) {
       optimizer.step();
     }
     std::ostringstream stream;
-    torch::save(optimizer, stream);  // it asks the device for the counts
+    torch::save(optimizer, stream);  // reads the counts from the device
     for (std::size_t i = 0; i < params.size(); ++i) {
       EXPECT_TRUE(torch::equal(params[i], others[i])) << i;
       EXPECT_TRUE(torch::equal(optimizer.master(params[i]), undisturbed.master(others[i]))) << i;
@@ -201,10 +201,10 @@ TEST_F(AdamCuda, what_a_capturable_one_does_not_take_is_named) {
   auto p = torch::randn({10}, torch::TensorOptions(torch::kCUDA).dtype(torch::kDouble)).requires_grad_();
   p.mutable_grad() = torch::ones_like(p.detach());
   EXPECT_THAT(error_of<ConfigError>([&] { AdamW({p}, {.capturable = true}).step(); }),
-              HasSubstr("parameter of Double"));
+              HasSubstr("got Double"));
 }
 
-// Not a measure of anything but order: ./dev bench is for that. 124 million parameters, as GPT-2 has.
+// Rough timing only; use ./dev bench for measurements. 124 million parameters, like GPT-2.
 TEST_F(AdamCuda, DISABLED_time_of_a_step) {
   std::vector<Tensor> params;
   for (const auto& [rows, columns] : {std::pair(50304, 768), std::pair(1024, 768)})

@@ -1,5 +1,5 @@
-// Adam, AdamW and SGD: the operations of Python's, one after another; and all that takes a LibTorch
-// optimizer.
+// Adam, AdamW and SGD: the operations of Python's optimizers in sequence, and everything that accepts a
+// LibTorch optimizer.
 #include <functional>
 #include <sstream>
 
@@ -18,10 +18,10 @@ namespace {
 
 using torch::Tensor;
 
-// A number as Python hands it to an operation.
+// The tensor that a Python number becomes in an operation.
 Tensor python(double number) { return at::native::wrapped_scalar_tensor(number); }
 
-// Python's single-tensor path, said once more.
+// An independent implementation of Python's single-tensor path.
 struct PythonAdam {
   AdamWOptions options;
   bool decoupled;
@@ -64,7 +64,7 @@ struct PythonSGD {
   }
 };
 
-// Every bit, but all NaNs are one.
+// Compares bit by bit, but treats all NaNs as equal.
 bool same(const Tensor& a, const Tensor& b) {
   auto x = a.detach().contiguous(), y = b.detach().contiguous();
   if (x.is_complex() && y.is_complex()) x = torch::view_as_real(x), y = torch::view_as_real(y);
@@ -83,7 +83,7 @@ Tensor gradient_like(const Tensor& p, int kind) {
   return g.copy_(odd);
 }
 
-// Shapes, layouts and dtypes; each leaf is a parameter.
+// Parameters of many shapes, layouts and dtypes; all are leaves.
 std::vector<Tensor> parameters() {
   std::vector<Tensor> all;
   for (std::int64_t n : {0, 1, 2, 7, 8, 15, 16, 17, 33, 100, 1001}) all.push_back(torch::randn({n}));
@@ -91,7 +91,7 @@ std::vector<Tensor> parameters() {
   all.push_back(torch::randn({64, 257}));
   all.push_back(torch::randn({8, 4, 3, 3}).contiguous(torch::MemoryFormat::ChannelsLast));
   all.push_back(torch::randn({6, 10}).t());
-  all.push_back(torch::randn({20, 20}).slice(1, 0, 20, 2));  // with holes
+  all.push_back(torch::randn({20, 20}).slice(1, 0, 20, 2));  // not dense
   all.push_back(torch::randn({33}, torch::kDouble));
   all.push_back(torch::randn({33}).to(torch::kBFloat16));
   all.push_back(torch::randn({33}).to(torch::kHalf));
@@ -120,7 +120,7 @@ void expect_the_references_bits(Options options, std::function<Reference()> make
   Optimizer optimizer(ours, options);
   for (int step = 0; step < 12; ++step) {
     for (std::size_t i = 0; i < ours.size(); ++i) {
-      if ((step + static_cast<int>(i)) % 5 == 4) {  // some have no gradient now and then
+      if ((step + static_cast<int>(i)) % 5 == 4) {  // sometimes there is no gradient
         ours[i].mutable_grad() = Tensor();
         continue;
       }
@@ -137,7 +137,7 @@ void expect_the_references_bits(Options options, std::function<Reference()> make
   }
 }
 
-// Complex numbers go through views of their real parts in Python; PythonAdam's formula is not for them.
+// Python handles complex numbers as views of their real parts, which PythonAdam's formula does not cover.
 template <typename Optimizer, typename Options>
 void expect_adams_bits(Options options, bool decoupled) {
   const AdamWOptions as{options.lr,           options.betas,   options.eps,
@@ -146,7 +146,7 @@ void expect_adams_bits(Options options, bool decoupled) {
     void update(Tensor p, Tensor g) {
       if (!p.is_complex()) return PythonAdam::update(p, g);
       if (this->options.weight_decay != 0 && !this->decoupled) {
-        // the decay comes before the views
+        // weight decay is applied before taking the views
         auto decay = this->options.weight_decay;
         auto with = (this->options.maximize ? -g : g).add(p, decay);
         auto other = this->options;
@@ -162,7 +162,8 @@ void expect_adams_bits(Options options, bool decoupled) {
                                                    [&] { return Reference{{as, decoupled, {}, {}, {}}}; });
 }
 
-// Without a fused multiply-add LibTorch's kernels round otherwise, and the operations themselves are used.
+// Without fused multiply-add, LibTorch's kernels round differently, and LibTorch's operations are used
+// instead.
 TEST(Optimizers, the_sweep_is_used_where_it_has_libtorchs_bits) {
   const bool fma = at::get_cpu_capability() == "AVX2" || at::get_cpu_capability() == "AVX512";
   if (at::get_cpu_capability() != "DEFAULT" && !fma) GTEST_SKIP() << "a CPU of another kind";
@@ -225,7 +226,7 @@ void expect_fused_close(Options options) {
   Optimizer b(fused, options);
   for (int step = 0; step < 20; ++step) {
     for (std::size_t i = 0; i < single.size(); ++i) {
-      if (step == 3 && i % 2) continue;  // not all are as far
+      if (step == 3 && i % 2) continue;  // step counts differ
       const auto g = torch::randn_like(single[i].detach());
       single[i].mutable_grad() = g;
       fused[i].mutable_grad() = g.clone();
@@ -268,7 +269,7 @@ TEST(Optimizers, fused_kinds_of_parameters_may_be_at_different_steps) {
 TEST(Optimizers, groups_have_options_of_their_own) {
   auto a = torch::ones({3}).requires_grad_(), b = torch::ones({3}).requires_grad_(),
        c = torch::ones({3}).requires_grad_(), d = torch::ones({3}).requires_grad_();
-  // 1e-3 is also the default: LibTorch would take it for not given, and take 0.5.
+  // 1e-3 is also the default: LibTorch would treat it as unset and use 0.5.
   SGD optimizer({SGD::group({a}, {.lr = 1e-3}), SGD::group({b}, {.lr = 0.25, .maximize = true}),
                  torch::optim::OptimizerParamGroup({c})},
                 {.lr = 0.5});
@@ -282,7 +283,7 @@ TEST(Optimizers, groups_have_options_of_their_own) {
   EXPECT_FLOAT_EQ(d[0].item<float>(), 0.875);
   EXPECT_EQ(optimizer.options(1).lr, 0.25);
   EXPECT_TRUE(optimizer.options(1).maximize);
-  EXPECT_THAT(error_of<ConfigError>([&] { optimizer.options(4); }), HasSubstr("there are 4 groups"));
+  EXPECT_THAT(error_of<ConfigError>([&] { optimizer.options(4); }), HasSubstr("the optimizer has 4 groups"));
 }
 
 TEST(Optimizers, code_written_for_libtorchs_optimizers_works) {
@@ -354,7 +355,7 @@ TEST(Optimizers, libtorchs_saved_optimizers_load_into_ours_and_ours_into_libtorc
   torch::load(ours, in);
   EXPECT_EQ(ours.options().lr, 0.3);
   EXPECT_EQ(ours.options().weight_decay, 0.2);
-  EXPECT_EQ(ours.options().implementation, Implementation::fused);  // not a matter of what was saved
+  EXPECT_EQ(ours.options().implementation, Implementation::fused);  // not taken from the checkpoint
   ours.step();
   torch::optim::AdamW back({p}, torch::optim::AdamWOptions());
   std::istringstream again(saved(ours));
@@ -365,20 +366,20 @@ TEST(Optimizers, libtorchs_saved_optimizers_load_into_ours_and_ours_into_libtorc
 TEST(Optimizers, what_cannot_be_meant_is_an_error) {
   auto p = torch::ones({2}).requires_grad_();
   EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.lr = -1}); }),
-              HasSubstr("lr is -1: 0 or more is allowed"));
-  EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.lr = NAN}); }), HasSubstr("lr is nan"));
+              HasSubstr("lr: expected 0 or more, got -1"));
+  EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.lr = NAN}); }), HasSubstr("got nan"));
   EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.betas = {0.9, 1}}); }),
-              HasSubstr("betas are 0.9 and 1"));
+              HasSubstr("got 0.9 and 1"));
   EXPECT_THAT(error_of<ConfigError>([&] { AdamW({p}, {.eps = -1}); }), HasSubstr("eps"));
   EXPECT_THAT(error_of<ConfigError>([&] { SGD({p}, {.nesterov = true}); }),
-              HasSubstr("nesterov needs a momentum"));
-  EXPECT_THAT(error_of<ConfigError>([&] { SGD({p, p}); }), HasSubstr("given to the optimizer twice"));
+              HasSubstr("nesterov needs momentum"));
+  EXPECT_THAT(error_of<ConfigError>([&] { SGD({p, p}); }), HasSubstr("passed to the optimizer twice"));
   EXPECT_THAT(error_of<ConfigError>([&] { SGD(std::vector<Tensor>{}); }), HasSubstr("no parameters"));
   EXPECT_THAT(error_of<ConfigError>([&] {
                 SGD optimizer(
                     {torch::optim::OptimizerParamGroup({p}, std::make_unique<torch::optim::AdamOptions>())});
               }),
-              HasSubstr("another kind of optimizer"));
+              HasSubstr("a different optimizer"));
 }
 
 TEST(Optimizers, sgd_takes_sparse_gradients_and_adam_refuses_them) {
@@ -407,7 +408,7 @@ TEST(Optimizers, parameters_without_gradient_stay_and_get_no_state) {
   EXPECT_FALSE(torch::equal(p, torch::ones({2})));
 }
 
-// Memory that is no more to be had after some allocations.
+// An allocator that runs out of memory after a number of allocations.
 class ScarceMemory final : public c10::Allocator {
  public:
   explicit ScarceMemory(int left) : left_(left), before_(c10::GetCPUAllocator()) {
@@ -434,7 +435,7 @@ std::int64_t count_of(const torch::optim::OptimizerParamState& state) {
   return 0;
 }
 
-// The step fails at one allocation after another, and is made again: what it would have been.
+// Fails the step at each allocation in turn and repeats it: the result must not change.
 template <typename Optimizer, typename Options>
 void expect_failed_steps_to_leave_no_trace(const Options& options, at::ScalarType dtype) {
   constexpr bool counts = !std::is_same_v<Optimizer, SGD>;
@@ -475,14 +476,14 @@ void expect_failed_steps_to_leave_no_trace(const Options& options, at::ScalarTyp
             << "parameter " << i << ", step " << failing_step << ", allocation " << allocations;
       for (const auto& [parameter, state] : optimizer.state()) ASSERT_EQ(count_of(*state), counts ? 3 : 0);
     }
-    EXPECT_TRUE(allocations > 1 || failing_step > 0);  // the first one makes the state
+    EXPECT_TRUE(allocations > 1 || failing_step > 0);  // the first step creates the state
   }
 }
 
 TEST(Optimizers, a_step_that_fails_for_lack_of_memory_can_be_made_again) {
   const AdamWOptions adamw{.weight_decay = 0.1, .amsgrad = true};
   const SGDOptions sgd{.lr = 0.1, .momentum = 0.9, .dampening = 0.5};
-  if (detail::adam_sweep_is_exact() && detail::sgd_sweep_is_exact()) {  // or operations are done at once
+  if (detail::adam_sweep_is_exact() && detail::sgd_sweep_is_exact()) {  // otherwise operations run at once
     expect_failed_steps_to_leave_no_trace<AdamW>(adamw, torch::kFloat);
     expect_failed_steps_to_leave_no_trace<SGD>(sgd, torch::kFloat);
     auto adamw_masters = adamw;
@@ -498,7 +499,7 @@ TEST(Optimizers, a_step_that_fails_for_lack_of_memory_can_be_made_again) {
   expect_failed_steps_to_leave_no_trace<SGD>(sgd_fused, torch::kFloat);
 }
 
-// Operations are done at once: what they have written stays, but nothing is counted.
+// Operations run at once: what they wrote remains, but nothing is counted.
 TEST(Optimizers, a_step_that_fails_is_not_counted) {
   auto good = torch::ones({3}, torch::kDouble).requires_grad_();
   auto bad = torch::ones({3}, torch::kDouble).requires_grad_();

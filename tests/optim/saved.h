@@ -1,4 +1,4 @@
-// What torch::save writes of an optimizer.
+// Returns what torch::save writes for an optimizer.
 #pragma once
 
 #include <sstream>

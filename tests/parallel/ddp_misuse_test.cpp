@@ -96,6 +96,26 @@ TEST(DdpMisuse, zero_grad_in_the_middle_of_a_sum_starts_it_again) {
   });
 }
 
+TEST(DdpMisuse, a_sum_that_was_dropped_used_no_parameter) {
+  on_every_rank([](World& world) {
+    for (const bool cleared : {false, true}) {
+      Mlp model;
+      DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true, .micro_batches = 2});
+      pass(ddp, 0);
+      if (cleared)
+        model->zero_grad();
+      else
+        ddp.discard_micro_batches();
+      for (int part = 0; part < 2; ++part) {
+        (void)ddp(rows_of(part));
+        model->third(numbers(part, {5, 9})).sum().backward();
+      }
+      EXPECT_FALSE(model->first->weight.grad().defined());
+      EXPECT_TRUE(model->third->weight.grad().defined());
+    }
+  });
+}
+
 TEST(DdpMisuse, a_sum_can_be_discarded) {
   on_every_rank([](World& world) {
     Mlp model;
@@ -172,6 +192,71 @@ TEST(DdpMisuse, a_model_may_be_loaded_cast_and_rebuilt_after_it_was_wrapped) {
   });
 }
 
+// The second new module often lies where the first one was.
+TEST(DdpMisuse, a_module_may_be_replaced_several_times_between_two_steps) {
+  on_every_rank([](World& world) {
+    Mlp model;
+    DistributedDataParallel ddp(model, world.group());
+    for (int round = 0; round < 5; ++round) {
+      model->zero_grad();
+      expect_averages(ddp, world);
+      for (int i = 0; i < 2; ++i) {
+        torch::nn::Linear second(9, 9);
+        fill_parameters(*second, 60);
+        model->second = model->replace_module("second", second);
+      }
+    }
+  });
+}
+
+struct GrowingImpl : torch::nn::Module {
+  GrowingImpl() : linear(6, 3) {
+    register_module("linear", linear);
+    fill_parameters(*this, 70);
+  }
+  void grow() { scale = register_parameter("scale", at::ones({3})); }
+  at::Tensor forward(const at::Tensor& x) { return scale.defined() ? linear(x) * scale : linear(x); }
+  torch::nn::Linear linear;
+  at::Tensor scale;
+};
+TORCH_MODULE(Growing);
+
+TEST(DdpMisuse, a_module_may_get_a_new_parameter) {
+  on_every_rank([](World& world) {
+    Growing model, one;
+    DistributedDataParallel ddp(model, world.group());
+    ddp(rows_of(world.rank())).square().mean().backward();
+    model->grow(), one->grow();
+    model->zero_grad();
+    ddp(rows_of(world.rank())).square().mean().backward();
+    for (int rank = 0; rank < world.size(); ++rank)
+      one(rows_of(rank)).square().mean().div(world.size()).backward();
+    EXPECT_TRUE(all_close(gradients_of(*model), gradients_of(*one)));
+  });
+}
+
+TEST(DdpMisuse, passes_in_no_sync_after_a_change_count) {
+  on_every_rank([](World& world) {
+    Mlp model, other;
+    fill_parameters(*other, 900);
+    std::stringstream file;
+    torch::save(other, file);
+    DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
+    pass(ddp, world.rank());
+    torch::load(model, file);
+    model->zero_grad();
+    {
+      const auto guard = ddp.no_sync();
+      pass(ddp, world.rank());
+    }
+    (void)ddp(rows_of(0));
+    model->third(numbers(world.rank(), {5, 9})).sum().backward();  // the first two layers have no part in it
+    check_replicas(*model, world.group());
+    const auto mine = model->first->weight.grad().sum().item<double>();
+    for (const double each : world.group().all_gather_values(mine)) EXPECT_EQ(each, mine);
+  });
+}
+
 TEST(DdpMisuse, parameters_may_be_unfrozen_and_frozen_again) {
   on_every_rank([](World& world) {
     Mlp model;
@@ -199,7 +284,9 @@ TEST(DdpMisuse, a_model_that_changes_on_one_rank_is_an_error_on_all) {
     DistributedDataParallel ddp(model, group);
     pass(ddp, 0);
     if (world.rank() == 1) model->first->bias.requires_grad_(false);
-    EXPECT_THAT(error_of<CommError>([&] { pass(ddp, 0); }), HasSubstr("rank 1"));
+    EXPECT_THAT(
+        error_of<CommError>([&] { pass(ddp, 0); }),
+        HasSubstr("rank 1 called barrier(tag 'ddp model change: parameter 'first.bias' was frozen')"));
   });
 }
 
@@ -214,6 +301,10 @@ TEST(DdpMisuse, a_model_may_not_change_in_a_sum_in_join_or_under_a_distributed_o
                 AllOf(HasSubstr("'first.weight' was given other data"), HasSubstr("1 of 2 micro-batches")));
     ddp.discard_micro_batches();
     again();
+    model->to(at::kFloat);
+    model->zero_grad();  // drops the sum as well
+    pass(ddp, world.rank()), pass(ddp, world.rank());
+    EXPECT_TRUE(all_close(gradients_of(*model), average_of(model, 0, world.size())));
 
     Mlp sharded;
     DistributedDataParallel sharded_ddp(sharded, world.group());
@@ -237,8 +328,10 @@ TEST(DdpMisuse, a_module_that_was_not_registered_is_an_error) {
   on_every_rank([](World& world) {
     Forgetful model;
     DistributedDataParallel ddp(model, world.group());
-    const auto text = error_of<ConfigError>([&] { ddp(rows_of(0)); });
-    EXPECT_THAT(text, AllOf(HasSubstr("register_module"), ContainsRegex("shape \\[3(, 3)?\\]")));
+    for (int i = 0; i < 2; ++i) {  // also where the program goes on
+      const auto text = error_of<ConfigError>([&] { ddp(rows_of(0)); });
+      EXPECT_THAT(text, AllOf(HasSubstr("register_module"), ContainsRegex("shape \\[3(, 3)?\\]")));
+    }
     {
       torch::NoGradGuard no_grad;
       ddp(rows_of(0));
@@ -253,6 +346,28 @@ TEST(DdpMisuse, a_module_that_was_not_registered_is_an_error) {
     DistributedDataParallel inner_ddp(inner->forgotten, world.group());
     DistributedDataParallel outer(inner, world.group());
     outer(rows_of(0));
+  });
+}
+
+// Forces are gradients of an energy, which forward takes itself.
+struct ForcesImpl : torch::nn::Module {
+  ForcesImpl() : energy(6, 9, 1) { register_module("energy", energy); }
+  at::Tensor forward(const at::Tensor& positions) {
+    auto x = positions.detach().requires_grad_();
+    return torch::autograd::grad({energy(x).sum()}, {x}, {}, true, true)[0];
+  }
+  Mlp energy;
+};
+TORCH_MODULE(Forces);
+
+TEST(DdpMisuse, forward_may_take_gradients_of_its_argument) {
+  on_every_rank([](World& world) {
+    Forces model, one;
+    DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
+    ddp(rows_of(world.rank())).square().mean().backward();
+    for (int rank = 0; rank < world.size(); ++rank)
+      one(rows_of(rank)).square().mean().div(world.size()).backward();
+    EXPECT_TRUE(all_close({model->energy->first->weight.grad()}, {one->energy->first->weight.grad()}));
   });
 }
 
@@ -363,6 +478,7 @@ TEST(DdpMisuse, a_pass_that_fails_on_one_rank_is_an_error_on_all_until_it_is_dis
                       .backward();
               };
               for (int i = 0; i < warm; ++i) step(2), model->zero_grad();
+              torch::optim::SGD optimizer(model->parameters(), 0.1);
               const auto what = fmt::format("{} {} {} {} {}", unused, buffers, parts, reach, warm);
               if (world.rank() == last) {
                 EXPECT_THAT(error_of<std::runtime_error>([&] { step(reach); }), HasSubstr("as planned"))
@@ -370,6 +486,8 @@ TEST(DdpMisuse, a_pass_that_fails_on_one_rank_is_an_error_on_all_until_it_is_dis
               } else {
                 EXPECT_THAT(error_of<CommError>([&] { step(2); }),
                             HasSubstr(fmt::format("a backward pass of rank {} ended", last)))
+                    << what;
+                EXPECT_THAT(error_of<c10::Error>([&] { optimizer.step(); }), HasSubstr("ddp.discard()"))
                     << what;
               }
               for (int i = 0; i < 2; ++i)
@@ -386,6 +504,27 @@ TEST(DdpMisuse, a_pass_that_fails_on_one_rank_is_an_error_on_all_until_it_is_dis
                 reference(rows_of(world.rank() + part), 2).square().mean().backward();
               EXPECT_TRUE(all_close(gradients_of(*model), gradients_of(*fresh), 1e-5)) << what;
             }
+  });
+}
+
+TEST(DdpMisuse, a_rank_that_has_updated_after_its_pass_failed_is_found_when_the_pass_is_discarded) {
+  on_every_rank([](World& world) {
+    if (world.size() == 1 || world.group().backend() != "shm") return;
+    const bool fails = world.rank() == world.size() - 1;
+    Ragged model;
+    DistributedDataParallel ddp(model, world.group());
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    const auto step = [&](int reach) { ddp(rows_of(world.rank()), reach).square().mean().backward(); };
+    EXPECT_ANY_THROW(step(fails ? 1 : 2));
+    if (fails) optimizer.step();
+    EXPECT_THAT(error_of<Error>([&] { step(2); }), HasSubstr("ddp.discard()"));
+    EXPECT_THROW(ddp.discard(), DriftError);
+    EXPECT_THAT(error_of<Error>([&] { step(2); }), HasSubstr("ddp.discard()"));
+    torch::NoGradGuard no_grad;
+    for (auto& parameter : model->parameters()) world.group().broadcast(parameter, {.root = 0}).wait();
+    ddp.discard();
+    torch::AutoGradMode grad(true);
+    step(2);
   });
 }
 

@@ -1,4 +1,7 @@
 // Tensor parallelism and pipelines with models on CUDA, beside one model on the CPU.
+#include <algorithm>
+
+#include <c10/util/Exception.h>
 #include <lockstep/parallel/pipeline.h>
 #include <lockstep/parallel/tensor_parallel.h>
 
@@ -12,6 +15,35 @@ namespace {
 std::vector<at::Tensor> copied_to_cpu(std::vector<at::Tensor> tensors) {
   for (auto& each : tensors) each = each.cpu();
   return tensors;
+}
+
+class Warnings final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { text += warning.msg() + "\n"; }
+  std::string text;
+};
+
+// First, because LibTorch warns once in a process. Each stage but the last goes backward from a product of matrices.
+TEST(ModelParallelCuda, a_pipeline_has_a_context_before_it_calls_cublas) {
+  on_every_rank([](World& world) {
+    if (!world.device().is_cuda()) GTEST_SKIP() << "no CUDA";
+    Warnings warnings;
+    {
+      const c10::WarningUtils::WarningHandlerGuard collect(&warnings);
+      std::vector<PipelineStage> pieces;
+      for (int i = 0; i < std::max(2, world.size()); ++i) {
+        torch::nn::Linear layer(6, 6);
+        layer->to(world.device());
+        pieces.emplace_back(layer, "layers." + std::to_string(i));
+      }
+      Pipeline pipeline(std::move(pieces), world.group(), Schedule1F1B{.num_microbatches = 2});
+      const auto input = at::ones({4, 6}, at::TensorOptions(world.device()));
+      pipeline.step(input, input, [](const at::Tensor& output, const at::Tensor& target) {
+        return at::matmul(output, target.t()).sum();
+      });
+    }
+    EXPECT_THAT(warnings.text, Not(HasSubstr("CUDA context")));
+  });
 }
 
 TEST(ModelParallelCuda, split_layers_equal_one_ranks) {

@@ -1,11 +1,11 @@
-// Steps whose parts are known. Each rank measures what it planted and prints it, for a test to compare with
-// the profile.
+// Runs steps with known parts. Each rank measures and prints what it planted, for comparison with the
+// profile.
 //
 //   profile_probe STEPS [sleep RANK MS] [data MS] [late RANK MS] [bytes N]
 //
-// A line for each rank and step: planted RANK STEP SLEPT CODE DATA COLLECTIVE LATENESS. The last five are
-// in ms: the time asleep, the processor time of code, the time until the loader had a sample, when the
-// collective began (CLOCK_MONOTONIC), and how long the main thread was ready to run but had no processor.
+// Prints a line per rank and step: planted RANK STEP SLEPT CODE DATA COLLECTIVE LATENESS. The last five are
+// in ms: the time asleep, the CPU time of code, the time until the loader had a sample, when the collective
+// began (CLOCK_MONOTONIC), and how long the main thread was runnable without a CPU.
 #include <torch/torch.h>
 
 #include <time.h>
@@ -46,7 +46,7 @@ double slept_ms(double ms) {
   return now_ms() - begin;
 }
 
-// Computes without an operator until it has used that much of the processor's time, whoever else wants it.
+// Computes without operators until it has used that much CPU time, whatever else runs.
 double computed_ms(double ms) {
   volatile double sum = 0;
   const double begin = thread_ms();
@@ -54,7 +54,7 @@ double computed_ms(double ms) {
   return thread_ms() - begin;
 }
 
-// How long the calling thread has been ready to run without a processor. 0 if the kernel does not count it.
+// How long the calling thread has been runnable without a CPU. 0 if the kernel does not report it.
 double lateness_ms() {
   std::ifstream file("/proc/thread-self/schedstat");
   double ran_ns = 0, waited_ns = 0;
@@ -62,7 +62,7 @@ double lateness_ms() {
   return waited_ns / 1e6;
 }
 
-// What one step of this rank held.
+// Known parts of one step of this rank.
 struct Step {
   double slept = 0, code = 0, data = 0, collective = 0, lateness = 0;
 };

@@ -1,4 +1,4 @@
-// The Profiler in a program of its own, with ranks as threads.
+// The Profiler in a program, with ranks as threads.
 #include <torch/torch.h>
 
 #include <filesystem>
@@ -49,7 +49,7 @@ TEST(Profiler, records_its_window_and_puts_ranks_together) {
       profiler.step();
     }
     profiler.finish();
-    // The others are done with the files when rank 0 is.
+    // Wait until rank 0 has combined the files.
     group.barrier().wait();
     const auto mine = profile::read(directory / ("rank-" + std::to_string(world.rank()) + ".json"));
     ASSERT_EQ(mine.steps.size(), 3u);
@@ -214,7 +214,7 @@ TEST(Profiler, its_world_may_be_moved) {
   EXPECT_TRUE(std::filesystem::exists(directory / "summary.json"));
 }
 
-// Bytes are those of one bucket, whose gradients begin at multiples of 64 bytes.
+// Bytes of one bucket, in which gradients begin at multiples of 64 bytes.
 TEST(Profiler, buckets_are_what_gradients_leave_of_them) {
   for (const bool wide : {false, true}) {
     const auto directory = folder(wide ? "wide_buckets" : "buckets");
@@ -236,7 +236,7 @@ TEST(Profiler, buckets_are_what_gradients_leave_of_them) {
     const auto profile = profile::read(directory / "rank-1.json");
     const std::int64_t whole = (1008 + 16) * 4, gradients = (1000 + 10) * 4;
     EXPECT_EQ(profile.notes.at("memory.gradients"), std::to_string(wide ? gradients / 2 : gradients));
-    // Sums of bfloat16 are float, in buckets that no gradient is a view of.
+    // Sums of bfloat16 gradients are float, in buckets without gradient views.
     EXPECT_EQ(profile.notes.at("memory.buckets"), std::to_string(wide ? whole : whole - gradients));
     std::ifstream stream(directory / "summary.json");
     const auto summary = nlohmann::json::parse(stream);
@@ -254,7 +254,7 @@ TEST(Profiler, says_what_is_allowed) {
     EXPECT_THROW(Profiler(world, {.samples_per_step = -1}), ConfigError);
     Profiler never(world, {.first = 100, .last = 200, .directory = folder("never").string()});
     never.step();
-    EXPECT_THROW(never.finish(), ConfigError);  // and it is over
+    EXPECT_THROW(never.finish(), ConfigError);  // the window is already over
   });
 }
 

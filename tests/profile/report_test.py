@@ -1,9 +1,9 @@
-"""Opens a report in headless Chromium and looks whether it shows what its data say.
+"""Opens a report in headless Chromium and checks that it shows its data.
 
 report_test.py REPORT.html [EXPECTED TEXT...] [--shots DIR]
 
-Exits with 0 when all holds, 1 when something does not, 77 without chromium. Speaks the DevTools protocol over a pipe,
-which needs no port and can truly set prefers-color-scheme. --shots keeps screenshots of what was seen.
+Exits with 0 on success, 1 on failure, 77 without chromium. Uses the DevTools protocol over a pipe, which needs no port
+and can set prefers-color-scheme. --shots saves screenshots.
 """
 import argparse
 import base64
@@ -84,7 +84,7 @@ class Browser:
             raise SystemExit(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
-    def frames(self):  # two frames later all that was asked for is painted
+    def frames(self):  # after two frames everything requested is painted
         self.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def open(self, url, width, scheme):
@@ -117,7 +117,7 @@ class Browser:
             self.process.kill()
 
 
-# What each drawing holds: of an SVG its shapes that have an extent, of a canvas the part of it in colours of the legend.
+# Contents of each drawing: for an SVG its shapes with an extent, for a canvas the fraction in colours of the legend.
 DRAWN = """
 [...document.querySelectorAll('main section')].map(s => ({id: s.id, empty: 'empty' in s.dataset, text: s.innerText,
   svg: [...s.querySelectorAll('.plot svg')].map(v => ({label: v.getAttribute('aria-label'), texts: v.querySelectorAll('text').length,
@@ -139,7 +139,7 @@ def check(holds, text):
         print("FAILED:", text)
 
 
-def number(x):  # as the page writes it
+def number(x):  # formatted like the page
     if abs(x) >= 1000:
         return f"{int(x + 0.5):,}"
     return f"{decimal.Decimal(f'{x:.4g}'):f}"
@@ -149,7 +149,7 @@ def duration(ms):
     return number(ms / 1000) + " s" if ms >= 10000 else number(ms) + " ms" if ms >= 1 or ms == 0 else number(ms * 1000) + " \u00b5s"
 
 
-def expected(data):  # (section, text) pairs that the data call for; None: anywhere
+def expected(data):  # (section, text) pairs that must be shown; None: anywhere
     job, overall = data.get("job", {}), data.get("overall", {})
     if "program" in job:
         yield None, job["program"]
@@ -177,7 +177,7 @@ def expected(data):  # (section, text) pairs that the data call for; None: anywh
         yield "pipeline", "Measured"
 
 
-def sections(data):  # id -> how many drawings it must have
+def sections(data):  # id -> minimum number of drawings
     steps = [s for s in data.get("steps", []) if s.get("ranks")]
     ranks, pipeline = data.get("ranks", []), data.get("pipeline", {})
     sized = [o for o in data.get("operations", []) if o[1] > 0] or [c for c in data.get("collectives", []) if c.get("bytes")]
@@ -198,17 +198,17 @@ def look(browser, data, texts, scheme, width):
     for name, least in sections(data).items():
         section = drawn.get(name)
         if not least:
-            check(section is None or (section["empty"] and len(section["text"]) > 20), f"{at}: {name} has no data and does not say so")
+            check(section is None or (section["empty"] and len(section["text"]) > 20), f"{at}: {name} does not report that it has no data")
             continue
         check(section and not section["empty"], f"{at}: section {name} is missing")
         if not section:
             continue
         check(len(section["svg"]) + len(section["canvas"]) >= least, f"{at}: {name} has too few drawings")
         for svg in section["svg"]:
-            least = 2 if name in ("pipeline", "stragglers") else 1  # they have a background or a margin too
+            least = 2 if name in ("pipeline", "stragglers") else 1  # these also have a background or a margin
             check(svg["shapes"] >= least and svg["texts"] > 3 and not svg["wide"], f"{at}: {name}: {svg} is empty, without axes or too wide")
         for part in section["canvas"]:
-            check(part > 0.001, f"{at}: {name}: {100 * part:.2f} % of the canvas are drawn")
+            check(part > 0.001, f"{at}: {name}: only {100 * part:.2f} % of the canvas is drawn")
     everything = browser.js("document.body.innerText")
     for section, text in [*expected(data), *((None, t) for t in texts)]:
         where = drawn.get(section, {"text": ""})["text"] if section else everything
@@ -225,7 +225,7 @@ def look(browser, data, texts, scheme, width):
 
 
 def play(browser):
-    """Zooms and moves the timeline with the wheel, the keys and the mouse; hovers; sorts; chooses a rank."""
+    """Zooms and moves the timeline with the wheel, the keys and the mouse; hovers; sorts; selects a rank."""
     browser.js("document.querySelector('#timeline canvas').scrollIntoView({block: 'center'})")
     x, y, w, h = browser.js("(r => [r.x, r.y, r.width, r.height])(document.querySelector('#timeline canvas').getBoundingClientRect())")
 
@@ -242,7 +242,7 @@ def play(browser):
 
     whole = view()
     mouse("mouseWheel", x + w / 2, y + h / 2, deltaX=0, deltaY=-100)
-    check(view() == whole, "the wheel zooms a timeline that nobody clicked")
+    check(view() == whole, "the wheel zooms the timeline before a click")
     browser.js("document.querySelector('#timeline canvas').scrollIntoView({block: 'center'})")
     y = browser.js("document.querySelector('#timeline canvas').getBoundingClientRect().y")
     mouse("mousePressed", x + w / 2, y + h / 2, button="left", clickCount=1)
@@ -259,7 +259,7 @@ def play(browser):
     key("ArrowLeft")
     check(view()[0] < moved[0], "the left arrow does not move")
     tip = ""
-    for place in ((part, row) for part in (0.5, 0.3, 0.7, 0.2, 0.9) for row in range(4, int(h) - 44, 4)):  # somewhere an event is under the pointer
+    for place in ((part, row) for part in (0.5, 0.3, 0.7, 0.2, 0.9) for row in range(4, int(h) - 44, 4)):  # until an event is under the pointer
         mouse("mouseMoved", x + w * place[0], y + place[1])
         tip = browser.js("document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent")
         if tip:
@@ -270,7 +270,7 @@ def play(browser):
     check(view() == whole, "0 does not show all")
     cost = browser.js("""(async () => { const c = document.querySelector('#timeline canvas'), all = [];
         for (let i = 0; i < 20; ++i) { c.dispatchEvent(new KeyboardEvent('keydown', {key: '0'})); await new Promise(requestAnimationFrame); all.push(+c.dataset.paint); }
-        return Math.min(...all); })()""")  # what others do makes it longer, never shorter
+        return Math.min(...all); })()""")  # other load only makes it longer
     print(f"painting the whole timeline takes {cost} ms")
     check(cost < 200, f"painting the timeline takes {cost} ms")
     if browser.js("document.querySelectorAll('#ranks th button').length > 1"):
@@ -296,7 +296,7 @@ def main():
         return 77
     page = arguments.report.read_text(encoding="utf-8")
     text = page.split('<script id="data" type="application/json">', 1)[1].split("</script>", 1)[0]
-    check("<" not in text, "the data have a '<', which could end their element")
+    check("<" not in text, "the data contain a '<', which could end their element")
     data = json.loads(text)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(program, profile)

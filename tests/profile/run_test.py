@@ -1,4 +1,4 @@
-"""Profiles of real runs, held against what the program is known to do."""
+"""Compares profiles of real runs with what the program is known to do."""
 
 import gzip
 import json
@@ -11,7 +11,7 @@ import tempfile
 
 lockstep, probe, gpt = sys.argv[1:4]
 failures, skips = [], []
-folders = tempfile.TemporaryDirectory(prefix="lockstep-profile-")  # of all runs; gone with this process
+folders = tempfile.TemporaryDirectory(prefix="lockstep-profile-")  # for all runs; removed when this process exits
 
 
 def new_folder():
@@ -37,7 +37,7 @@ WINDOW = range(4, 14)
 
 
 class Control:
-    """What both ranks of the probe measured themselves, in the steps of the window. Times are in ms a step."""
+    """Measurements by the probe's two ranks themselves, within the window. Times are in ms per step."""
 
     def __init__(self, text):
         self.steps = {}
@@ -50,14 +50,14 @@ class Control:
         return statistics.mean(self.steps[rank, step][what] for step in WINDOW)
 
     def behind(self, rank):
-        """How much later than the other rank it began the collective, in each step."""
+        """How much later than the other rank this rank began the collective, in each step."""
         return [self.steps[rank, step]["collective"] - self.steps[1 - rank, step]["collective"] for step in WINDOW]
 
     def late(self, rank):
         return statistics.mean(max(0, ms) for ms in self.behind(rank))
 
     def slack(self, *ranks):
-        """A millisecond, and what they waited for a processor: that may count for any of a step's parts."""
+        """A millisecond plus the ranks' waiting for a CPU, which may count in any part of a step."""
         return 1 + sum(self.mean(rank, "lateness") for rank in ranks or (0, 1))
 
 
@@ -69,8 +69,8 @@ PLANTED_MS = 60  # far more than the rest of a step
 
 
 def planted(what, words, numbers, words_told):
-    """The numbers hold on any machine. What is told is about the largest part, which on a very busy one is another, so later
-    attempts plant more. A few attempts: some machines do not tell for how long a thread waited for its turn."""
+    """The numbers must hold on any machine. Hints are about the largest part, which may differ on a very busy machine, so
+    later attempts plant more. There are several attempts because some machines do not report waiting for a CPU."""
     problem = None
     for ms in (PLANTED_MS, PLANTED_MS, 2 * PLANTED_MS, 4 * PLANTED_MS, 8 * PLANTED_MS, 8 * PLANTED_MS):
         summary, text, _ = profile(2, [probe, "14", *words, str(ms)])
@@ -83,7 +83,7 @@ def planted(what, words, numbers, words_told):
     if problem:
         check(what, False, problem)
     else:
-        skips.append(f"the numbers of {what!r} are right, but this machine is too busy to judge the hints")
+        skips.append(f"the numbers of {what!r} are correct, but this machine is too busy to check the hints")
 
 
 def arrival(summary, rank):
@@ -93,12 +93,12 @@ def arrival(summary, rank):
 
 
 def check_arrivals(events):
-    """What a collective's args say of the ranks' arrival is what their spans show."""
+    """Checks that the arrivals in a collective's args match the spans."""
     collectives = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "communication" and "arrival_ms" in event["args"]:
             collectives.setdefault((event["args"]["group"], event["args"]["sequence"]), []).append(event)
-    check("collectives tell of arrivals", collectives)
+    check("collectives have arrivals", collectives)
     for spans in collectives.values():
         first = min(span["ts"] for span in spans)
         for span in spans:
@@ -137,17 +137,17 @@ def check_trace(directory, ranks):
 
 
 def check_page(directory, words):
-    """In a real browser."""
+    """Checks the page in a real browser."""
     page = subprocess.run([sys.executable, "-B", os.path.join(os.path.dirname(os.path.abspath(__file__)), "report_test.py"),
                            os.path.join(directory, "report.html"), *words], capture_output=True, text=True, timeout=500)
     if page.returncode == 77:
-        skips.append(f"the page of {words} was not looked at: {page.stdout.strip().removeprefix('skipped: ')}")
+        skips.append(f"the page of {words} was not checked: {page.stdout.strip().removeprefix('skipped: ')}")
         return
     check(f"the page of {words} in a browser", page.returncode == 0, page.stdout + page.stderr)
 
 
 def of_64_ranks(directory):
-    """The files of 4 ranks as if each stood for 16."""
+    """Copies the files of 4 ranks to make 64 ranks."""
     larger = new_folder()
     for rank in range(64):
         with open(os.path.join(directory, f"rank-{rank % 4}.json")) as file:
@@ -197,13 +197,13 @@ def main():
     planted("code of the program's own is code there", ["late", "0"], lambda s, c: [
         near(of(s, 0)["parts_ms"]["code"], c.mean(0, "code"), c.slack(0)),
         near(of(s, 1)["communication"]["waiting_ms"], c.late(0), c.slack()),
-        # The collective's own figures say the same: rank 1 comes first, rank 0 last, each time.
+        # The collective's arrivals must agree: rank 1 arrives first and rank 0 last, every time.
         near(arrival(s, 0)["mean_ms"], c.late(0), c.slack()), near(arrival(s, 1)["mean_ms"], c.late(1), c.slack()),
         abs(arrival(s, 0)["last_times"] - sum(each > 0 for each in c.behind(0))) <= sum(abs(each) < 10 * c.slack() for each in c.behind(0))],
         lambda s: [any("rank 0" in hint and "own code" in hint for hint in s["hints"])])
     planted("a loader that waits is data", ["data"], lambda s, c: [
         near(of(s, each)["parts_ms"]["data"], c.mean(each, "data"), c.slack(each)) for each in (0, 1)],
-        lambda s: [any("wait for data" in hint for hint in s["hints"])])
+        lambda s: [any("waiting for data" in hint for hint in s["hints"])])
 
     # A pipeline on 2 and a mesh on 4 ranks: messages have arrows.
     for ranks, layout in ((2, ["--pp", "2"]), (4, ["--pp", "2", "--dp", "2"])):
@@ -220,13 +220,13 @@ def main():
     check_page(report, ["05_gpt", "4 ranks"])
     check_page(of_64_ranks(report), ["64 ranks"])
 
-    # What cannot be.
+    # Invalid arguments.
     for arguments, words in ((["--profile=20:10"], "FIRST:LAST"), (["--profile=x"], "FIRST:LAST"), (["--profile=0:3"], "FIRST:LAST")):
         run = subprocess.run([lockstep, "run", "-n", "1", *arguments, "true"], capture_output=True, text=True)
         check(f"{arguments} is refused", run.returncode == 2 and words in run.stderr, run.stderr)
     directory = new_folder()
     run = subprocess.run([lockstep, "run", "-n", "2", "--profile=100:110", "--profile-dir", directory, probe, "5"], capture_output=True, text=True)
-    check("a window that never came is told", run.returncode == 1 and "steps 100 to 110 were to be, and the last was 5" in run.stdout + run.stderr,
+    check("a window that never came is reported", run.returncode == 1 and "expected steps 100 to 110, but the last step was 5" in run.stdout + run.stderr,
           run.stdout + run.stderr)
     with open(os.path.join(directory, "rank-0.json"), "w") as file:
         file.write('{"format": "lockstep.profile/1", "rank": 3, "size": 2}')
@@ -234,7 +234,7 @@ def main():
     check("a bad file is named", run.returncode == 2 and "rank-0.json" in run.stderr and "rank 3 of 2" in run.stderr, run.stderr)
 
     print(f"{len(failures)} failures")
-    if skips:  # the last line is the reason that a summary shows
+    if skips:  # a summary shows the last line as the reason
         print("skipped in part: " + "; ".join(skips))
     sys.exit(1 if failures else 77 if skips else 0)
 

@@ -101,8 +101,9 @@ TEST(Layout, no_folder_holds_more_than_thirty_files) {
   std::map<fs::path, int> files;
   for (const char* top : {"lockstep", "cli", "tests", "bench", "docs"})
     for (const auto& entry : fs::recursive_directory_iterator(kRoot / top))
-      if (entry.is_regular_file() && entry.path().string().find("__pycache__") == std::string::npos)
+      if (entry.is_regular_file() && entry.path().string().find("__pycache__") == std::string::npos) {
         EXPECT_LE(++files[entry.path().parent_path()], 30) << entry.path().parent_path();
+      }
 }
 
 // The parts of lockstep_plain and lockstep_launcher, as their CMakeLists.txt say.
@@ -119,8 +120,9 @@ TEST(Layout, plain_folders_use_no_libtorch) {
     ++folders;
     std::string how;
     for (const auto& [file, targets] : includes())
-      if (fs::path(file).parent_path() == folder)
+      if (fs::path(file).parent_path() == folder) {
         EXPECT_FALSE(uses_libtorch(file, how)) << file << ": " << how;
+      }
   }
   EXPECT_GT(folders, 15);
 }
@@ -163,9 +165,10 @@ TEST(Layout, the_tests_mirror_the_tree) {
                                         "launchers", "parity", "project", "python",   "support"};
   for (const auto& entry : fs::recursive_directory_iterator(kRoot / "tests")) {
     const auto path = fs::relative(entry.path(), kRoot / "tests");
-    if (entry.is_directory() && path.filename() != "__pycache__" && !others.contains(part_of(path, 0)))
+    if (entry.is_directory() && path.filename() != "__pycache__" && !others.contains(part_of(path, 0))) {
       EXPECT_TRUE(fs::is_directory(kRoot / "lockstep" / path))
           << "tests/" << path.string() << " mirrors no folder of lockstep/";
+    }
   }
 }
 
@@ -181,9 +184,10 @@ TEST(Layout, every_variable_that_the_code_reads_is_documented) {
       if (!is_source(entry.path()) && entry.path().extension() != ".py") continue;
       const auto text = text_of(entry.path());
       for (std::sregex_iterator match(text.begin(), text.end(), pattern), end; match != end; ++match)
-        if (seen.insert((*match)[1]).second)
+        if (seen.insert((*match)[1]).second) {
           EXPECT_TRUE(std::regex_search(docs, std::regex("\\b" + (*match)[1].str() + "\\b")))
               << entry.path() << ": " << (*match)[1];
+        }
     }
   EXPECT_GT(seen.size(), 25u);
 }

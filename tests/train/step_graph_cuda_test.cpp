@@ -1,4 +1,4 @@
-// StepGraph on CUDA: replayed steps learn what plain steps learn, and what cannot be captured runs as it is.
+// StepGraph on CUDA: replayed steps train like plain steps, and what cannot be captured runs eagerly.
 #include <lockstep/kernels/kernels.h>
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
@@ -43,7 +43,7 @@ void expect_close(const std::vector<Tensor>& a, const std::vector<Tensor>& b, do
         << i << ": " << (a[i] - b[i]).abs().max().item<float>();
 }
 
-// To give back what went in.
+// Returns a step for a model and an optimizer.
 auto one_step_of(torch::nn::Sequential& model, AdamW& optimizer, bool to_none = true) {
   return [&model, &optimizer, to_none](const Tensor& x) {
     optimizer.zero_grad(to_none);
@@ -54,7 +54,7 @@ auto one_step_of(torch::nn::Sequential& model, AdamW& optimizer, bool to_none = 
   };
 }
 
-// A learning rate that changes, both ways of clearing gradients, float32 and bfloat16 with masters.
+// A changing learning rate, both ways of clearing gradients, float32, and bfloat16 with masters.
 std::vector<Tensor> trained(bool graph, bool to_none, at::ScalarType dtype, std::vector<float>& losses) {
   auto model = model_of(dtype);
   AdamW optimizer(
@@ -93,7 +93,7 @@ TEST_F(StepGraphCuda, an_optimizer_that_is_not_capturable_is_the_reason) {
   });
   for (int i = 0; i < 6; ++i) EXPECT_GT(step.run(input(i)).item<float>(), 0);
   EXPECT_FALSE(step.captured());
-  EXPECT_THAT(step.reason(), HasSubstr("make it with .capturable = true"));
+  EXPECT_THAT(step.reason(), HasSubstr("set .capturable = true"));
   SGD sgd(model->parameters());
   StepGraph other([&](const Tensor& x) {
     sgd.zero_grad();
@@ -101,7 +101,7 @@ TEST_F(StepGraphCuda, an_optimizer_that_is_not_capturable_is_the_reason) {
     sgd.step();
   });
   for (int i = 0; i < 6; ++i) other.run(input(i));
-  EXPECT_THAT(other.reason(), HasSubstr("SGD is captured"));
+  EXPECT_THAT(other.reason(), HasSubstr("SGD in a CUDA graph"));
 }
 
 TEST_F(StepGraphCuda, a_step_that_waits_for_the_device_runs_as_it_is) {
@@ -119,14 +119,14 @@ TEST_F(StepGraphCuda, a_step_that_waits_for_the_device_runs_as_it_is) {
   for (int i = 0; i < 8; ++i) EXPECT_GT(step.run(input(i)).item<float>(), 0) << i;
   EXPECT_THAT(step.reason(), HasSubstr("cannot be captured"));
   EXPECT_EQ(steps, 8);
-  // Allocator and generator are as before: others can be captured.
+  // The allocator and generator are restored, so that other graphs can be captured.
   Tensor x = torch::zeros({4}, torch::kCUDA);
   StepGraph next([&](const Tensor& y) { return torch::dropout(x + y, 0.5, true); });
   for (int i = 0; i < 6; ++i) next.run(torch::ones({4}, torch::kCUDA));
   EXPECT_TRUE(next.captured()) << next.reason();
 }
 
-// A capture that fails leaves the generators to graphs from before: they hear of a seed.
+// After a failed capture, earlier graphs still use the generators: a new seed reaches them.
 TEST_F(StepGraphCuda, a_seed_reaches_graphs_from_before_a_capture_that_failed) {
   const auto ones = torch::ones({1000}, torch::kCUDA);
   StepGraph draws([](const Tensor& x) { return torch::dropout(x, 0.5, true); });
@@ -162,7 +162,7 @@ TEST_F(StepGraphCuda, other_shapes_run_as_they_are_or_get_a_graph_of_their_own) 
     EXPECT_NEAR(one.run(x).item<float>(), x.sum().item<float>(), 1e-3);
     EXPECT_NEAR(two.run(x).item<float>(), x.sum().item<float>(), 1e-3);
   }
-  EXPECT_THAT(one.reason(), HasSubstr("max_graphs is 1, and inputs of Float [4, 16]"));
+  EXPECT_THAT(one.reason(), HasSubstr("max_graphs (1) reached: no graph for inputs of Float [4, 16]"));
   EXPECT_EQ(one.replays(), 2);
   EXPECT_EQ(two.replays(), 4);
   one.run(input(0).cpu());
@@ -176,7 +176,7 @@ TEST_F(StepGraphCuda, a_checkpoint_that_is_loaded_between_replays_counts) {
   AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
   StepGraph step(one_step_of(model, optimizer));
   for (int i = 0; i < 6; ++i) step.run(input(i));
-  // Also where a step of another shape, which runs as it is, has seen the loaded state before the graph does.
+  // Also if a step of another shape, which runs eagerly, sees the loaded state before the graph does.
   for (const bool another_shape : {false, true}) {
     const auto go_on = [&] {
       if (another_shape) step.run(input(50, 4));
@@ -213,7 +213,7 @@ TEST_F(StepGraphCuda, state_that_is_replaced_before_the_capture_is_warmed_up_aga
   }
   expect_close(values_of(model), values_of(plain), 1e-4);
 
-  // LibTorch's own state, which has the same moments: the count is to be found.
+  // LibTorch's own state with the same moments: the optimizer must recover the step count.
   for (int i = 8; i < 10; ++i) step.run(input(i));
   for (auto& [key, state] : optimizer.state()) {
     const auto& given = static_cast<const torch::optim::AdamWParamState&>(*state);
@@ -256,12 +256,12 @@ TEST_F(StepGraphCuda, inputs_on_another_device_are_others) {
       EXPECT_TRUE(torch::equal(y, x * 2)) << i;
     }
   }
-  EXPECT_THAT(one.reason(), HasSubstr("inputs of Float [8, 16] on cuda:1 are others"));
+  EXPECT_THAT(one.reason(), HasSubstr("no graph for inputs of Float [8, 16] on cuda:1"));
   EXPECT_EQ(one.replays(), 2);
   EXPECT_EQ(two.replays(), 4);
 }
 
-// The replay that is compared must leave no trace: a run with check is the run without it.
+// The replay used for comparison must leave no trace: a run with check equals a run without it.
 TEST_F(StepGraphCuda, check_brings_back_buffers_and_generators) {
   auto trained = [](bool check, std::vector<Tensor>& buffers) {
     torch::manual_seed(1);
@@ -307,13 +307,13 @@ TEST_F(StepGraphCuda, check_compares_what_is_given_as_state) {
       },
       {.check = true, .tolerance = 1e-3, .state = {buffer}});
   for (int i = 0; i < 6; ++i) step.run(torch::ones({4}, torch::kCUDA));
-  EXPECT_THAT(step.reason(), HasSubstr("its replay is not what the step does: tensor of .state 0 differs"));
+  EXPECT_THAT(step.reason(), HasSubstr("replay differs from the step: tensor of .state 0 differs"));
 }
 
 TEST_F(StepGraphCuda, check_compares_the_first_replay_with_the_step) {
   auto model = model_of();
   AdamW optimizer(model->parameters(), {.lr = 1e-2, .capturable = true});
-  double factor = 1;  // the host's: a replay does not see it change
+  double factor = 1;  // a value on the host: a replay does not see it change
   StepGraph step(
       [&](const Tensor& x) {
         optimizer.zero_grad();
@@ -329,7 +329,7 @@ TEST_F(StepGraphCuda, check_compares_the_first_replay_with_the_step) {
   int calls = 0;
   StepGraph other([&](const Tensor& x) { return x * ++calls; }, {.check = true});
   for (int i = 0; i < 6; ++i) other.run(torch::ones({4}, torch::kCUDA));
-  EXPECT_THAT(other.reason(), HasSubstr("its replay is not what the step does: returned tensor 0 differs"));
+  EXPECT_THAT(other.reason(), HasSubstr("replay differs from the step: returned tensor 0 differs"));
 }
 
 TEST_F(StepGraphCuda, masters_follow_a_model_that_is_written_to_between_replays) {
@@ -353,7 +353,7 @@ TEST_F(StepGraphCuda, masters_follow_a_model_that_is_written_to_between_replays)
   EXPECT_EQ(model->parameters()[0][0][0].item<float>(), 0.5);
 }
 
-// DistributedDataParallel of a world of one, whose hooks run in the captured backward.
+// DistributedDataParallel in a world of one rank; its hooks run in the captured backward.
 TEST_F(StepGraphCuda, ddp_of_one_rank_can_be_captured) {
   auto world = World::from_environment();
   const GraphStream stream;

@@ -1,4 +1,4 @@
-// StepGraph where there is nothing to capture: every run is the step itself, and reason() says why.
+// StepGraph where nothing can be captured: every run is the step itself, and reason() says why.
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
@@ -30,7 +30,7 @@ TEST(StepGraph, on_the_cpu_every_run_is_the_step_itself) {
     }
     EXPECT_FALSE(step.captured());
     EXPECT_EQ(step.replays(), 0);
-    EXPECT_EQ(step.reason(), graph ? "input 0 is on cpu: CUDA is allowed" : "");
+    EXPECT_EQ(step.reason(), graph ? "input 0 is on cpu; expected CUDA" : "");
     return losses;
   };
   EXPECT_EQ(train(true), train(false));
@@ -51,7 +51,7 @@ TEST(StepGraph, a_step_may_return_a_tensor_several_or_nothing_and_take_none) {
 TEST(StepGraph, says_why_there_is_no_graph) {
   StepGraph step([](const Tensor& x) { return x; }, {.enabled = false});
   step.run(torch::ones({2}));
-  EXPECT_EQ(step.reason(), "it is not enabled");
+  EXPECT_EQ(step.reason(), "disabled by {.enabled = false}");
   StepGraph none([] {});
   none.run();
   EXPECT_TRUE(torch::cuda::is_available() || none.reason().find("CUDA") != std::string::npos)
@@ -90,11 +90,11 @@ TEST(StepGraph, can_be_moved) {
 TEST(StepGraph, options_out_of_range_are_errors) {
   auto step = [](const Tensor& x) { return x; };
   EXPECT_THAT(error_of<ConfigError>([&] { StepGraph(step, {.warmup = 0}); }),
-              HasSubstr("warmup is 0: 1 or more"));
+              HasSubstr("warmup: expected at least 1"));
   EXPECT_THAT(error_of<ConfigError>([&] { StepGraph(step, {.max_graphs = 0}); }),
-              HasSubstr("max_graphs is 0"));
+              HasSubstr("max_graphs: expected at least 1, got 0"));
   EXPECT_THAT(error_of<ConfigError>([&] { StepGraph(step, {.tolerance = -1}); }),
-              HasSubstr("tolerance is -1"));
+              HasSubstr("tolerance: expected 0 or more, got -1"));
 }
 
 }  // namespace

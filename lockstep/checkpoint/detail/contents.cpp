@@ -24,7 +24,7 @@ ModelPart::ModelPart(const torch::jit::Module& script)
 namespace lockstep::detail {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "the format's byte order");
+static_assert(std::endian::native == std::endian::little, "the safetensors format is little-endian");
 
 struct DtypePair {
   at::ScalarType dtype;
@@ -68,14 +68,14 @@ std::vector<at::Device> devices_of(const ModelPart& model, const OptimizerPart& 
 std::string dtype_name(const NamedTensor& named) {
   for (const auto& [dtype, name] : kDtypes)
     if (dtype == named.tensor.scalar_type()) return name;
-  throw ConfigError(fmt::format("'{}' is {}, which the format does not have", named.name,
+  throw ConfigError(fmt::format("'{}': the safetensors format does not support dtype {}", named.name,
                                 c10::toString(named.tensor.scalar_type())));
 }
 
 at::ScalarType dtype_of(std::string_view name) {
   for (const auto& [dtype, known] : kDtypes)
     if (name == known) return dtype;
-  throw FormatError(fmt::format("dtype '{}' is not LibTorch's", name));
+  throw FormatError(fmt::format("LibTorch does not support dtype '{}'", name));
 }
 
 std::string rng_name(std::int64_t rank, std::size_t generator) {
@@ -86,14 +86,14 @@ bool reserved(std::string_view name) {
   return name.starts_with("optimizer/") || name.starts_with("rng/") || name == "__metadata__";
 }
 
-// Parameters and buffers by their names.
+// Returns parameters and buffers with their names.
 std::vector<NamedTensor> tensors_of(const ModelPart& model) {
   std::vector<NamedTensor> tensors;
   if (model.get() == nullptr) return tensors;
   if (const auto split = find_split(*model.get()))
     throw ConfigError(fmt::format(
-        "'{}' is split over {} ranks, each of which has a part of the model: save what full_state() "
-        "collects, and give what is loaded to load_full_state()",
+        "'{}' is distributed over {} ranks: save the result of full_state(), and pass what you load to "
+        "load_full_state()",
         split->name, split->group.size()));
   for (const auto& [kind, list] : {std::pair("parameter", model.get()->named_parameters()),
                                    std::pair("buffer", model.get()->named_buffers())})
@@ -102,9 +102,9 @@ std::vector<NamedTensor> tensors_of(const ModelPart& model) {
       const NamedTensor named{item.key(), item.value()};
       if (reserved(named.name))
         throw ConfigError(
-            fmt::format("a {} cannot be named '{}': the name is taken in checkpoints", kind, named.name));
+            fmt::format("the {} name '{}' is reserved in checkpoints", kind, named.name));
       if (named.tensor.layout() != at::kStrided || named.tensor.is_quantized() || named.tensor.is_meta())
-        throw ConfigError(fmt::format("the {} '{}' is sparse, quantized or without data: it cannot be saved",
+        throw ConfigError(fmt::format("cannot save the {} '{}': it is sparse, quantized or has no data",
                                       kind, named.name));
       tensors.push_back(named);
     }
@@ -138,7 +138,7 @@ void check_generators(const std::vector<at::Generator>& generators, const std::v
     try {
       trial.set_state(states[g]);
     } catch (const c10::Error&) {
-      throw FormatError("the state of a random number generator is not one of this LibTorch's");
+      throw FormatError("a random number generator's state is not valid in this version of LibTorch");
     }
   }
 }
@@ -162,6 +162,10 @@ std::string problem_of(std::string_view doing, const std::string& path, const st
   }
   if (problem.find(path) != std::string::npos) return problem;
   return fmt::format("cannot {} '{}': {}", doing, path, problem);
+}
+
+std::optional<Group> called_at(const std::optional<Group>& group, Site site) {
+  return group ? std::optional(group->called_at(site)) : std::nullopt;
 }
 
 void agree(const std::optional<Group>& group, const std::string& problem) {

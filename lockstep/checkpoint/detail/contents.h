@@ -1,4 +1,4 @@
-// What save and load have in common: what a checkpoint's file is called inside, and how ranks agree.
+// Shared by save and load: names used inside a checkpoint file, and how ranks agree.
 #pragma once
 
 #include <functional>
@@ -18,35 +18,36 @@ namespace lockstep::detail {
 
 constexpr std::string_view kManifestKey = "lockstep";
 constexpr std::string_view kChecksumKey = "lockstep.checksum";
-// As it stands in the header, up to the first digit.
+// How the checksum entry appears in the header, up to its first digit.
 constexpr std::string_view kChecksumBegins = "\"lockstep.checksum\":\"";
 
-// The format's name of a tensor's dtype; ConfigError where it has none.
+// The format's name of a tensor's dtype. Throws ConfigError if it has none.
 std::string dtype_name(const NamedTensor& named);
-at::ScalarType dtype_of(std::string_view name);  // FormatError for one that LibTorch has not
+at::ScalarType dtype_of(std::string_view name);  // throws FormatError if LibTorch lacks it
 
-// Names that are not a model's.
+// True for names that a model cannot use.
 bool reserved(std::string_view name);
 std::string rng_name(std::int64_t rank, std::size_t generator);
 
-// Parameters and buffers by their names; ConfigError for what cannot be saved.
+// Returns parameters and buffers with their names. Throws ConfigError for tensors that cannot be saved.
 std::vector<NamedTensor> tensors_of(const ModelPart& model);
 
-std::span<std::byte> bytes_of(const at::Tensor& tensor);  // of a dense one, on the CPU
+std::span<std::byte> bytes_of(const at::Tensor& tensor);  // of a dense CPU tensor
 std::span<const std::byte> bytes_of(std::string_view text);
 
-// LibTorch's default random number generators: the CPU's, then those of the CUDA devices that these parts are
-// on.
+// LibTorch's default random number generators: the CPU's, then those of the CUDA devices that these parts
+// use.
 std::vector<at::Generator> default_generators(const ModelPart& model, const OptimizerPart& optimizer);
 std::vector<at::Tensor> generator_states(std::vector<at::Generator> generators);
-// FormatError where a state is not one of its generator; nothing is changed.
+// Throws FormatError if a state is not valid for its generator. Changes nothing.
 void check_generators(const std::vector<at::Generator>& generators, const std::vector<at::Tensor>& states);
 void set_generators(std::vector<at::Generator>& generators, const std::vector<at::Tensor>& states);
 
-// What went wrong, or nothing: for telling the other ranks instead of leaving them to wait. The file is
-// named.
+// Runs `what` and returns its error text, which names the file, or an empty string. Ranks exchange the text,
+// so that peers do not wait for a rank that failed.
 std::string problem_of(std::string_view doing, const std::string& path, const std::function<void()>& what);
-// Every rank brings what went wrong with it. Where anything did, all throw the same ConfigError.
+// Collective: throws the same ConfigError on every rank if any rank passes a problem.
 void agree(const std::optional<Group>& group, const std::string& problem);
+std::optional<Group> called_at(const std::optional<Group>& group, Site site);
 
 }  // namespace lockstep::detail

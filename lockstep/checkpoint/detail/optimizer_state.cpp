@@ -20,7 +20,8 @@ namespace {
 
 constexpr const char* kMaster = "master_param";
 
-// Each kind's options and state, field by field: visit(name, reference). Made: what is made of a file.
+// Options and state of each kind of optimizer, field by field: visit(name, reference). Made: state created on
+// load.
 struct AdamFields {
   using Options = torch::optim::AdamOptions;
   using State = torch::optim::AdamParamState;
@@ -90,8 +91,7 @@ struct AdagradFields {
   }
 };
 
-// use(fields) for the kind of this optimizer, which its options tell: ours have options that LibTorch's are a
-// base of.
+// Calls use(fields) for the optimizer's kind, which its options determine: Lockstep's derive from LibTorch's.
 template <typename Use>
 auto with_fields(torch::optim::Optimizer& optimizer, Use&& use) {
   auto& options = optimizer.defaults();
@@ -100,10 +100,10 @@ auto with_fields(torch::optim::Optimizer& optimizer, Use&& use) {
   if (dynamic_cast<SGDFields::Options*>(&options)) return use(SGDFields{});
   if (dynamic_cast<RMSpropFields::Options*>(&options)) return use(RMSpropFields{});
   if (dynamic_cast<AdagradFields::Options*>(&options)) return use(AdagradFields{});
-  throw ConfigError("this kind of optimizer cannot be saved: Adam, AdamW, SGD, RMSprop and Adagrad can");
+  throw ConfigError("unsupported optimizer: expected Adam, AdamW, SGD, RMSprop or Adagrad");
 }
 
-// A group's options with what ours have beside LibTorch's.
+// Visits a group's options, including those that only Lockstep's optimizers have.
 template <typename Fields, typename V>
 void visit_options(torch::optim::OptimizerOptions& options, V&& visit) {
   Fields::options(dynamic_cast<typename Fields::Options&>(options), visit);
@@ -111,7 +111,7 @@ void visit_options(torch::optim::OptimizerOptions& options, V&& visit) {
     visit("maximize", own->maximize);
 }
 
-// A parameter's state with what ours has beside LibTorch's.
+// Visits a parameter's state, including what only Lockstep's optimizers have.
 template <typename Fields, typename V>
 void visit_state(torch::optim::OptimizerParamState& state, V&& visit) {
   auto* own = dynamic_cast<typename Fields::Made*>(&state);
@@ -122,7 +122,7 @@ void visit_state(torch::optim::OptimizerParamState& state, V&& visit) {
     if (own != nullptr) visit(kMaster, own->master);
 }
 
-// What the optimizer keeps of a parameter is of this dtype.
+// Dtype of the optimizer's state for this parameter.
 at::ScalarType state_dtype(const torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
   const auto* manner = dynamic_cast<const UpdateMode*>(&group.options());
   const bool master = manner != nullptr && manner->master_weights && has_master(parameter);
@@ -156,7 +156,7 @@ std::string difference(const std::vector<std::string>& ours, const std::vector<s
                      fmt::join(only_saved, ", "));
 }
 
-// visit(group, parameter, name) for all.
+// Calls visit(group, parameter, name) for every parameter.
 template <typename Visit>
 void each_parameter(torch::optim::Optimizer& optimizer, const ParameterNames& names, Visit&& visit) {
   for (std::size_t g = 0; g < names.size(); ++g)
@@ -198,7 +198,7 @@ OptimizerManifest describe(torch::optim::Optimizer& optimizer, const ParameterNa
     each_parameter(optimizer, names, [&](const auto&, const at::Tensor& parameter, const std::string& name) {
       const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
       if (found == optimizer.state().end() || found->second == nullptr) return;
-      manifest.counts[name];  // a state without numbers is one too
+      manifest.counts[name];  // also records a state without numbers
       visit_state<Fields>(*found->second, [&](const char* field, auto& value) {
         if constexpr (std::is_same_v<std::decay_t<decltype(value)>, at::Tensor>) {
           if (value.defined()) tensors.push_back({tensor_name(name, field), value});
@@ -217,9 +217,9 @@ void want_state(torch::optim::Optimizer& optimizer, const ParameterNames& names,
     using Fields = decltype(fields);
     if (saved.kind != Fields::kind)
       throw FormatError(
-          fmt::format("it was saved with {}, and the optimizer is {}", saved.kind, Fields::kind));
+          fmt::format("the file has the state of {}, but the optimizer is {}", saved.kind, Fields::kind));
     if (saved.groups.size() != names.size())
-      throw FormatError(fmt::format("its optimizer has {} parameter groups, and this one has {}",
+      throw FormatError(fmt::format("the file has {} parameter groups, but the optimizer has {}",
                                     saved.groups.size(), names.size()));
     for (std::size_t g = 0; g < names.size(); ++g) {
       auto sorted = [](std::vector<std::string> list) {
@@ -227,16 +227,16 @@ void want_state(torch::optim::Optimizer& optimizer, const ParameterNames& names,
         return list;
       };
       if (sorted(saved.groups[g].parameters) != sorted(names[g]))
-        throw FormatError(fmt::format("parameter group {} has other parameters: {}", g,
+        throw FormatError(fmt::format("parameter group {} has different parameters: {}", g,
                                       difference(names[g], saved.groups[g].parameters)));
       visit_options<Fields>(
           optimizer.param_groups()[g].options(), [&](const char* option, const auto& value) {
             const auto& options = saved.groups[g].options;
             const auto found = options.find(option);
             if (found == options.end() && std::string_view(option) == "maximize")
-              return;  // LibTorch's have none
+              return;  // LibTorch's optimizers lack it
             if (found == options.end() || found->second.size() != numbers(value).size())
-              throw FormatError(fmt::format("its optimizer's option '{}' is missing or not right", option));
+              throw FormatError(fmt::format("the optimizer option '{}' is missing or invalid", option));
           });
     }
     each_parameter(optimizer, names, [&](auto& group, const at::Tensor& parameter, const std::string& name) {
@@ -252,7 +252,7 @@ void want_state(torch::optim::Optimizer& optimizer, const ParameterNames& names,
           want(tensor_name(name, field),
                wide ? at::empty({}, at::kFloat).expand(parameter.sizes()) : parameter);
         } else if (!counts->second.contains(field)) {
-          throw FormatError(fmt::format("its optimizer's '{}' of '{}' is missing", field, name));
+          throw FormatError(fmt::format("the optimizer's '{}' of '{}' is missing", field, name));
         }
       });
     });
@@ -269,7 +269,7 @@ std::function<void()> prepare_state(torch::optim::Optimizer& optimizer, const Pa
     each_parameter(optimizer, names, [&](auto& group, const at::Tensor& parameter, const std::string& name) {
       auto& [key, made] = states->emplace_back(parameter.unsafeGetTensorImpl(), nullptr);
       const auto counts = saved.counts.find(name);
-      if (counts == saved.counts.end()) return;  // had no state: shall have none
+      if (counts == saved.counts.end()) return;  // saved without state, so it gets none
       const auto dtype = state_dtype(group, parameter);
       auto state = std::make_unique<typename Fields::Made>();
       visit_state<Fields>(*state, [&](const char* field, auto& value) {

@@ -1,4 +1,4 @@
-// The state of LibTorch's optimizers, and so of ours, as names, numbers and tensors.
+// Converts the state of optimizers of LibTorch and Lockstep to and from names, numbers and tensors.
 #pragma once
 
 #include <functional>
@@ -21,24 +21,26 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
-// By group: each parameter's name in the model; "group0.3" for one that is not the model's.
+// Per group: each parameter's name in the model, or "group0.3" for one that the model does not have.
 using ParameterNames = std::vector<std::vector<std::string>>;
 ParameterNames parameter_names(const torch::optim::Optimizer& optimizer,
                                const std::vector<NamedTensor>& model);
 
-// The tensors are appended, named optimizer/PARAMETER/FIELD. ConfigError for an optimizer that is not known.
+// Describes the optimizer and appends its tensors, named optimizer/PARAMETER/FIELD. Throws ConfigError for an
+// unsupported optimizer.
 OptimizerManifest describe(torch::optim::Optimizer& optimizer, const ParameterNames& names,
                            std::vector<NamedTensor>& tensors);
 
-// Whether what was saved fits, and what is needed of the file: for each of the optimizer's tensors of which
-// `in_file` says the dtype, a tensor like the parameter is asked for; of bfloat16 and float16 parameters in
-// float32, if it was saved so. FormatError where it does not fit.
+// Checks that the saved state fits, and requests the tensors to read: calls want(name, like) for each of the
+// optimizer's tensors for which `in_file` returns a dtype. `like` resembles the parameter, but is float32 for
+// bfloat16 and float16 parameters if it was saved so. Throws FormatError if the state does not fit.
 using InFile = std::function<std::optional<at::ScalarType>(const std::string& name)>;
 using Want = std::function<void(const std::string& name, const at::Tensor& like)>;
 void want_state(torch::optim::Optimizer& optimizer, const ParameterNames& names,
                 const OptimizerManifest& saved, const InFile& in_file, const Want& want);
 
-// The state made of what was read; calling the result puts it into the optimizer, and cannot fail.
+// Builds the state from the tensors that were read. Calling the result installs it in the optimizer; that
+// cannot fail.
 std::function<void()> prepare_state(torch::optim::Optimizer& optimizer, const ParameterNames& names,
                                     const OptimizerManifest& saved,
                                     const std::map<std::string, at::Tensor>& read);

@@ -1,5 +1,4 @@
-// Bytes that are not what they should be. Whoever knows the file's name turns it into a ConfigError that
-// names it.
+// Thrown for malformed bytes. Callers that know the file's name convert it to a ConfigError with that name.
 #pragma once
 
 #include <lockstep/base/error.h>

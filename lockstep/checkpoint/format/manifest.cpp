@@ -16,7 +16,7 @@ using Json = nlohmann::json;
 constexpr std::size_t kLongest = 32 << 20;
 constexpr int kDeepest = 6;
 
-// JSON has no infinities; a text that looks like one is still a text, because numbers are marked.
+// JSON has no infinities. Numbers are marked, so that a string that looks like one remains a string.
 Json number(double value) {
   if (std::isfinite(value)) return value;
   return Json{{"number", std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf"}};
@@ -31,13 +31,13 @@ double to_number(const Json& value) {
     if (name == "inf") return std::numeric_limits<double>::infinity();
     if (name == "-inf") return -std::numeric_limits<double>::infinity();
   }
-  throw FormatError("a number is expected");
+  throw FormatError("corrupt manifest: expected a number");
 }
 
 std::int64_t to_whole(const Json& value) {
   constexpr auto most = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
   if (!value.is_number_integer() || (value.is_number_unsigned() && value.get<std::uint64_t>() > most))
-    throw FormatError("a whole number is expected");
+    throw FormatError("corrupt manifest: expected an integer");
   return value.get<std::int64_t>();
 }
 
@@ -97,16 +97,17 @@ OptimizerManifest to_optimizer(const Json& object) {
   return result;
 }
 
-// Keys that are there twice, and nesting beyond what is ever written, are errors.
+// Rejects duplicate keys, and nesting deeper than is ever written.
 Json parse(std::string_view text) {
-  if (text.size() > kLongest) throw FormatError(fmt::format("{} bytes of it are too many", text.size()));
+  if (text.size() > kLongest)
+    throw FormatError(fmt::format("the manifest is too large: {} bytes", text.size()));
   std::vector<std::set<std::string>> keys;
   return Json::parse(text, [&](int depth, Json::parse_event_t event, Json& parsed) {
-    if (depth > kDeepest) throw FormatError("it is nested too deep");
+    if (depth > kDeepest) throw FormatError("corrupt manifest: nested too deeply");
     if (event == Json::parse_event_t::object_start) keys.emplace_back();
     if (event == Json::parse_event_t::object_end) keys.pop_back();
     if (event == Json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second)
-      throw FormatError("a key is there twice");
+      throw FormatError("corrupt manifest: duplicate key");
     return true;
   });
 }
@@ -115,8 +116,8 @@ template <typename F>
 auto guarded(F&& decode) {
   try {
     return decode();
-  } catch (const Json::exception& error) {  // its text may quote the input, of any length
-    throw FormatError(fmt::format("it is not as it was written (JSON error {})", error.id));
+  } catch (const Json::exception& error) {  // its text may quote input of any length, so do not show it
+    throw FormatError(fmt::format("corrupt manifest: JSON error {}", error.id));
   }
 }
 
@@ -124,7 +125,7 @@ std::string dump(const Json& value) {
   try {
     return value.dump();
   } catch (const Json::exception&) {
-    throw FormatError("a name or a text is not UTF-8");
+    throw FormatError("a name or string is not valid UTF-8");
   }
 }
 
@@ -147,16 +148,16 @@ Manifest Manifest::decode(std::string_view text) {
     const auto version = to_whole(root.at("version"));
     if (version != kVersion)
       throw FormatError(
-          fmt::format("it has version {}, and this program knows version {}", version, kVersion));
+          fmt::format("unsupported checkpoint version {}; this program reads version {}", version, kVersion));
     Manifest manifest;
     manifest.ranks = to_whole(root.at("ranks"));
-    if (manifest.ranks < 1) throw FormatError("it is of no ranks");
+    if (manifest.ranks < 1) throw FormatError("corrupt manifest: expected at least one rank");
     if (root.contains("optimizer")) manifest.optimizer = to_optimizer(root["optimizer"]);
     for (const auto& [part, by_rank] : root.at("states").get_ref<const Json::object_t&>()) {
       auto& own = manifest.states[part];
       for (const auto& state : by_rank.get_ref<const Json::array_t&>()) own.push_back(to_values(state));
       if (own.size() != 1 && static_cast<std::int64_t>(own.size()) != manifest.ranks)
-        throw FormatError("it has not one state for each rank");
+        throw FormatError("corrupt manifest: expected one state per rank");
     }
     manifest.values = to_values(root.at("values"));
     return manifest;

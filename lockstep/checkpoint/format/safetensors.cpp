@@ -21,16 +21,15 @@ constexpr DtypeName kDtypes[] = {
     {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"F8_E5M2", 1}, {"F8_E4M3", 1}, {"I16", 2}, {"U16", 2}, {"F16", 2},
     {"BF16", 2}, {"I32", 4}, {"U32", 4}, {"F32", 4},     {"F64", 8},     {"I64", 8}, {"U64", 8}, {"C64", 8}};
 
-// A file's texts go into error messages: not whole ones, nor ones that move the cursor.
+// Makes text from a file safe for error messages: truncates it and replaces control characters.
 std::string shown(std::string_view text) {
   std::string result;
   for (const char c : text.substr(0, 80)) result += c >= ' ' && c != 0x7f ? c : '?';
   return text.size() > 80 ? result + "..." : result;
 }
 
-// Reads the header as it comes, so that a hostile one costs no more memory than its own length: it has the
-// one form that is allowed, {name: {"dtype": text, "shape": [...], "data_offsets": [begin, end]},
-// "__metadata__": {text: text}}.
+// Streaming parser for the header, so that a malicious one needs no more memory than its own length. Accepts
+// only {name: {"dtype": text, "shape": [...], "data_offsets": [begin, end]}, "__metadata__": {text: text}}.
 class HeaderReader : public Json::json_sax_t {
  public:
   Header take() { return std::move(header_); }
@@ -52,17 +51,17 @@ class HeaderReader : public Json::json_sax_t {
 
   bool key(string_t& key) override {
     if (place_ == Place::root) {
-      if (!names_.insert(key).second) throw FormatError(fmt::format("'{}' is there twice", shown(key)));
+      if (!names_.insert(key).second) throw FormatError(fmt::format("duplicate name '{}'", shown(key)));
       name_ = key;
     } else if (place_ == Place::metadata) {
       if (header_.metadata.contains(key))
-        throw FormatError(fmt::format("'{}' of __metadata__ is there twice", shown(key)));
+        throw FormatError(fmt::format("duplicate key '{}' in __metadata__", shown(key)));
       field_ = key;
     } else {
       const unsigned bit = key == "dtype" ? 1u : key == "shape" ? 2u : key == "data_offsets" ? 4u : 0u;
       if (bit == 0 || (fields_ & bit) != 0)
-        throw FormatError(fmt::format("tensor '{}' has '{}'{}", shown(name_), shown(key),
-                                      bit == 0 ? ", which is not known" : " twice"));
+        throw FormatError(fmt::format("tensor '{}': {} field '{}'", shown(name_),
+                                      bit == 0 ? "unknown" : "duplicate", shown(key)));
       fields_ |= bit;
       field_ = key;
     }
@@ -72,7 +71,7 @@ class HeaderReader : public Json::json_sax_t {
   bool end_object() override {
     if (place_ == Place::tensor) {
       if (fields_ != 7 || offsets_ != 2)
-        throw FormatError(fmt::format("tensor '{}' lacks dtype, shape or data_offsets", shown(name_)));
+        throw FormatError(fmt::format("tensor '{}': missing dtype, shape or data_offsets", shown(name_)));
       header_.tensors.push_back(std::move(entry_));
       offsets_ = 0;
     }
@@ -96,16 +95,16 @@ class HeaderReader : public Json::json_sax_t {
     else if (place_ == Place::tensor && field_ == "dtype")
       entry_.dtype = std::move(value);
     else
-      wrong("a text");
+      wrong("a string");
     return true;
   }
 
   bool number_unsigned(number_unsigned_t value) override {
     if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))
-      wrong("too large a number");
+      wrong("a number that is too large");
     if (place_ == Place::shape) {
       if (entry_.shape.size() == 64)
-        throw FormatError(fmt::format("tensor '{}' has over 64 dimensions", shown(name_)));
+        throw FormatError(fmt::format("tensor '{}': more than 64 dimensions", shown(name_)));
       entry_.shape.push_back(static_cast<std::int64_t>(value));
     } else if (place_ == Place::offsets && offsets_ < 2) {
       (offsets_++ == 0 ? entry_.begin : entry_.end) = value;
@@ -117,18 +116,19 @@ class HeaderReader : public Json::json_sax_t {
 
   bool null() override { return wrong("null"); }
   bool boolean(bool) override { return wrong("true or false"); }
-  bool number_integer(number_integer_t) override { return wrong("a number below 0"); }
-  bool number_float(number_float_t, const string_t&) override { return wrong("a fraction"); }
+  bool number_integer(number_integer_t) override { return wrong("a negative number"); }
+  bool number_float(number_float_t, const string_t&) override { return wrong("a non-integer number"); }
   bool binary(binary_t&) override { return wrong("binary data"); }
   bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception&) override {
-    throw FormatError(fmt::format("its header is not JSON, from byte {} on", position));
+    throw FormatError(fmt::format("invalid header: not JSON at byte {}", position));
   }
 
  private:
   enum class Place { outside, root, metadata, tensor, shape, offsets };
 
   [[noreturn]] bool wrong(const char* what) {
-    if (place_ == Place::outside) throw FormatError(fmt::format("its header is {}, and not an object", what));
+    if (place_ == Place::outside)
+      throw FormatError(fmt::format("invalid header: expected an object, got {}", what));
     throw FormatError(fmt::format("'{}' has {} in the wrong place", shown(name_), what));
   }
 
@@ -150,12 +150,12 @@ std::optional<std::size_t> item_bytes(std::string_view dtype) {
 
 std::uint64_t tensor_bytes(std::string_view dtype, const std::vector<std::int64_t>& shape) {
   const auto item = item_bytes(dtype);
-  if (!item) throw FormatError(fmt::format("dtype '{}' is not known", shown(dtype)));
+  if (!item) throw FormatError(fmt::format("unknown dtype '{}'", shown(dtype)));
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
   std::uint64_t bytes = *item;
   for (const auto size : shape)
     if (size < 0 || __builtin_mul_overflow(bytes, static_cast<std::uint64_t>(size), &bytes))
-      throw FormatError("a shape has more elements than can be counted");
+      throw FormatError("the shape has too many elements");
   return bytes;
 }
 
@@ -167,7 +167,7 @@ std::string encode(Header& header) {
     tensor.begin = at;
     tensor.end = at += tensor_bytes(tensor.dtype, tensor.shape);
     if (tensor.name == "__metadata__" || root.contains(tensor.name))
-      throw FormatError(fmt::format("there cannot be two tensors named '{}'", shown(tensor.name)));
+      throw FormatError(fmt::format("duplicate tensor name '{}'", shown(tensor.name)));
     root[tensor.name] = {
         {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {tensor.begin, tensor.end}}};
   }
@@ -175,10 +175,10 @@ std::string encode(Header& header) {
   try {
     text = root.dump();
   } catch (const Json::exception&) {
-    throw FormatError("a name or a text is not UTF-8");
+    throw FormatError("a name or string is not valid UTF-8");
   }
   while ((kLengthBytes + text.size()) % 8 != 0) text += ' ';
-  if (text.size() > kLongestHeader) throw FormatError("there are too many tensors for the format");
+  if (text.size() > kLongestHeader) throw FormatError("too many tensors for the safetensors format");
   std::string bytes(kLengthBytes, '\0');
   for (std::size_t i = 0; i < kLengthBytes; ++i) bytes[i] = static_cast<char>(text.size() >> (8 * i) & 0xff);
   return bytes + text;
@@ -186,12 +186,12 @@ std::string encode(Header& header) {
 
 std::uint64_t header_length(std::string_view first_bytes, std::uint64_t file_bytes) {
   if (file_bytes < kLengthBytes || first_bytes.size() < kLengthBytes)
-    throw FormatError(fmt::format("it has {} bytes, and cannot hold a header", file_bytes));
+    throw FormatError(fmt::format("the file has {} bytes, too few for a header", file_bytes));
   std::uint64_t length = 0;
   for (std::size_t i = kLengthBytes; i-- > 0;)
     length = length << 8 | static_cast<unsigned char>(first_bytes[i]);
   if (length > kLongestHeader || length > file_bytes - kLengthBytes)
-    throw FormatError(fmt::format("its header would have {} bytes, which a file of {} bytes cannot have",
+    throw FormatError(fmt::format("invalid header length: {} bytes in a file of {} bytes",
                                   length, file_bytes));
   return length;
 }
@@ -212,18 +212,19 @@ Header parse_header(std::string_view text, std::uint64_t data_bytes) {
       throw FormatError(fmt::format("tensor '{}': {}", shown(tensor.name), error.what()));
     }
     if (tensor.end < tensor.begin || tensor.end > data_bytes)
-      throw FormatError(fmt::format("tensor '{}' would lie in bytes {} to {} of {}", shown(tensor.name),
+      throw FormatError(fmt::format("tensor '{}': invalid byte range {} to {} of {}", shown(tensor.name),
                                     tensor.begin, tensor.end, data_bytes));
     if (tensor.end - tensor.begin != bytes)
-      throw FormatError(fmt::format("tensor '{}' has {} bytes and should have {}", shown(tensor.name),
-                                    tensor.end - tensor.begin, bytes));
+      throw FormatError(fmt::format("tensor '{}': expected {} bytes, got {}", shown(tensor.name), bytes,
+                                    tensor.end - tensor.begin));
     if (tensor.begin != at)
-      throw FormatError(fmt::format("tensor '{}' begins at byte {}, and the one before it ends at {}",
+      throw FormatError(fmt::format("tensor '{}' begins at byte {}, but the previous one ends at {}",
                                     shown(tensor.name), tensor.begin, at));
     at = tensor.end;
   }
   if (at != data_bytes)
-    throw FormatError(fmt::format("it has {} bytes of tensors, and its header tells of {}", data_bytes, at));
+    throw FormatError(
+        fmt::format("the file has {} bytes of tensors, but its header describes {}", data_bytes, at));
   return header;
 }
 

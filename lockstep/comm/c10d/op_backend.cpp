@@ -189,19 +189,19 @@ WorkPtr OpBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opt
 }
 
 WorkPtr OpBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                               const c10d::AllgatherOptions& options) {
+                             const c10d::AllgatherOptions& options) {
   return start(Operation::all_gather, OpType::ALLGATHER, options,
                [&](Operands& operands) { operands.read(only(inputs)).write(first_of(outputs)); });
 }
 
 WorkPtr OpBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                     const c10d::AllgatherOptions& options) {
+                                   const c10d::AllgatherOptions& options) {
   return start(Operation::all_gather, OpType::_ALLGATHER_BASE, options,
                [&](Operands& operands) { operands.read(input).write_pieces(output, size_); });
 }
 
 WorkPtr OpBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                         const c10d::AllgatherOptions& options) {
+                                       const c10d::AllgatherOptions& options) {
   Tensors results;
   for (const auto& of_rank : outputs) results.insert(results.end(), of_rank.begin(), of_rank.end());
   return start_several(OpType::ALLGATHER_COALESCED, inputs.size(), std::move(results), [&](std::size_t i) {
@@ -221,7 +221,7 @@ WorkPtr OpBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& i
 }
 
 WorkPtr OpBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                     const c10d::AllgatherOptions& options) {
+                                                   const c10d::AllgatherOptions& options) {
   const auto count = std::max(outputs.size(), inputs.size());
   return start_several(OpType::ALLGATHER_COALESCED, count, outputs, [&](std::size_t i) {
     attempt(Operation::all_gather, options.timeout, [&] { check_pairs(outputs, inputs); });
@@ -230,7 +230,7 @@ WorkPtr OpBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& in
 }
 
 WorkPtr OpBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                            const c10d::GatherOptions& options) {
+                          const c10d::GatherOptions& options) {
   return start(
       Operation::gather, OpType::GATHER, options,
       [&](Operands& operands) { operands.read(only(inputs)).write(first_of(outputs)); }, c10d::ReduceOp::SUM,
@@ -238,7 +238,7 @@ WorkPtr OpBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
 }
 
 WorkPtr OpBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                             const c10d::ScatterOptions& options) {
+                           const c10d::ScatterOptions& options) {
   return start(
       Operation::scatter, OpType::SCATTER, options,
       [&](Operands& operands) { operands.read(first_of(inputs)).write(only(outputs)); }, c10d::ReduceOp::SUM,
@@ -246,21 +246,21 @@ WorkPtr OpBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
 }
 
 WorkPtr OpBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                    const c10d::ReduceScatterOptions& options) {
+                                  const c10d::ReduceScatterOptions& options) {
   return start(
       Operation::reduce_scatter, OpType::REDUCE_SCATTER, options,
       [&](Operands& operands) { operands.read(first_of(inputs)).write(only(outputs)); }, options.reduceOp);
 }
 
 WorkPtr OpBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                          const c10d::ReduceScatterOptions& options) {
+                                        const c10d::ReduceScatterOptions& options) {
   return start(
       Operation::reduce_scatter, OpType::_REDUCE_SCATTER_BASE, options,
       [&](Operands& operands) { operands.read_pieces(input, size_).write(output); }, options.reduceOp);
 }
 
 WorkPtr OpBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                     const c10d::ReduceScatterOptions& options) {
+                                                   const c10d::ReduceScatterOptions& options) {
   const auto count = std::max(outputs.size(), inputs.size());
   return start_several(OpType::REDUCE_SCATTER, count, outputs, [&](std::size_t i) {
     attempt(Operation::reduce_scatter, options.timeout, [&] { check_pairs(outputs, inputs); });
@@ -269,9 +269,9 @@ WorkPtr OpBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& in
 }
 
 WorkPtr OpBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                   std::vector<std::int64_t>& output_splits,
-                                   std::vector<std::int64_t>& input_splits,
-                                   const c10d::AllToAllOptions& options) {
+                                 std::vector<std::int64_t>& output_splits,
+                                 std::vector<std::int64_t>& input_splits,
+                                 const c10d::AllToAllOptions& options) {
   return start(Operation::all_to_all, OpType::ALLTOALL_BASE, options, [&](Operands& operands) {
     operands.read_pieces(input, size_, input_splits).write_pieces(output, size_, output_splits);
   });
@@ -300,7 +300,7 @@ WorkPtr OpBackend::recvAnysource(Tensors& tensors, int tag) {
 
 // The call as Group describes it, or as c10d's arguments tell.
 Call OpBackend::describe(Operation operation, const Tensors& inputs, const Tensors& outputs,
-                           ReduceOp reduction, int root) {
+                         ReduceOp reduction, int root) {
   if (const Call* call = current_call()) return *call;
   const bool by_output =
       operation == Operation::scatter || operation == Operation::reduce_scatter || inputs.empty();
@@ -328,7 +328,7 @@ Call OpBackend::describe(Operation operation, const Tensors& inputs, const Tenso
 }
 
 OpBackend::Request OpBackend::request(Operation operation, OpType type, Operands& operands,
-                                          ReduceOp reduction, std::int64_t root) {
+                                      ReduceOp reduction, std::int64_t root) {
   Request request{.op = {}, .type = type};
   Op& op = request.op;
   const at::Tensor* first = nullptr;
@@ -355,7 +355,7 @@ OpBackend::Request OpBackend::request(Operation operation, OpType type, Operands
 }
 
 void OpBackend::refuse(Operation /*operation*/, std::chrono::milliseconds /*timeout*/,
-                         const std::exception_ptr& error) {
+                       const std::exception_ptr& error) {
   std::rethrow_exception(error);
 }
 
@@ -385,7 +385,7 @@ OpBackend::WorkPtr OpBackend::post_numbered(Request wanted) {
 
 template <typename CallOptions, typename Give>
 WorkPtr OpBackend::start(Operation operation, OpType type, const CallOptions& options, Give give,
-                           const c10d::ReduceOp& reduction, std::int64_t root) {
+                         const c10d::ReduceOp& reduction, std::int64_t root) {
   Operands operands(device());
   Request wanted;
   attempt(operation, options.timeout, [&] {
@@ -413,7 +413,7 @@ WorkPtr OpBackend::start_several(OpType type, std::size_t count, Tensors results
 }
 
 WorkPtr OpBackend::start_message(Operation operation, OpType type, const Tensors& tensors, int peer,
-                                   int tag) {
+                                 int tag) {
   Operands operands(device());
   Request wanted;
   attempt(operation, {}, [&] {

@@ -18,11 +18,11 @@ using detail::checked_timeout;
 using detail::dense;
 using detail::dense_target;
 using detail::describe_call;
-using detail::WorkState;
 using detail::to_c10d;
 using detail::to_move;
 using detail::to_reduce;
 using detail::Transport;
+using detail::WorkState;
 
 namespace {
 
@@ -152,7 +152,7 @@ void copy_here(WorkState& pending, const at::Tensor& to, const at::Tensor& from)
 Work Group::all_reduce(at::Tensor tensor, AllReduceOptions options, Site site) {
   check_tensor(tensor, "all_reduce's tensor", true);
   check_reduction(*state_, tensor, options.op);
-  auto call = describe_call(Operation::all_reduce, tensor, site);
+  auto call = describe_call(Operation::all_reduce, tensor, site_.value_or(site));
   call.reduction = options.op;
   call.tag = std::move(options.tag);
   auto start = [&](Transport& engine, WorkState& pending) {
@@ -171,7 +171,7 @@ Work Group::reduce(at::Tensor tensor, ReduceOptions options, Site site) {
   check_tensor(tensor, "reduce's tensor", true);
   check_root(*state_, options.root);
   check_reduction(*state_, tensor, options.op);
-  auto call = describe_call(Operation::reduce, tensor, site);
+  auto call = describe_call(Operation::reduce, tensor, site_.value_or(site));
   call.reduction = options.op;
   call.root = options.root;
   call.tag = std::move(options.tag);
@@ -197,7 +197,7 @@ Work Group::broadcast(at::Tensor tensor, RootOptions options, Site site) {
   check_tensor(tensor, "broadcast's tensor", rank() != options.root);
   check_root(*state_, options.root);
   engine_for(*state_, tensor, "broadcast's tensor");
-  auto call = describe_call(Operation::broadcast, tensor, site);
+  auto call = describe_call(Operation::broadcast, tensor, site_.value_or(site));
   call.root = options.root;
   call.tag = std::move(options.tag);
   auto start = [&](Transport& engine, WorkState& pending) {
@@ -219,7 +219,7 @@ Work Group::all_gather(at::Tensor out, at::Tensor in, CollectiveOptions options,
   check_alike({out}, in, "all_gather's output");
   check_numel(out, "all_gather's output", in, "its input", size());
   engine_for(*state_, in, "all_gather's input");
-  auto call = describe_call(Operation::all_gather, in, site);
+  auto call = describe_call(Operation::all_gather, in, site_.value_or(site));
   call.from.assign(static_cast<std::size_t>(size()), in.numel());
   call.tag = std::move(options.tag);
   auto start = [&](Transport& engine, WorkState& pending) {
@@ -243,7 +243,7 @@ Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, CollectiveOpt
   if (sizes[static_cast<std::size_t>(rank())] != in.numel())
     throw ConfigError(fmt::format("all_gather's output[{}] has {} elements: this rank's input has {}", rank(),
                                   sizes[static_cast<std::size_t>(rank())], in.numel()));
-  auto call = describe_call(Operation::all_gather, in, site);
+  auto call = describe_call(Operation::all_gather, in, site_.value_or(site));
   call.from = sizes;
   call.tag = std::move(options.tag);
   auto start = [&](Transport& engine, WorkState& pending) {
@@ -286,7 +286,7 @@ Work Group::gather(std::vector<at::Tensor> out, at::Tensor in, RootOptions optio
   if (root && out[static_cast<std::size_t>(rank())].numel() != in.numel())
     throw ConfigError(fmt::format("gather's output[{}] has {} elements: this rank's input has {}", rank(),
                                   out[static_cast<std::size_t>(rank())].numel(), in.numel()));
-  auto call = describe_call(Operation::gather, in, site);
+  auto call = describe_call(Operation::gather, in, site_.value_or(site));
   call.root = options.root;
   if (root) call.from = counts(out);
   call.tag = std::move(options.tag);
@@ -342,7 +342,7 @@ Work Group::scatter(at::Tensor out, std::vector<at::Tensor> in, RootOptions opti
   if (root && in[static_cast<std::size_t>(rank())].numel() != out.numel())
     throw ConfigError(fmt::format("scatter's input[{}] has {} elements: this rank's output has {}", rank(),
                                   in[static_cast<std::size_t>(rank())].numel(), out.numel()));
-  auto call = describe_call(Operation::scatter, out, site);
+  auto call = describe_call(Operation::scatter, out, site_.value_or(site));
   call.root = options.root;
   if (root) call.to = counts(in);
   call.tag = std::move(options.tag);
@@ -388,7 +388,7 @@ Work Group::reduce_scatter(at::Tensor out, at::Tensor in, AllReduceOptions optio
   check_alike({out}, in, "reduce_scatter's output");
   check_numel(in, "reduce_scatter's input", out, "its output", size());
   check_reduction(*state_, in, options.op);
-  auto call = describe_call(Operation::reduce_scatter, in, site);
+  auto call = describe_call(Operation::reduce_scatter, in, site_.value_or(site));
   call.reduction = options.op;
   call.to.assign(static_cast<std::size_t>(size()), out.numel());
   call.tag = std::move(options.tag);
@@ -416,7 +416,7 @@ Work Group::reduce_scatter(at::Tensor out, std::vector<at::Tensor> in, AllReduce
   if (sizes[static_cast<std::size_t>(rank())] != out.numel())
     throw ConfigError(fmt::format("reduce_scatter's input[{}] has {} elements: this rank's output has {}",
                                   rank(), sizes[static_cast<std::size_t>(rank())], out.numel()));
-  auto call = describe_call(Operation::reduce_scatter, out, site);
+  auto call = describe_call(Operation::reduce_scatter, out, site_.value_or(site));
   call.reduction = options.op;
   call.to = sizes;
   call.tag = std::move(options.tag);
@@ -465,7 +465,7 @@ Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, S
     for (auto& split : splits) split *= row;
     return splits;
   };
-  auto call = describe_call(Operation::all_to_all, in, site);
+  auto call = describe_call(Operation::all_to_all, in, site_.value_or(site));
   call.to = elements(in, std::move(options.in_splits), "in");
   call.from = elements(out, std::move(options.out_splits), "out");
   call.tag = std::move(options.tag);
@@ -527,7 +527,7 @@ Work Group::send(at::Tensor tensor, PeerOptions options, Site site) {
   check_tensor(tensor, "send's tensor", false);
   check_peer(*this, options, false);
   check_tags(*this, engine_for(*state_, tensor, "send's tensor"), options);
-  auto call = describe_message(Operation::send, tensor, options, site);
+  auto call = describe_message(Operation::send, tensor, options, site_.value_or(site));
   auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     auto source = dense(tensor);
@@ -544,7 +544,7 @@ Work Group::recv(at::Tensor tensor, PeerOptions options, Site site) {
   check_tags(*this, engine_for(*state_, tensor, "recv's tensor"), options);
   if (options.peer == kAnyRank && tensor.numel() == 0)
     throw ConfigError("recv of an empty tensor from any rank: nothing comes, so its sender cannot be told");
-  auto call = describe_message(Operation::recv, tensor, options, site);
+  auto call = describe_message(Operation::recv, tensor, options, site_.value_or(site));
   auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     std::vector<at::Tensor> tensors{to_move(engine, dense_target(pending, tensor, false))};
@@ -557,7 +557,7 @@ Work Group::recv(at::Tensor tensor, PeerOptions options, Site site) {
 
 Work Group::barrier(CollectiveOptions options, Site site) {
   state_->refuse_within_coalesce("barrier");
-  auto call = describe_call(Operation::barrier, {}, site);
+  auto call = describe_call(Operation::barrier, {}, site_.value_or(site));
   call.tag = std::move(options.tag);
   const auto device = state_->control_device();
   auto start = [&](Transport& engine, WorkState& pending) {

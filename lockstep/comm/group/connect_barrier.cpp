@@ -39,7 +39,7 @@ void ConnectBarrier::settle(const std::string& who, const std::string& outcome) 
 }
 
 bool ConnectBarrier::arrive(const std::string& who, std::optional<int> peer, milliseconds limit,
-                          c10::function_ref<bool()> stopped) {
+                            c10::function_ref<bool()> stopped) {
   bool first = false;
   {
     std::lock_guard lock(mutex_);
@@ -64,7 +64,7 @@ bool ConnectBarrier::arrive(const std::string& who, std::optional<int> peer, mil
 }
 
 bool ConnectBarrier::await(std::optional<int> peer, milliseconds limit, c10::function_ref<void(bool)> waits,
-                         c10::function_ref<bool()> stopped) {
+                           c10::function_ref<bool()> stopped) {
   if (size_ == 1) return false;
   {
     std::lock_guard lock(mutex_);

@@ -11,6 +11,7 @@
 #include <lockstep/base/crew.h>
 #include <lockstep/base/log.h>
 #include <lockstep/base/span.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/group/connect_barrier.h>
 #include <lockstep/comm/group/host_call.h>
 #include <lockstep/comm/group/model_scope.h>
@@ -214,16 +215,20 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   return Work(std::move(pending));
 }
 
+std::string forked_text(int rank) {
+  return fmt::format(
+      "this process was forked from rank {}, and a process that was forked from a rank cannot use the rank's "
+      "groups; fork before the World is made, or start a program of its own (exec)",
+      rank);
+}
+
 bool GroupState::in_child() const { return shm::fork_generation() != generation_; }
 
 // Nothing is locked: a thread of the parent's may hold any lock here, and is not there to let go of it.
 void GroupState::refuse_in_child(const Call& call) const {
   if (!in_child()) return;
   auto details = details_of(call);
-  details.cause = fmt::format(
-      "this process was forked from rank {}, and a process that was forked from a rank cannot use the rank's "
-      "groups; fork before the World is made, or start a program of its own (exec)",
-      ranks_[static_cast<std::size_t>(rank_)]);
+  details.cause = forked_text(ranks_[static_cast<std::size_t>(rank_)]);
   throw CommError(std::move(details));
 }
 
@@ -292,8 +297,13 @@ std::shared_ptr<Transport> GroupState::usable_engine(const Call& call, at::Devic
   details.cause = verdict_->cause;
   details.peer = place_of(verdict_->rank);
   details.kind = verdict_->kind;
-  world_->note_told();
+  note_told(Told::failure);
   throw CommError(std::move(details));
+}
+
+void GroupState::note_told(Told what) noexcept {
+  if (what > told_) told_ = what;
+  world_->note_told();
 }
 
 void GroupState::fail(Verdict verdict) noexcept {
@@ -346,6 +356,7 @@ void GroupState::adopt(std::shared_ptr<WorkState> pending) noexcept {
       std::lock_guard lock(state_mutex_);
       if (!closed_) return dropped_.push_back(std::move(pending));
     }
+    if (pending->settled()) return;  // it was logged when the World was left
     // The engine goes with it, and may wait for peers: the thread that drops does not wait long.
     Crew crew;
     crew.start([pending = std::move(pending)]() mutable { pending.reset(); });
@@ -357,7 +368,7 @@ void GroupState::adopt(std::shared_ptr<WorkState> pending) noexcept {
 }
 
 void GroupState::watch(std::shared_ptr<WorkState> pending) {
-  std::thread([pending = std::move(pending)] {
+  start_thread("waiting for a message", [pending = std::move(pending)] {
     try {
       pending->await(std::nullopt);
     } catch (const std::exception&) {  // whoever waits for it next has it again
@@ -388,7 +399,8 @@ void GroupState::reap() {
   // done() settles what has ended; a failure becomes the group's verdict, which the caller checks next.
   for (auto& pending : candidates) pending->done();
   std::lock_guard lock(state_mutex_);
-  dropped_.remove_if([](const auto& pending) { return pending->settled(); });
+  dropped_.remove_if(
+      [](const auto& pending) { return pending->settled() && !(pending->failed() && !pending->heard()); });
 }
 
 // What the device has still to do can be broken off as long as the engines are here; when they go they wait

@@ -34,6 +34,9 @@ struct Verdict {
   CommError::Kind kind = CommError::Kind::stopped;
 };
 
+// Why a process that was forked from that rank of the world is refused.
+std::string forked_text(int rank);
+
 // The same on every rank, whatever its library: FNV-1a.
 std::int64_t hash_of(const std::string& text);
 
@@ -97,7 +100,12 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   // How many collectives that rank had begun when it let go of the group in order; nothing: it did not.
   std::optional<std::uint64_t> left_after(int rank);
 
-  // Takes over an operation whose Work was dropped.
+  // What calls have thrown: nothing, or the refusal of one operation, or what ended the group.
+  enum class Told : std::uint8_t { nothing, refusal, failure };
+  Told told() const { return told_; }
+  void note_told(Told what) noexcept;
+
+  // Takes over an operation whose Work was dropped, and which has not ended or of whose failure nobody has heard.
   void adopt(std::shared_ptr<WorkState> pending) noexcept;
   // Waits for it on a thread of its own, so that its completion can be seen by polling.
   void watch(std::shared_ptr<WorkState> pending);
@@ -155,12 +163,13 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::mutex issue_mutex_, message_mutex_;
   std::atomic<std::uint64_t> collectives_ = 0, messages_ = 0;
   std::atomic<int> models_ = 0;
+  std::atomic<Told> told_ = Told::nothing;
   // Of who holds both, to coalesce: what is in the batch, and the engines that have begun one.
   std::vector<std::shared_ptr<WorkState>> batch_;
   std::map<std::shared_ptr<Transport>, c10::intrusive_ptr<c10d::Work>> batched_works_;
 
   const std::int64_t key_;
-  const std::uint64_t generation_;     // of processes: another one in a child of fork()
+  const std::uint64_t generation_;                 // of processes: another one in a child of fork()
   std::shared_ptr<control::StatusWriter> status_;  // null where there is no control plane
   std::atomic<int> collective_line_ = -1, message_line_ = -1;
   bool has_message_line_ = false;
@@ -182,7 +191,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> failed_ = false;
   bool closed_ = false, left_engines_ = false;
   std::vector<std::weak_ptr<WorkState>> issued_;  // those that are gone or settled are removed now and then
-  std::size_t issued_limit_ = 64;               // when issued_ is looked through as a whole
+  std::size_t issued_limit_ = 64;                 // when issued_ is looked through as a whole
   std::list<std::shared_ptr<WorkState>> dropped_;
   std::list<std::function<void()>> on_fail_;
   std::map<int, std::uint64_t> left_;          // what left_after() has found out

@@ -13,7 +13,7 @@ bool Refusal::group_lives(const Group& group) { return !group.state_->verdict();
 void Refusal::next(Group& group, const std::string& text, Site site) {
   Call call;
   call.operation = Operation::barrier;
-  call.site = site;
+  call.site = group.site_.value_or(site);
   auto work = group.state_->issue(std::move(call), at::kCPU, {}, [&](Transport& engine, WorkState& pending) {
     pending.post_refusal(*engine.parts(), text);
   });

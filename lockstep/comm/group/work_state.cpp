@@ -9,9 +9,10 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <lockstep/base/span.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/c10d/tensors.h>
-#include <lockstep/comm/group/error_text.h>
 #include <lockstep/comm/group/connect_barrier.h>
+#include <lockstep/comm/group/error_text.h>
 #include <lockstep/comm/job/world_state.h>
 
 namespace lockstep::detail {
@@ -64,7 +65,7 @@ class Bell {
 };
 
 WorkState::WorkState(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call its_call,
-                 milliseconds timeout)
+                     milliseconds timeout)
     : group_(std::move(group)),
       transport_(std::move(transport)),
       timeout_(timeout),
@@ -207,7 +208,7 @@ void WorkState::wait_for(c10d::Work& work, Clock::time_point deadline) {
     auto bell = std::make_shared<Bell>();
     std::exception_ptr error;
     bool complete = false;
-    std::thread waiter([&, bell] {
+    auto waiter = start_thread("waiting for a message", [&, bell] {
       try {
         complete = work.wait(kEnginePatience);
       } catch (...) {
@@ -356,6 +357,7 @@ void WorkState::settle_failed(Failure failure) {
   }
   error_.cause = cause;
   error_.kind = kind;
+  refused_ = refused;
   group_->note_end(call(), record, true);  // the program may catch the error and go on
   if (refused) {                           // nothing was read or written, and the next operation can succeed
     keep.clear();
@@ -373,8 +375,13 @@ void WorkState::settle_failed(Failure failure) {
   state_.store(State::failed, std::memory_order_release);
 }
 
+bool WorkState::heard() const {
+  return thrown_ || group_->told() >= (refused_ ? GroupState::Told::refusal : GroupState::Told::failure);
+}
+
 void WorkState::throw_error() const {
-  group_->world().note_told();
+  thrown_ = true;
+  group_->note_told(refused_ ? GroupState::Told::refusal : GroupState::Told::failure);
   throw CommError(error_);
 }
 
@@ -411,11 +418,13 @@ Work& Work::operator=(Work&& other) noexcept {
 Work::~Work() { drop(); }
 
 void Work::drop() noexcept {
-  // In a forked child the engine that has it is the parent's, and is left alone.
-  if (pending_ && !pending_->settled() && pending_->group().in_child())
-    new std::shared_ptr(pending_);
-  else if (pending_ && !pending_->settled())
-    pending_->group().adopt(pending_);
+  if (pending_ && (!pending_->settled() || (pending_->failed() && !pending_->heard()))) {
+    // In a forked child the engine that has it is the parent's, and is left alone.
+    if (pending_->group().in_child())
+      new std::shared_ptr(pending_);
+    else
+      pending_->group().adopt(pending_);
+  }
   pending_.reset();
 }
 

@@ -21,7 +21,7 @@ class Bell;
 class WorkState : public std::enable_shared_from_this<WorkState> {
  public:
   WorkState(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
-          std::chrono::milliseconds timeout);
+            std::chrono::milliseconds timeout);
 
   // Filled while the operation is issued, by one thread.
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
@@ -56,6 +56,8 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
   bool done();
   bool failed() const { return state_.load(std::memory_order_acquire) == State::failed; }
   CommError error() const { return CommError(error_); }  // of one that has failed
+  // Of one that has failed: whether a call has thrown its error, or that of what failed its whole group.
+  bool heard() const;
   bool settled() const { return state_.load(std::memory_order_acquire) != State::running; }
   // In a batch that the engine does not have yet: nobody can wait for it. Then work is that of the batch,
   // where the engine has one.
@@ -108,6 +110,8 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
   std::atomic<bool> watched_ = false, held_ = false;
   std::optional<int> source_;
   CommError::Details error_;
+  bool refused_ = false;  // with error_: the group lives
+  mutable std::atomic<bool> thrown_ = false;
 };
 
 // What an error says of the call that it ended; cause, peer and time are the caller's to add.

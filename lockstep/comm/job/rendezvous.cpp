@@ -15,6 +15,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/c10d/store.h>
 #include <lockstep/comm/group/error_text.h>
 #include <lockstep/comm/group/group_state.h>
@@ -96,7 +97,7 @@ class TorchrunStore {
           return c10::make_intrusive<c10d::TCPStore>(address, options);
         });
     auto connected = connect->get_future();
-    std::thread([connect] { (*connect)(); }).detach();
+    start_thread("torchrun's store", [connect] { (*connect)(); }).detach();
     if (connected.wait_for(timeout + std::chrono::seconds(1)) != std::future_status::ready)
       throw Error("torchrun's store does not answer");
     store_ = connected.get();
@@ -156,13 +157,14 @@ std::string agent_name(const Identity& identity) {
   return fmt::format("lockstep/{}/{}", ::getuid(), identity.job).substr(0, 100);
 }
 
-control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& identity, milliseconds timeout) {
+control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& identity,
+                             milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   for (;;) {
     if (auto socket = control::connect_local(agent_connection.name)) {
       if (!control::is_own(socket->get()))
-        throw ConfigError(fmt::format("the socket @{} is held by another user (uid {})", agent_connection.name,
-                                      control::peer_of(socket->get()).uid));
+        throw ConfigError(fmt::format("the socket @{} is held by another user (uid {})",
+                                      agent_connection.name, control::peer_of(socket->get()).uid));
       return std::move(*socket);
     }
     if (!identity.agent.empty())

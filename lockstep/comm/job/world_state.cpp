@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <set>
 #include <thread>
 
 #include <ATen/Context.h>
@@ -34,10 +35,7 @@ milliseconds limit(const Timeout& given, const char* variable, milliseconds fall
 }
 
 Verdict verdict_of(const control::Failure& failure) {
-  // Without a rank it is a host that was lost, or a launcher, which has a process.
-  const bool launcher = failure.rank < 0 && failure.pid != 0;
-  return {failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt,
-          launcher ? CommError::Kind::stopped : CommError::Kind::peer_died};
+  return {failure.text(), failure.rank >= 0 ? std::optional(failure.rank) : std::nullopt, failure.kind};
 }
 
 std::string given_or(const std::string& given, const char* variable, const char* fallback) {
@@ -46,6 +44,8 @@ std::string given_or(const std::string& given, const char* variable, const char*
 
 // Between two looks whether what is under way when the World is left is over.
 constexpr std::chrono::microseconds kFirstNap(50), kLongestNap(5000);
+// How long it waits for that without a word.
+constexpr std::chrono::seconds kPatience(1);
 
 }  // namespace
 
@@ -126,6 +126,20 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
                                   identity_.rank, text));
   if (closed_) throw ConfigError("this World has been left: it makes no more groups");
 
+  const auto name = options.name.empty() ? "world" + text : options.name;
+  auto fail = [&](Verdict verdict) {
+    CommError::Details details;
+    details.operation = "making a group";
+    details.group = name;
+    details.rank = static_cast<int>(place - ranks.begin());
+    details.size = static_cast<int>(ranks.size());
+    details.cause = std::move(verdict.cause);
+    details.kind = verdict.kind;
+    note_told();
+    throw CommError(std::move(details));
+  };
+  if (in_child()) fail({forked_text(identity_.rank), std::nullopt, CommError::Kind::engine});
+
   TransportContext context;
   context.ranks = ranks;
   for (int rank : ranks) context.nodes.push_back(nodes_.at(static_cast<std::size_t>(rank)));
@@ -158,18 +172,6 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
       throw;
     }
   }
-  auto name = options.name.empty() ? "world" + text : options.name;
-  auto fail = [&](Verdict verdict) {
-    CommError::Details details;
-    details.operation = "making a group";
-    details.group = name;
-    details.rank = context.rank;
-    details.size = context.size();
-    details.cause = std::move(verdict.cause);
-    details.kind = verdict.kind;
-    note_told();
-    throw CommError(std::move(details));
-  };
   if (failed_) fail(verdict());
   Transports transports;
   try {
@@ -184,8 +186,8 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
                  : Verdict{plain_text(error), {}, kinded ? kinded->kind() : CommError::Kind::engine});
   }
   auto group =
-      std::make_shared<GroupState>(shared_from_this(), std::move(name), prefix_ + context.group,
-                                   std::move(ranks), context.rank, context.timeout, std::move(transports));
+      std::make_shared<GroupState>(shared_from_this(), name, prefix_ + context.group, std::move(ranks),
+                                   context.rank, context.timeout, std::move(transports));
   std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& known) { return known.expired(); });
   groups_.push_back(group);
@@ -304,12 +306,12 @@ Verdict WorldState::verdict() const {
 bool WorldState::in_child() const { return shm::fork_generation() != generation_; }
 
 void WorldState::note_told() noexcept {
-  told_ = true;
+  if (failed_) told_ = true;
   if (fails_at_exit_.exchange(false)) fail_at_exit(false);
 }
 
-// In order: all that is under way, whether its Work is held or not. Nothing more is issued. After that, where no
-// call has thrown an error, the program must hear of operations that have failed.
+// In order: all that is under way, whether its Work is held or not. Nothing more is issued. After that the program
+// must hear of operations that have failed, unless a call has thrown what ended them.
 void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>>& groups, bool in_order) {
   std::vector<std::shared_ptr<WorkState>> all, dropped;
   for (const auto& group : groups) {
@@ -317,16 +319,31 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
     std::move(under_way.all.begin(), under_way.all.end(), std::back_inserter(all));
     std::move(under_way.dropped.begin(), under_way.dropped.end(), std::back_inserter(dropped));
   }
+  bool told = false;
+  const auto tells_at = Clock::now() + kPatience;
   for (auto nap = kFirstNap;; nap = std::min(2 * nap, kLongestNap)) {
     // All of them: engines move what is asked for.
     bool over = true;
     for (const auto& pending : all) over = pending->done() && over;
     if (over || !in_order) break;
+    if (!told && Clock::now() >= tells_at) {
+      told = true;
+      const auto first =
+          std::find_if(all.begin(), all.end(), [](const auto& pending) { return !pending->settled(); });
+      if (first != all.end())
+        log(LogLevel::warn, "the World is left, and waits for an operation that is under way: {}",
+            describe((*first)->call()));
+    }
     for (const auto& group : groups) group->give_way();
     std::this_thread::sleep_for(nap);
   }
-  if (told_ || (in_threads() && failed_)) return;
+  if (failed_ && (told_ || in_threads())) return;
+  // Those that had failed before their Work was dropped may be in the second list alone.
+  const std::set<std::shared_ptr<WorkState>> known(all.begin(), all.end());
+  std::copy_if(dropped.begin(), dropped.end(), std::back_inserter(all),
+               [&](const auto& pending) { return !known.contains(pending); });
   for (const auto& pending : all) {
+    if (pending->failed() && pending->heard()) continue;
     if (pending->failed())
       log(LogLevel::error, "an operation that nobody waited for has failed: {}", pending->error().what());
     else if (!pending->settled())
@@ -337,8 +354,8 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
       continue;
     if (!in_threads() && !fails_at_exit_.exchange(true)) fail_at_exit(true);
   }
-  const auto lost =
-      std::find_if(dropped.begin(), dropped.end(), [](const auto& pending) { return pending->failed(); });
+  const auto lost = std::find_if(dropped.begin(), dropped.end(),
+                                 [](const auto& pending) { return pending->failed() && !pending->heard(); });
   if (lost != dropped.end()) unheard_ = std::make_exception_ptr((*lost)->error());
 }
 

@@ -49,7 +49,7 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   void log_metric(std::string_view name, double value, std::optional<std::int64_t> step);
   bool stop_requested();
   void close(bool in_order) noexcept;
-  // A call has thrown a CommError: the program knows that something has failed.
+  // A call has thrown a CommError: where the World has failed, the program knows that.
   void note_told() noexcept;
   // After close(): the error of an operation whose Work was dropped, where ranks are threads and no call has
   // thrown it.

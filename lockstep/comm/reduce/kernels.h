@@ -1,4 +1,4 @@
-// The kernels of reduce.cpp, one set for each width of vectors: reduce_vector.h, compiled three times.
+// The kernels of reduce.cpp, one set for each width of vectors: vector.h, compiled three times.
 //
 // Their files are compiled for CPUs that this machine may not be. An inline function that they share with
 // other files would be emitted by each, and the linker may keep the one that only a new CPU runs. So they

@@ -1,4 +1,4 @@
-// Vectors of numbers, for reduce_vector.h: how they are read, folded and written. LOCKSTEP_VECTOR_BYTES says
+// Vectors of numbers, for vector.h: how they are read, folded and written. LOCKSTEP_VECTOR_BYTES says
 // how wide they are; they are those of GCC and clang, so that one text serves every width. Half alone has
 // instructions of its own where there are some.
 //

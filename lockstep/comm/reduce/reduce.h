@@ -1,7 +1,7 @@
 // The arithmetic of reductions, without LibTorch. The order of a sum is fixed per element: the aligned
 // binary tree over ranks, ((0+1)+(2+3))+..., in float for bfloat16 and float16, rounded once. So the
 // bits depend on the inputs alone, and p ranks give those of one rank that adds p tensors by the tree.
-// Of several NaNs the leftmost stays. LOCKSTEP_SIMD chooses the instructions (reduce_level.h); the bits are
+// Of several NaNs the leftmost stays. LOCKSTEP_SIMD chooses the instructions (level.h); the bits are
 // the same with all of them.
 #pragma once
 

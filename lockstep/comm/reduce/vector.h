@@ -1,5 +1,5 @@
 // The body of reduce_portable.cpp, reduce_avx2.cpp and reduce_avx512.cpp, which say how wide a vector is, and
-// of how many results are worked out before they are stored. reduce_kernels.h says why all of it is in an
+// of how many results are worked out before they are stored. kernels.h says why all of it is in an
 // unnamed namespace.
 #pragma once
 

@@ -176,23 +176,66 @@ bool Coordinator::tells_of(int number, std::int64_t key) const {
          });
 }
 
+// A collective in which every rank of its group waits, and they have called different ones. Engines that compare no
+// calls wait there until the deadline.
+Coordinator::Differing Coordinator::differing() const {
+  for (const auto& [key, group] : groups_) {
+    Differing calls;
+    for (const int member : group.ranks) {
+      const auto rank = ranks_.find(member);
+      if (rank == ranks_.end() || !rank->second.here) break;
+      const Row* call = nullptr;
+      for (const Row& row : rank->second.rows.rows)
+        if (row.key == key && !row.message && row.waits_for >= 0) call = &row;
+      // The row tells of the last operation that the rank has begun.
+      if (!call || call->waits_for != call->sequence) break;
+      if (!calls.empty() && calls[0].second->sequence != call->sequence) break;
+      calls.emplace_back(member, call);
+    }
+    if (calls.size() != group.ranks.size()) continue;
+    if (std::any_of(calls.begin(), calls.end(),
+                    [&](const auto& each) { return each.second->operation != calls[0].second->operation; }))
+      return calls;
+  }
+  return {};
+}
+
 void Coordinator::look_at_deadlock(const std::vector<Wait>& all, Clock::time_point now) {
-  const auto stuck = paused_ || now < quiet_until_ ? Stuck{} : deadlocked(all);
+  const bool looks = !paused_ && now >= quiet_until_;
+  const auto stuck = looks ? deadlocked(all) : Stuck{};
+  const auto calls = looks && stuck.empty() ? differing() : Differing{};
   std::vector<StuckWait> seen;
   for (const auto& [number, waits] : stuck)
     for (const Wait* wait : waits)
       seen.push_back({number, wait->row->key, wait->row->waits_for, ranks_.at(number).looks});
+  for (const auto& [number, row] : calls)
+    seen.push_back({number, row->key, row->waits_for, ranks_.at(number).looks});
   const bool same = std::equal(seen.begin(), seen.end(), deadlock_.begin(), deadlock_.end(),
                                [](const auto& one, const auto& other) { return one.same_as(other); });
   if (!same) {
     deadlock_ = std::move(seen);
     deadlock_since_ = now;
   }
-  if (stuck.empty() || now - deadlock_since_ < kDeadlock) return;
+  if (deadlock_.empty() || now - deadlock_since_ < kDeadlock) return;
   // A silent host looks as if nothing changed there.
   for (const StuckWait& each : deadlock_)
     if (ranks_.at(each.rank).looks < each.looks + kDeadlockLooks) return;
-  fail(failure_of(stuck));
+  fail(stuck.empty() ? failure_of(calls) : failure_of(stuck));
+}
+
+Failure Coordinator::failure_of(const Differing& calls) const {
+  const auto& [rank, row] = calls.front();
+  const auto other = std::find_if(calls.begin(), calls.end(), [&](const auto& each) {
+    return each.second->operation != calls.front().second->operation;
+  });
+  Failure failure;
+  failure.kind = CommError::Kind::mismatch;
+  failure.cause = fmt::format(
+      "the ranks' calls differ in operation: rank {}{} waits in {}, rank {}{} in {}. Every rank must call the "
+      "operations of a group in the same order",
+      rank, pid_text(rank), call_text(*row, row->waits_for), other->first, pid_text(other->first),
+      call_text(*other->second, other->second->waits_for));
+  return failure;
 }
 
 // Describes one cycle, starting at its lowest rank.
@@ -225,6 +268,7 @@ Failure Coordinator::failure_of(const Stuck& stuck) const {
                                 call_text(*wait->row, wait->row->waits_for)));
   }
   Failure failure;
+  failure.kind = CommError::Kind::mismatch;
   failure.cause = fmt::format("deadlock: {}", fmt::join(sides, "; "));
   if (stuck.size() > path.size())
     failure.cause += fmt::format("; {} more blocked by these", stuck.size() - path.size());

@@ -254,6 +254,7 @@ std::string encode(const Failure& failure) {
       .number(failure.step)
       .number(failure.sequence)
       .number(failure.status)
+      .number(static_cast<std::int64_t>(failure.kind))
       .text(cut(failure.cause, kMostText))
       .text(cut(failure.where, kMostText))
       .take();
@@ -267,6 +268,7 @@ Failure decode_failure(std::string_view payload) {
   failure.step = in.number_from(-1);
   failure.sequence = in.number_from(-1);
   failure.status = in.integer(0, 255);
+  failure.kind = static_cast<CommError::Kind>(in.integer(0, static_cast<int>(CommError::Kind::stopped)));
   failure.cause = in.text(kText);
   failure.where = in.text(kText);
   in.end();

@@ -24,31 +24,31 @@ std::string_view text_of(std::span<const std::byte> bytes) {
 }
 
 void refuse_compressed(const std::string& file, std::string_view text) {
-  if (text.starts_with("\x1f\x8b")) refuse(file, "is compressed by gzip: unpack it first (gunzip)");
-  if (text.starts_with("PK\x03\x04")) refuse(file, "is a zip archive, as .npz is: unpack it first (unzip)");
+  if (text.starts_with("\x1f\x8b")) refuse(file, "file is gzip-compressed; unpack it first (gunzip)");
+  if (text.starts_with("PK\x03\x04")) refuse(file, "file is a zip archive (.npz); unpack it first (unzip)");
 }
 
-// Fills in the number of elements, and checks that they are there.
+// Computes the number of elements and checks that the file holds all of them.
 void measure(const std::string& file, ArrayHeader& header, std::size_t file_size) {
   const auto size = static_cast<std::int64_t>(bytes_of(header.element));
-  std::int64_t bytes = size;  // leaving out dimensions of 0, so that strides can be computed too
+  std::int64_t bytes = size;  // excludes dimensions of 0, so that strides can be computed too
   bool empty = false;
   for (const auto each : header.shape) {
     if (each == 0)
       empty = true;
     else if (each > kMost / bytes)
-      refuse(file, "its shape has more elements than any file");
+      refuse(file, "the shape has more elements than a file can hold");
     else
       bytes *= each;
   }
   header.count = empty ? 0 : bytes / size;
   const auto there = file_size - header.offset;
   if (!empty && static_cast<std::uint64_t>(bytes) > there)
-    refuse(file, "is cut short: its array has " + std::to_string(bytes) + " bytes, of which " +
-                     std::to_string(there) + " are there");
+    refuse(file, "truncated file: expected " + std::to_string(bytes) + " bytes of array data, got " +
+                     std::to_string(there));
 }
 
-// The header of an .npy file: a dictionary as Python writes it.
+// Parser for the header of an .npy file: a Python dictionary literal.
 class Dictionary {
  public:
   Dictionary(const std::string& file, std::string_view text) : file_(file), text_(text) {}
@@ -69,11 +69,11 @@ class Dictionary {
       } else if (key == "shape" && !shape) {
         shape = numbers();
       } else {
-        wrong("the key '" + key + "' is unknown or there twice");
+        wrong("unknown or duplicate key '" + key + "'");
       }
-      if (!take(',') && peek() != '}') wrong("',' or '}' is missing");
+      if (!take(',') && peek() != '}') wrong("expected ',' or '}'");
     }
-    if (peek() != '\0' || place_ < text_.size()) wrong("something follows the dictionary");
+    if (peek() != '\0' || place_ < text_.size()) wrong("unexpected text after the dictionary");
     if (!type || !fortran || !shape) wrong("'descr', 'fortran_order' or 'shape' is missing");
     ArrayHeader header;
     header.fortran = *fortran;
@@ -83,9 +83,9 @@ class Dictionary {
   }
 
  private:
-  [[noreturn]] void wrong(const std::string& what) const { refuse(file_, "its .npy header: " + what); }
+  [[noreturn]] void wrong(const std::string& what) const { refuse(file_, "invalid .npy header: " + what); }
 
-  // The next character that is no space; none: 0.
+  // Skips whitespace and returns the next character; 0 at the end.
   char peek() {
     while (place_ < text_.size() && (text_[place_] == ' ' || text_[place_] == '\n')) ++place_;
     return place_ < text_.size() ? text_[place_] : '\0';
@@ -96,17 +96,17 @@ class Dictionary {
     return true;
   }
   void expect(char c) {
-    if (!take(c)) wrong(std::string("'") + c + "' is missing");
+    if (!take(c)) wrong(std::string("expected '") + c + "'");
   }
 
   std::string string() {
     const char quote = peek();
-    if (quote != '\'' && quote != '"') wrong("a text in quotes is missing");
+    if (quote != '\'' && quote != '"') wrong("expected a quoted string");
     const auto end = text_.find(quote, ++place_);
-    if (end == text_.npos) wrong("a text has no end");
+    if (end == text_.npos) wrong("unterminated string");
     const auto found = text_.substr(place_, end - place_);
     for (const char c : found)
-      if (c < ' ' || c > '~' || c == '\\') wrong("a text has characters that no key and no type has");
+      if (c < ' ' || c > '~' || c == '\\') wrong("unexpected character in a string");
     place_ = end + 1;
     return std::string(found);
   }
@@ -118,7 +118,7 @@ class Dictionary {
       place_ += word.size();
       return value;
     }
-    wrong("'fortran_order' is neither True nor False");
+    wrong("'fortran_order': expected True or False");
   }
   std::vector<std::int64_t> numbers() {
     std::vector<std::int64_t> found;
@@ -126,19 +126,19 @@ class Dictionary {
     while (!take(')')) {
       found.push_back(number());
       if (found.size() > kMostDimensions) wrong("the shape has more than 64 dimensions");
-      if (!take(',') && peek() != ')') wrong("',' or ')' is missing in the shape");
+      if (!take(',') && peek() != ')') wrong("expected ',' or ')' in the shape");
     }
     return found;
   }
   std::int64_t number() {
-    if (peek() < '0' || peek() > '9') wrong("the shape has something that is no number");
+    if (peek() < '0' || peek() > '9') wrong("expected a number in the shape");
     std::int64_t value = 0;
     for (; place_ < text_.size() && text_[place_] >= '0' && text_[place_] <= '9'; ++place_) {
       const int digit = text_[place_] - '0';
-      if (value > (kMost - digit) / 10) wrong("the shape has a number beyond 2^63");
+      if (value > (kMost - digit) / 10) wrong("a number in the shape is 2^63 or larger");
       value = value * 10 + digit;
     }
-    if (place_ < text_.size() && text_[place_] == 'L') ++place_;  // Python 2 wrote so
+    if (place_ < text_.size() && text_[place_] == 'L') ++place_;  // written by Python 2
     return value;
   }
 
@@ -158,8 +158,8 @@ class Dictionary {
       return;
     }
     wrong(
-        "the type '" + type.substr(0, 64) +
-        "' is not supported; supported are b1, i1 to i8, u1 to u8, f2, f4, f8, c8, c16 in either byte order");
+        "unsupported type '" + type.substr(0, 64) +
+        "'; expected b1, i1 to i8, u1 to u8, f2, f4, f8, c8 or c16, in either byte order");
   }
 
   const std::string& file_;
@@ -186,27 +186,27 @@ std::size_t bytes_of(Element element) {
     case Element::c64: return 8;
     case Element::c128: return 16;
   }
-  throw Error("an element of no known type");
+  throw Error("unknown element type");
 }
 
 ArrayHeader parse_npy(const std::string& file, std::span<const std::byte> bytes) {
   const auto text = text_of(bytes);
   refuse_compressed(file, text);
-  if (!text.starts_with("\x93NUMPY")) refuse(file, "is no .npy file: it does not begin with \\x93NUMPY");
+  if (!text.starts_with("\x93NUMPY")) refuse(file, "not an .npy file: it does not begin with \\x93NUMPY");
   const auto byte = [&](std::size_t i) {
-    if (i >= bytes.size()) refuse(file, "is cut short in its .npy header");
+    if (i >= bytes.size()) refuse(file, "truncated .npy header");
     return std::to_integer<std::size_t>(bytes[i]);
   };
   const auto version = byte(6);
   if (version < 1 || version > 3)
-    refuse(file, "is an .npy file of version " + std::to_string(version) + ", not 1 to 3");
+    refuse(file, "unsupported .npy version: expected 1 to 3, got " + std::to_string(version));
   const std::size_t begin = version == 1 ? 10 : 12;
   std::size_t length = 0;
   for (auto i = begin; i-- > 8;) length = length << 8 | byte(i);
   if (length > kMostHeader)
-    refuse(file, "its .npy header would have " + std::to_string(length) + " bytes, more than " +
-                     std::to_string(kMostHeader));
-  if (bytes.size() - begin < length) refuse(file, "is cut short in its .npy header");
+    refuse(file, "the .npy header is too long: expected at most " + std::to_string(kMostHeader) +
+                     " bytes, got " + std::to_string(length));
+  if (bytes.size() - begin < length) refuse(file, "truncated .npy header");
   auto header = Dictionary(file, text.substr(begin, length)).read();
   header.offset = begin + length;
   measure(file, header, bytes.size());
@@ -216,7 +216,7 @@ ArrayHeader parse_npy(const std::string& file, std::span<const std::byte> bytes)
 ArrayHeader parse_idx(const std::string& file, std::span<const std::byte> bytes) {
   refuse_compressed(file, text_of(bytes));
   const auto byte = [&](std::size_t i) {
-    if (i >= bytes.size()) refuse(file, "is cut short in its idx header");
+    if (i >= bytes.size()) refuse(file, "truncated idx header");
     return std::to_integer<std::uint32_t>(bytes[i]);
   };
   static constexpr std::pair<std::uint32_t, Element> kTypes[] = {{0x08, Element::u8},  {0x09, Element::i8},
@@ -227,8 +227,8 @@ ArrayHeader parse_idx(const std::string& file, std::span<const std::byte> bytes)
     if (byte(0) == 0 && byte(1) == 0 && byte(2) == code) element = each;
   const auto dimensions = byte(3);
   if (!element || dimensions == 0)
-    refuse(file, "is no idx file: its first bytes are not 0, 0, a type, a number of dimensions");
-  if (dimensions > kMostDimensions) refuse(file, "its idx header has more than 64 dimensions");
+    refuse(file, "not an idx file: it does not begin with 0, 0, a type code and a number of dimensions");
+  if (dimensions > kMostDimensions) refuse(file, "the idx header has more than 64 dimensions");
   ArrayHeader header;
   header.element = *element;
   header.swapped = std::endian::native == std::endian::little && bytes_of(*element) > 1;
@@ -241,20 +241,20 @@ ArrayHeader parse_idx(const std::string& file, std::span<const std::byte> bytes)
   measure(file, header, bytes.size());
   const auto end = header.offset + static_cast<std::size_t>(header.count) * bytes_of(*element);
   if (end != bytes.size())
-    refuse(file, "has " + std::to_string(bytes.size() - end) + " bytes more than its idx header says");
+    refuse(file, "the file has " + std::to_string(bytes.size() - end) + " bytes more than its header says");
   return header;
 }
 
 std::size_t check_cifar10(const std::string& file, std::span<const std::byte> bytes) {
   refuse_compressed(file, text_of(bytes));
   if (bytes.empty() || bytes.size() % kCifarRecord != 0)
-    refuse(file, "is no CIFAR-10 binary file: it has " + std::to_string(bytes.size()) +
-                     " bytes, not a multiple of 3073");
+    refuse(file, "not a CIFAR-10 binary file: expected a multiple of 3073 bytes, got " +
+                     std::to_string(bytes.size()));
   const auto records = bytes.size() / kCifarRecord;
   for (std::size_t i = 0; i < records; ++i)
     if (const auto label = std::to_integer<int>(bytes[i * kCifarRecord]); label > 9)
-      refuse(file, "is no CIFAR-10 binary file: record " + std::to_string(i) + " has the label " +
-                       std::to_string(label) + ", above 9");
+      refuse(file, "not a CIFAR-10 binary file: record " + std::to_string(i) + " has label " +
+                       std::to_string(label) + "; expected 0 to 9");
   return records;
 }
 

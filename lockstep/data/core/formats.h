@@ -1,6 +1,6 @@
-// The headers of files of numbers that others wrote: NumPy's .npy, MNIST's idx, CIFAR-10's binary records.
-// Bytes go in, a description comes out; nothing in a file is believed before it fits the file's size. Every
-// error is a ConfigError that begins with the file's name.
+// Parsers for the headers of foreign array files: NumPy's .npy, MNIST's idx and CIFAR-10's binary records.
+// They take bytes and return a description. Every value is checked against the size of the file before it is
+// used. All errors are ConfigErrors that begin with the file's name.
 #pragma once
 
 #include <cstddef>
@@ -17,23 +17,23 @@ std::size_t bytes_of(Element element);
 
 struct ArrayHeader {
   Element element = Element::u8;
-  bool swapped = false;  // the bytes of each number are in the order that this machine has not
+  bool swapped = false;  // true if the byte order is the opposite of this machine's
   bool fortran = false;  // the first dimension varies fastest
   std::vector<std::int64_t> shape;
-  std::int64_t count = 1;  // of elements
-  std::size_t offset = 0;  // of the first; all of them are there
+  std::int64_t count = 1;  // number of elements
+  std::size_t offset = 0;  // of the first element in the file; the file holds all of them
 };
 
-// Versions 1 to 3. Structured and object arrays and texts are refused: objects are pickles. As in NumPy, more
-// may follow the array.
+// Versions 1 to 3. Rejects structured arrays, object arrays (which are pickles) and strings. Like NumPy,
+// accepts data after the array.
 ArrayHeader parse_npy(const std::string& file, std::span<const std::byte> bytes);
 
-// The file ends where the array does.
+// The file must end with the array.
 ArrayHeader parse_idx(const std::string& file, std::span<const std::byte> bytes);
 
 constexpr std::size_t kCifarPixels = 3 * 32 * 32, kCifarRecord = 1 + kCifarPixels;
 
-// How many records: a label from 0 to 9 and 3072 pixels each.
+// Returns the number of records: each has a label from 0 to 9 and 3072 pixels.
 std::size_t check_cifar10(const std::string& file, std::span<const std::byte> bytes);
 
 }  // namespace lockstep::detail

@@ -10,7 +10,7 @@
 namespace lockstep::detail {
 namespace {
 
-// A number below `limit` from all bits of x: their product's upper half.
+// Maps x to a number below `limit` using all its bits: the upper half of their product.
 std::uint64_t scaled(std::uint64_t x, std::uint64_t limit) {
   __extension__ using Wide = unsigned __int128;
   return static_cast<std::uint64_t>((static_cast<Wide>(x) * limit) >> 64);
@@ -31,7 +31,7 @@ std::uint64_t mixed(std::uint64_t x) {
 }
 
 Permutation::Permutation(std::uint64_t size, std::uint64_t key) : size_(size) {
-  LOCKSTEP_ASSERT(size < std::uint64_t{1} << 63, "a permutation's size");
+  LOCKSTEP_ASSERT(size < std::uint64_t{1} << 63, "permutation size out of range");
   a_ = std::max<std::uint64_t>(1, static_cast<std::uint64_t>(std::sqrt(static_cast<double>(size))));
   b_ = std::max<std::uint64_t>(1, (size + a_ - 1) / a_);
   for (auto& each : keys_) each = key = mixed(key);
@@ -43,7 +43,7 @@ Permutation::Permutation(std::uint64_t size, std::uint64_t key) : size_(size) {
 }
 
 std::uint64_t Permutation::operator()(std::uint64_t place) const {
-  LOCKSTEP_ASSERT(place < size_, "a place of the permutation");
+  LOCKSTEP_ASSERT(place < size_, "position out of range");
   if (!table_.empty()) return table_[place];
   do {
     std::uint64_t high = place / b_, low = place % b_;

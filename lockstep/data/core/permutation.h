@@ -1,7 +1,8 @@
-// A random order of 0 .. size-1, worked out place by place: nothing is stored and nothing is shuffled, so
-// that the middle of an order of any size is there at once. A Feistel network over two digits, a * b >= size,
-// with sums in place of exclusive ors. Fewer than sqrt(size) of the a * b places lie outside, and are sent
-// round again. Up to 4096, where two digits are too few to reach every order, it is a shuffled table.
+// A random permutation of 0 .. size-1, computed one position at a time. It stores and shuffles nothing, so
+// the middle of a permutation of any size is available immediately. It is a Feistel network over two digits,
+// a * b >= size, with sums in place of exclusive ors. Fewer than sqrt(size) of the a * b positions lie
+// outside the range; those are mapped again. Up to a size of 4096, two digits are too few to reach every
+// permutation, so a shuffled table is used.
 #pragma once
 
 #include <array>
@@ -10,7 +11,7 @@
 
 namespace lockstep::detail {
 
-// Each bit of the result depends on each bit of x.
+// Hashes x: each bit of the result depends on each bit of x.
 std::uint64_t mixed(std::uint64_t x);
 
 class Permutation {

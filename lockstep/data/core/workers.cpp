@@ -23,7 +23,7 @@ Workers::Workers(Options options)
       const std::lock_guard lock(mutex_);
       ++running_;
     }
-  } catch (...) {  // the system has no more threads; those there are must not outlive this
+  } catch (...) {  // the system is out of threads; join those that did start
     stop();
     throw;
   }
@@ -37,7 +37,7 @@ void Workers::stop() {
   queue_.clear();
   changed_for_workers_.notify_all();
   if (!changed_for_waiter_.wait_for(lock, std::chrono::seconds(10), [&] { return running_ <= 0; }))
-    log(LogLevel::warn, "a DataLoader's iterator has ended and waits for its workers: {}", whereabouts());
+    log(LogLevel::warn, "DataLoader: the iterator has ended and waits for its workers: {}", whereabouts());
   lock.unlock();
   for (auto& thread : threads_) thread.join();
 }
@@ -45,7 +45,7 @@ void Workers::stop() {
 void Workers::put(std::size_t slot) {
   {
     const std::lock_guard lock(mutex_);
-    LOCKSTEP_ASSERT(slot < options_.slots, "a slot of the workers");
+    LOCKSTEP_ASSERT(slot < options_.slots, "slot out of range");
     done_[slot] = false;
     errors_[slot] = nullptr;
     queue_.push_back(slot);

@@ -1,11 +1,12 @@
-// Threads that do the tasks of numbered slots; whoever waits gets them in the order of its own asking.
+// A thread pool that runs the tasks of numbered slots. Results are collected in the order in which the caller
+// asks for them.
 //
 //   Workers workers({.threads = 2, .slots = 4, .work = fetch_into_slot});
 //   workers.put(0);
 //   workers.wait(0);  // throws what the task of slot 0 threw
 //
-// One thread puts and waits. What it wrote before put(slot) is seen by work(_, _, slot), and what that wrote
-// is seen after wait(slot).
+// put() and wait() must be called by one thread. What it wrote before put(slot) is visible to work(_, _,
+// slot), and what work wrote is visible after wait(slot).
 #pragma once
 
 #include <atomic>
@@ -30,23 +31,23 @@ class Workers {
     int threads = 1;
     std::size_t slots = 1;
     std::function<void(Workers& self, int worker, std::size_t slot)> work;
-    std::function<void(int worker)> begin = {};  // on each thread, first; what it throws, its tasks throw
+    std::function<void(int worker)> begin = {};  // runs first on each thread; what it throws, its tasks throw
   };
 
   explicit Workers(Options options);
-  // Tasks that nobody has begun are forgotten; those under way are waited for. After a while a line says for
-  // what.
+  // Discards queued tasks and waits for running ones. Logs what it waits for if that takes more than 10
+  // seconds.
   ~Workers();
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
   void put(std::size_t slot);
-  // False at the deadline; the slot can be waited for again.
+  // Returns false at the deadline; the slot can be waited for again.
   bool wait(std::size_t slot, std::optional<std::chrono::milliseconds> timeout = {});
 
-  // For work: whether it may end early, because nobody will wait for it.
+  // For `work`: true once no result is needed any more, so that it may return early.
   bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
-  // For work: what this worker is at, for whoever waits too long.
+  // For `work`: records the index that this worker is processing, for timeout messages.
   void at(int worker, std::int64_t index) { at_[worker].store(index, std::memory_order_relaxed); }
   std::string whereabouts() const;  // "worker 0 is at index 17, worker 1 is idle"
 
@@ -55,7 +56,7 @@ class Workers {
   void stop();
 
   Options options_;
-  std::vector<std::atomic<std::int64_t>> at_;  // -1: idle
+  std::vector<std::atomic<std::int64_t>> at_;  // index that each worker is processing; -1: idle
   std::atomic<bool> stopping_ = false;
   std::mutex mutex_;
   std::condition_variable changed_for_workers_, changed_for_waiter_;

@@ -1,4 +1,4 @@
-// What the loader and the datasets made of others ask of a dataset. Internal.
+// What the loader and the wrapping datasets require of a dataset. Internal.
 #pragma once
 
 #include <concepts>
@@ -16,7 +16,8 @@
 
 namespace lockstep::detail {
 
-// Of torch::data: by lists of indices, or by number of samples (streams, and what keeps a state).
+// Datasets of torch::data: requested by lists of indices, or by number of samples (streams and stateful
+// ones).
 template <typename D>
 concept torch_dataset = requires {
   typename D::BatchType;
@@ -37,11 +38,11 @@ template <typename D>
 concept dataset_type = torch_dataset<std::remove_const_t<D>> || single<D> || batched<D>;
 template <typename D>
 concept dataset = dataset_type<std::remove_reference_t<D>>;
-// A constructor's arguments, which are not one Self alone.
+// True unless the constructor's only argument is a Self, which means a copy.
 template <typename Self, typename First, typename... Others>
 concept no_copy = (sizeof...(Others) > 0) || !std::same_as<std::remove_cvref_t<First>, Self>;
 
-// Nothing: a stream without an end.
+// Number of samples; nullopt for an infinite stream.
 template <typename D>
 std::optional<std::int64_t> size_if_known(const D& d) {
   if constexpr (requires { d.size().has_value(); }) {
@@ -51,13 +52,13 @@ std::optional<std::int64_t> size_if_known(const D& d) {
     return static_cast<std::int64_t>(d.size());
   }
 }
-std::int64_t known_size(std::optional<std::int64_t> size);  // ConfigError where it is not known
+std::int64_t known_size(std::optional<std::int64_t> size);  // throws ConfigError if it is not known
 template <typename D>
 std::int64_t size_of(const D& d) {
   return known_size(size_if_known(d));
 }
 
-// Whether get() draws random numbers.
+// True if get() draws random numbers.
 template <typename D>
 bool uses_random(D& d) {
   if constexpr (requires { d.draws_random(); })
@@ -77,8 +78,8 @@ template <typename D>
 using sample_t = std::remove_cvref_t<decltype(sample_of(std::declval<std::remove_reference_t<D>&>(), 0,
                                                         std::declval<at::Generator&>()))>;
 
-// How a dataset is kept: a handle is copied, a shared pointer shared, a temporary moved in, another one
-// referred to.
+// How a dataset is held: a handle is copied, a shared pointer shared, a temporary moved, anything else
+// referenced.
 template <typename D>
 concept handle = requires { requires std::remove_cvref_t<D>::kHandle; };
 template <typename D>
@@ -95,7 +96,7 @@ struct Held<D> {
 };
 template <typename D>
   requires torch_dataset<D>
-struct Held<const D&> {  // these cannot be asked for a batch while they are const
+struct Held<const D&> {  // their get_batch() is not const
   using type = D;
 };
 template <shared D>
@@ -116,7 +117,7 @@ std::shared_ptr<held_t<D>> hold(D&& dataset) {
     return std::make_shared<held_t<D>>(std::forward<D>(dataset));
 }
 
-std::int64_t equal_rows(std::span<const at::Tensor> tensors);  // ConfigError where they differ
+std::int64_t equal_rows(std::span<const at::Tensor> tensors);  // throws ConfigError if they differ
 at::Tensor row(const at::Tensor& tensor, std::int64_t index);
 at::Tensor rows(const at::Tensor& tensor, std::span<const std::int64_t> indices);
 

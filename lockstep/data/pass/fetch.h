@@ -1,4 +1,4 @@
-// From indices to a batch: what to call of a dataset, and what to say when that throws. Internal.
+// From indices to a batch: selects the dataset's method to call and reports its exceptions. Internal.
 #pragma once
 
 #include <concepts>
@@ -24,20 +24,19 @@ namespace lockstep::detail {
 
 // One batch to fetch.
 struct Task {
-  std::vector<std::int64_t> indices;  // of a stream: empty
+  std::vector<std::int64_t> indices;  // empty for a stream
   std::size_t count = 0;
   std::int64_t place = 0, stride = 1, position = 0;  // see Pass
   std::int64_t base_seed = 0;
 };
 
-// The generator that a sample's random numbers come from.
+// Seeds the generator for one sample's random numbers.
 void seed_for(at::Generator& generator, std::int64_t base_seed, std::int64_t place);
-// Throws a LoadError around the exception that is being handled.
+// Throws a LoadError with the current exception nested in it.
 [[noreturn]] void throw_load_error(const Task& task, std::optional<std::int64_t> index, int worker);
 at::Tensor pinned(const at::Tensor& tensor);
 
-// Tensors in pinned memory, wherever they are in the batch; what is of another type stays, unless it can
-// itself.
+// Moves all tensors of a batch to pinned memory. Other types are left alone unless they have pin_memory().
 template <typename T>
 void pin(T& x) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
@@ -68,7 +67,8 @@ class Fetcher {
   Fetcher(std::shared_ptr<D> dataset, const Collate* collate)
       : dataset_(std::move(dataset)), collate_(collate) {}
 
-  // at(index) is called before each sample and says whether to go on. Nothing: a stream has ended.
+  // Calls at(index) before each sample, and stops if it returns false. Returns nullopt at the end of a
+  // stream.
   template <typename At>
   auto operator()(const Task& task, int worker, const At& at) {
     std::optional<std::int64_t> index;
@@ -92,18 +92,18 @@ class Fetcher {
       return finished(dataset_->get_batch(task.count));
     } else if constexpr (torch_dataset<Plain>) {
       static_assert(std::same_as<typename Plain::BatchRequestType, c10::ArrayRef<std::size_t>>,
-                    "datasets of torch::data are asked for lists of indices or for numbers of samples");
+                    "a torch::data dataset must take a list of indices or a number of samples");
       const std::vector<std::size_t> indices(task.indices.begin(), task.indices.end());
       return finished(dataset_->get_batch(indices));
     } else if constexpr (batched<D> && !kOwnCollate) {
       return some(dataset_->get_batch(std::span<const std::int64_t>(task.indices)));
     } else {
-      static_assert(single<D>, "a collate of your own needs get(index) of the dataset");
+      static_assert(single<D>, "a collate function needs a dataset with get(index)");
       return some((*collate_)(samples(task, index, at)));
     }
   }
 
-  // Lists of samples are put together, what is a batch already is not.
+  // Collates a list of samples. Returns a batch unchanged, unless the user passed a collate function.
   template <typename Batch>
   auto finished(Batch batch) {
     if constexpr (is_optional<Batch>) {
@@ -124,7 +124,7 @@ class Fetcher {
     auto place = task.place;
     for (const auto each : task.indices) {
       index = each;
-      if (!at(each)) throw Error("nobody waits for this batch any longer");
+      if (!at(each)) throw Error("cancelled: the DataLoader's iterator has ended");
       if (random) seed_for(generator_, task.base_seed, place);
       found.push_back(sample_of(*dataset_, each, generator_));
       place += task.stride;

@@ -1,5 +1,5 @@
-// The parts of pairs, tuples, arrays, torch::data's Examples and plain structs, as tuples of references.
-// Internal.
+// Access to the fields of pairs, tuples, arrays, torch::data's Examples and plain structs as tuples of
+// references. Internal.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ concept example = requires {
   typename T::TargetType;
 };
 
-// How many members an aggregate has: as many as it can be made of.
+// Counts an aggregate's members: the largest number of initializers that it accepts.
 struct Anything {
   template <typename T>
   operator T() const;
@@ -96,10 +96,10 @@ auto fields_of(T& x) {
   }
 }
 
-// The like of T with other fields.
+// Rebuilds T with other field types.
 template <typename T, typename... Fields>
 struct Rebuilt {
-  // A struct stays itself where its members keep their types.
+  // A struct is kept if its members keep their types.
   static auto from(Fields... fields) {
     if constexpr (requires { T{std::move(fields)...}; } &&
                   std::is_same_v<decltype(fields_of(std::declval<T&>())), std::tuple<Fields&...>>)

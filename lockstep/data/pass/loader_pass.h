@@ -1,4 +1,4 @@
-// One pass of a DataLoader: draws tasks, has them fetched here or by workers, hands out batches. Internal.
+// One pass of a DataLoader: draws tasks, fetches them here or in workers, and delivers batches. Internal.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ struct LoaderCore {
   static constexpr bool kStream = Fetcher<Dataset, Collate>::kStream;
 
   std::shared_ptr<Dataset> dataset;
-  std::shared_ptr<Sampler> sampler;  // none: one that fits the dataset's size, for each pass
+  std::shared_ptr<Sampler> sampler;  // null: each pass creates the default one for the dataset's size
   DataLoaderOptions options;
   Collate collate;
 
@@ -62,7 +62,7 @@ class LoaderPass {
     }
   }
 
-  // The batch that the loop is at, fetched at the first asking; none at the end.
+  // The loop's current batch, fetched on first use; null at the end.
   Batch* current() {
     while (!current_ && !ended_) advance();
     return current_ ? &*current_ : nullptr;
@@ -79,7 +79,7 @@ class LoaderPass {
 
   static Feed make_feed(Core& core) {
     if constexpr (Core::kStream) {
-      // What keeps a state says itself when it has ended.
+      // A stateful dataset reports its own end.
       const bool ends = is_optional<typename Dataset::BatchType>;
       return Feed(ends ? std::nullopt : size_if_known(*core.dataset), core.options);
     } else {
@@ -88,7 +88,7 @@ class LoaderPass {
     }
   }
 
-  // As LibTorch does: each worker has a copy of its datasets, which need not be safe to share. Streams are.
+  // As in LibTorch, each worker has a copy of its dataset, which need not be thread-safe. Streams are shared.
   std::shared_ptr<Dataset> dataset_for(int threads) const {
     if constexpr (torch_dataset<std::remove_const_t<Dataset>> && !Core::kStream &&
                   std::copy_constructible<Dataset>)
@@ -111,7 +111,7 @@ class LoaderPass {
     bool there = false;
     try {
       there = workers_->wait(received_ % slots_.size(), core_->options.timeout);
-    } catch (...) {  // this batch is lost, the next ones are not
+    } catch (...) {  // this batch is lost; later ones are not
       ++received_;
       put();
       throw;
@@ -119,7 +119,7 @@ class LoaderPass {
     if (!there) throw_timeout(*core_->options.timeout, workers_->whereabouts());
     ++received_;
     auto batch = std::exchange(slot.batch, std::nullopt);
-    if (!batch) {  // the stream has ended; the last batch may have gone to a worker with a later task
+    if (!batch) {  // end of the stream; another worker may have got its last batch for a later task
       over_ = true;
       return;
     }
@@ -160,10 +160,10 @@ class LoaderPass {
   Feed feed_;
   std::vector<Fetch> fetchers_;
   std::vector<Slot> slots_;
-  std::size_t drawn_ = 0, received_ = 0;  // tasks, of all that there were
+  std::size_t drawn_ = 0, received_ = 0;  // numbers of tasks since the pass began
   std::optional<Batch> current_;
-  bool over_ = false, ended_ = false;  // nothing more to draw, nothing more to deliver
-  std::unique_ptr<Workers> workers_;   // goes first
+  bool over_ = false, ended_ = false;  // nothing left to draw; nothing left to deliver
+  std::unique_ptr<Workers> workers_;   // destroyed first: its threads use the other members
 };
 
 }  // namespace lockstep::detail

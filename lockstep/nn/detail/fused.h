@@ -1,4 +1,4 @@
-// What the modules with kernels of our own share, and Adam: when those are used, and on which stream.
+// Helpers for modules with CUDA kernels, and for Adam: when to use the kernels, and on which stream.
 #pragma once
 
 #include <initializer_list>
@@ -18,17 +18,17 @@ inline bool has_kernel(const at::Tensor& tensor) {
          !tensor.is_neg() && (type == at::kFloat || type == at::kBFloat16 || type == at::kHalf);
 }
 
-// Kernels take 16 bytes at a time, and memory as it is: a negated view has the other signs there.
+// Kernels need alignment to 16 bytes, and read memory directly, where a negated view has the wrong signs.
 inline bool is_dense(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_neg() &&
          reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
-// Itself, or a copy that is.
+// The tensor itself if it is dense, else a dense copy.
 inline at::Tensor dense(const at::Tensor& tensor) {
   return is_dense(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-// On one device, of one type, and with autocast not about to choose another; undefined ones do not count.
+// True if all defined tensors have one device and type, and autocast will not convert them.
 inline bool alike(std::initializer_list<const at::Tensor*> tensors) {
   const auto& first = **tensors.begin();
   if (at::autocast::is_autocast_enabled(first.device().type())) return false;
@@ -51,12 +51,12 @@ inline kernels::Stream stream_of(const at::Tensor& tensor) {
   return guard.getStream(tensor.device()).native_handle();
 }
 
-// Kernels give no graph of their own: a second derivative would be wrong in silence.
+// The kernels are not differentiable themselves, so a second derivative would be silently wrong.
 inline void refuse_second_derivative(const char* what) {
   if (at::GradMode::is_enabled())
     throw ConfigError(
-        fmt::format("{} has no second derivative on CUDA: backward with create_graph is not allowed; "
-                    "LibTorch's own has one",
+        fmt::format("{} has no second derivative on CUDA, so backward cannot use create_graph; use "
+                    "LibTorch's own operator",
                     what));
 }
 

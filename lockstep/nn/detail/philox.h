@@ -1,5 +1,5 @@
-// Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four random words from
-// a counter and a key, with no state. Needs no LibTorch.
+// Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): computes four random
+// words from a counter and a key, without state. Does not use LibTorch.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace lockstep::nn::detail {
 
-// kLanes counters at once, word by word, so that compilers put a round into vector registers.
+// Advances kLanes counters at once, word by word, so that compilers can vectorise each round.
 inline constexpr std::size_t kPhiloxLanes = 16;
 struct PhiloxBlocks {
   using Words = std::array<std::uint32_t, kPhiloxLanes>;

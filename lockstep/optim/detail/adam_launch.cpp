@@ -27,7 +27,7 @@ kernels::AdamFactors plain(const AdamFactors& f) {
   return {f.first_weight, f.second_keep, f.second_weight, f.step_size, f.root_divisor, f.eps, f.shrink, f.l2};
 }
 
-// Element by element at the same places in memory.
+// Returns the gradient with the parameter's memory layout, so that elements correspond by address.
 at::Tensor laid_out_as(const at::Tensor& parameter, const at::Tensor& gradient) {
   const bool number =
       gradient.scalar_type() == parameter.scalar_type() || gradient.scalar_type() == at::kFloat;
@@ -48,9 +48,9 @@ void AdamOnDevice::put(std::size_t group, at::Device device, const AdamSettings&
   const auto wanted = for_device(settings);
   if (found != blocks_.end() && same(found->second.there, wanted)) return;
   if (capturing(device)) {
-    if (found != blocks_.end()) return;  // before the replay somebody brings them there
+    if (found != blocks_.end()) return;  // uploaded before the replay
     throw ConfigError(
-        "a capturable optimizer was captured before its first step: run a step, then capture one");
+        "a capturable optimizer was captured before its first step; run one step before you capture");
   }
   const auto memory = found != blocks_.end() ? found->second.memory
                                              : at::empty({static_cast<std::int64_t>(sizeof(wanted))},
@@ -102,7 +102,7 @@ void AdamLaunches::add_capturable(AdamRow row, bool maximize, const kernels::Ada
 }
 
 void AdamLaunches::run() {
-  for (auto& [device, call, rows, scratch] : batches_)  // before the first launch: there may be no memory
+  for (auto& [device, call, rows, scratch] : batches_)  // allocate first, because this may fail
     if (call.settings != nullptr) {
       scratch = at::empty({static_cast<std::int64_t>(rows.size() * sizeof(kernels::AdamFactors))},
                           at::TensorOptions(at::kByte).device(device));

@@ -1,5 +1,5 @@
-// Adam's updates on CUDA by our own kernel (kernels/adam.cu): gathered over a step's parameters, then
-// launched.
+// Adam's updates on CUDA with Lockstep's kernel (kernels/adam.cu): collected over the parameters of a step,
+// then launched together.
 #pragma once
 
 #include <map>
@@ -11,13 +11,13 @@
 
 namespace lockstep::detail {
 
-// A group's options on the devices of its parameters, where steps that are replayed find them: `capturable`.
+// A group's options in device memory, where replayed steps read them (`capturable`).
 class AdamOnDevice {
  public:
-  // Options that have changed since are brought there. While a graph is captured nothing is: that would be
-  // replayed too, and what is not there yet is a ConfigError.
+  // Uploads options that have changed. Uploads nothing during a capture, because replays would repeat it;
+  // throws ConfigError then if the options are not on the device yet.
   void put(std::size_t group, at::Device device, const AdamSettings& settings);
-  // For each group that has been put: settings_of(group).
+  // Calls put() for each uploaded group, with settings_of(group).
   template <typename SettingsOf>
   void put_again(SettingsOf settings_of) {
     for (auto& [key, block] : blocks_) put(key.first, block.memory.device(), settings_of(key.first));
@@ -29,20 +29,21 @@ class AdamOnDevice {
     at::Tensor memory;
     kernels::AdamSettings there;
   };
-  std::map<std::pair<std::size_t, int>, Block> blocks_;  // by group and device
+  std::map<std::pair<std::size_t, int>, Block> blocks_;  // keyed by group and device
 };
 
-// One parameter's tensors, of one layout. master: the parameter itself where that is float32.
+// The tensors of one parameter, all with the same layout. `master` is the parameter itself if that is
+// float32.
 struct AdamRow {
   at::Tensor parameter, gradient, master, exp_avg, exp_avg_sq, max_exp_avg_sq, device_step;
 };
 
 class AdamLaunches {
  public:
-  // Whether the kernel can do it: on CUDA, the library has kernels, the parameter has no holes.
+  // True if the kernel can update it: on CUDA, in a build with kernels, and dense in memory.
   static bool takes(const at::Tensor& parameter);
 
-  void add(AdamRow row, bool maximize, const AdamFactors& factors);  // the host counts
+  void add(AdamRow row, bool maximize, const AdamFactors& factors);  // steps are counted on the host
   void add_capturable(AdamRow row, bool maximize, const kernels::AdamSettings* settings);
   void run();
 

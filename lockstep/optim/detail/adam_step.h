@@ -1,4 +1,4 @@
-// One step of Adam or AdamW. Internal: it includes LibTorch's heavy headers.
+// One step of Adam or AdamW. Internal, because it includes LibTorch's heavy headers.
 #pragma once
 
 #include <map>
@@ -11,15 +11,15 @@
 #include <lockstep/modules/detail/unready_gradient.h>
 #include <lockstep/optim/adam.h>
 #include <lockstep/optim/detail/adam_launch.h>
+#include <lockstep/optim/detail/cpu_update.h>
 #include <lockstep/optim/detail/cuda_graph.h>
 #include <lockstep/optim/detail/group_options.h>
-#include <lockstep/optim/detail/cpu_update.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 
 namespace lockstep::detail {
 
-// Adam and AdamW share all but their types and where the weight decay goes.
+// Adam and AdamW differ only in their types and in where the weight decay is applied.
 using FusedAdam = void (*)(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
                            at::TensorList, double, double, double, double, double, bool, bool,
                            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&);
@@ -51,15 +51,15 @@ AdamSettings settings_of(const AdamGroupOptions<Kind>& options) {
 }
 
 struct Moments {
-  at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;  // the last one defined with amsgrad
+  at::Tensor exp_avg, exp_avg_sq, max_exp_avg_sq;  // max_exp_avg_sq is defined only with amsgrad
 };
 
-// What _single_tensor_adam of torch/optim/adam.py does, in its order.
+// The operations of _single_tensor_adam in torch/optim/adam.py, in the same order.
 void adam_by_operations(at::Tensor parameter, at::Tensor gradient, Moments moments, const AdamScalars& s);
 AdamSlice slice_of(const at::Tensor& parameter, const at::Tensor& gradient, const Moments& moments,
                    const AdamFactors& factors);
 
-// One step of one optimizer: what can be swept or launched together is gathered, the rest is done at once.
+// One step of one optimizer. Updates that can run together are collected; the others run at once.
 template <typename Kind>
 class AdamStep {
  public:
@@ -72,7 +72,7 @@ class AdamStep {
         if (const auto& gradient = parameter.grad(); gradient.defined()) {
           require_ready(gradient);
           if (gradient.is_sparse())
-            throw ConfigError(fmt::format("{} does not take sparse gradients: SGD does", Kind::name));
+            throw ConfigError(fmt::format("{} does not support sparse gradients; use SGD", Kind::name));
         }
     check_capture();
     make_state();
@@ -90,7 +90,7 @@ class AdamStep {
     launches_.run();
     finish();
     for (auto [launched, parameter] : launched_) note_written(*launched, parameter);
-    for (auto* each : states())  // last: a step that fails is not counted
+    for (auto* each : states())  // last, so that a failed step is not counted
       if (!each->device_step.defined()) each->step(each->step() + 1);
   }
 
@@ -101,21 +101,21 @@ class AdamStep {
     std::int64_t last_step = 0;
   };
   using Written = std::vector<std::pair<State*, at::Tensor>>;
-  // Gradients in float32 that wait for the sweep: no more than this, in bytes.
+  // Limit on float32 copies of gradients held until cpu_update runs, in bytes.
   static constexpr std::size_t kHeld = 64 << 20;
 
-  // Kept between steps, so that small models do not pay for memory.
+  // Kept between steps so that small models do not allocate in each one.
   static std::vector<AdamSlice>& slices() {
     thread_local std::vector<AdamSlice> kept;
     return kept;
   }
-  // Of the parameters with a gradient, in their order.
+  // States of the parameters with a gradient, in order.
   static std::vector<State*>& states() {
     thread_local std::vector<State*> kept;
     return kept;
   }
 
-  // What cannot be captured, or not rightly, is refused before anything changes.
+  // Rejects what cannot be captured, or not correctly, before anything changes.
   void check_capture() {
     std::optional<at::Device> asked;
     for (auto& group : optimizer_.param_groups()) {
@@ -127,17 +127,16 @@ class AdamStep {
         if (!captured_) continue;
         if (!options.capturable)
           throw ConfigError(fmt::format(
-              "{} is captured in a CUDA graph, which would repeat this step's count and lr: make it with "
-              ".capturable = true",
+              "{} in a CUDA graph would repeat this step's count and lr: set .capturable = true",
               Kind::name));
         if (parameter.grad().defined() && !has_all_state(parameter, options))
           throw ConfigError(
-              "a capturable optimizer was captured before its first step: run a step, then capture one");
+              "a capturable optimizer was captured before its first step; run one step before you capture");
       }
     }
   }
 
-  // State that is made in a capture would be made anew by every replay.
+  // State created during a capture would be created again by every replay.
   bool has_all_state(const at::Tensor& parameter, const AdamGroupOptions<Kind>& options) {
     const auto found = optimizer_.state().find(parameter.unsafeGetTensorImpl());
     if (found == optimizer_.state().end()) return false;
@@ -152,18 +151,18 @@ class AdamStep {
         parameter.scalar_type() == at::kFloat || (options.master_weights && has_master(parameter));
     if (!number || !parameter.is_non_overlapping_and_dense())
       throw ConfigError(fmt::format(
-          "{} with capturable was given a parameter of {}{}: float32 without holes is allowed, bfloat16 and "
-          "float16 with master_weights",
+          "{} with capturable: expected dense float32 parameters, or bfloat16 and float16 ones with "
+          "master_weights, got {}{}",
           Kind::name, fmt::streamed(parameter.scalar_type()),
-          parameter.is_non_overlapping_and_dense() ? "" : " with holes"));
+          parameter.is_non_overlapping_and_dense() ? "" : " that is not dense"));
     if (!kernels::available())
       throw ConfigError(
-          fmt::format("{} with capturable needs the library's CUDA kernels, and this build has none: build "
-                      "it where there is nvcc",
+          fmt::format("{} with capturable needs Lockstep's CUDA kernels, which this build does not have; "
+                      "build it with nvcc",
                       Kind::name));
   }
 
-  // Before anything changes, since there may be no memory for it.
+  // Runs before anything changes, because allocation may fail.
   void make_state() {
     states().clear();
     for (auto& group : optimizer_.param_groups()) {
@@ -240,7 +239,7 @@ class AdamStep {
 
   AdamRow row_of(const at::Tensor& parameter, const at::Tensor& gradient, State& state,
                  const Moments& moments) {
-    // The kernel walks through memory, whatever the strides: state from elsewhere may have others.
+    // The kernel ignores strides, so copy state that was loaded with other ones.
     auto alike = [&](const at::Tensor& tensor) {
       if (!tensor.defined() || tensor.strides() == parameter.strides()) return tensor;
       return at::empty_like(parameter, tensor.options(), at::MemoryFormat::Preserve).copy_(tensor);
@@ -258,7 +257,7 @@ class AdamStep {
             .device_step = state.device_step};
   }
 
-  // LibTorch's fused kernels walk through memory, whatever the strides.
+  // LibTorch's fused kernels ignore strides as well.
   static bool fusable(const at::Tensor& parameter, const at::Tensor& gradient, const at::Tensor& moment) {
     return parameter.is_floating_point() && parameter.is_non_overlapping_and_dense() &&
            gradient.strides() == parameter.strides() && moment.strides() == parameter.strides() &&
@@ -273,7 +272,7 @@ class AdamStep {
     fused.exp_avgs.push_back(moments.exp_avg);
     fused.exp_avg_sqs.push_back(moments.exp_avg_sq);
     if (moments.max_exp_avg_sq.defined()) fused.max_exp_avg_sqs.push_back(moments.max_exp_avg_sq);
-    // One tensor for all parameters that are as far: they are read alone.
+    // Parameters with equal step counts share one tensor: the kernels only read it.
     if (step != fused.last_step) {
       fused.last_step = step;
       fused.steps.push_back(
@@ -298,7 +297,7 @@ class AdamStep {
     if (held_bytes_ > kHeld && fused_.empty()) finish();
   }
 
-  // The sweep, and what then is rounded.
+  // Runs the collected CPU updates, then rounds masters to their parameters.
   void finish() {
     cpu_update(slices());
     slices().clear();
@@ -314,8 +313,8 @@ class AdamStep {
   AdamFactors factors_{};
   std::map<FusedKind, Fused, FusedKindLess> fused_;
   AdamLaunches launches_;
-  Written rounded_, launched_;  // whose parameters follow their masters yet, and those that the kernel writes
-  std::vector<at::Tensor> held_;  // gradients that slices point to
+  Written rounded_, launched_;  // masters still to be rounded; parameters that the kernel writes
+  std::vector<at::Tensor> held_;  // gradients that slices refer to
   std::size_t held_bytes_ = 0;
   bool captured_ = false;
 };

@@ -14,9 +14,9 @@
 namespace lockstep::detail {
 namespace {
 
-// What is worked on between two rounds of square roots stays in the second-level cache: five rows of it.
+// Elements between two rounds of square roots: five arrays of this size fit into the L2 cache.
 constexpr std::size_t kChunk = 8192;
-// Less is not worth waking a thread for: LibTorch's own measure.
+// Smaller shares are not worth waking a thread for; LibTorch's own threshold.
 constexpr std::size_t kGrain = at::internal::GRAIN_SIZE;
 
 template <typename Slice>
@@ -31,7 +31,7 @@ std::size_t shares_of(std::size_t total) {
   return std::min(static_cast<std::size_t>(at::get_num_threads()), total / kGrain);
 }
 
-// body(share) for each share, on LibTorch's threads. at::parallel_for is a template, which would start
+// Calls body(share) for each share on LibTorch's threads. at::parallel_for is a template and would start
 // threads of the OpenMP that this library was compiled with; TensorIterator's loop runs inside LibTorch.
 void on_threads(std::size_t shares, const std::function<void(std::size_t)>& body) {
   if (shares == 1) return body(0);
@@ -46,7 +46,7 @@ void on_threads(std::size_t shares, const std::function<void(std::size_t)>& body
       /*grain_size=*/1);
 }
 
-// Where LibTorch takes square roots: this thread's, kept for the next step.
+// Buffer for square roots; one per thread, kept for the next step.
 at::Tensor& roots_of(std::size_t count) {
   thread_local at::Tensor kept;
   const auto size = static_cast<std::int64_t>(count);
@@ -54,7 +54,7 @@ at::Tensor& roots_of(std::size_t count) {
   return kept;
 }
 
-// The share's part of the row: [first, last).
+// The share's range of elements: [first, last).
 std::pair<std::size_t, std::size_t> part_of(std::size_t total, std::size_t share, std::size_t shares) {
   return {total / shares * share + std::min(share, total % shares),
           total / shares * (share + 1) + std::min(share + 1, total % shares)};

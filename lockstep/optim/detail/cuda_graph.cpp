@@ -21,7 +21,7 @@ namespace {
 using c10::cuda::CUDAStream;
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
-// One for all graphs of a device: memory that one step has freed is then the next one's.
+// One stream for all graphs of a device, so that memory freed by one step can be reused by the next.
 CUDAStream side_stream(at::Device device) {
   static std::mutex mutex;
   static std::map<int, CUDAStream> streams;
@@ -31,13 +31,13 @@ CUDAStream side_stream(at::Device device) {
   return streams.emplace(device.index(), c10::cuda::getStreamFromPool(false, device.index())).first->second;
 }
 
-// Whoever is on a stream of their own stays there.
+// Callers on a non-default stream stay on it.
 CUDAStream stream_for(at::Device device) {
   const auto current = c10::cuda::getCurrentCUDAStream(device.index());
   return current == c10::cuda::getDefaultCUDAStream(device.index()) ? side_stream(device) : current;
 }
 
-// first's work so far comes before second's from now on.
+// Makes later work on `second` wait for the work enqueued on `first` so far.
 void in_order(const CUDAStream& first, const CUDAStream& second) {
   if (first == second) return;
   at::cuda::CUDAEvent event;
@@ -58,26 +58,26 @@ class Captured final : public CudaGraph {
   at::Device device_;
 };
 
-// Ends what generators think is a capture, by one that can be ended. They must stay who they are: graphs from
-// before have them.
+// Generators still believe that a capture is in progress. Runs and ends an empty capture to reset them. They
+// cannot be replaced, because earlier graphs refer to them.
 void end_drawing(at::Device device, const std::vector<at::Generator>& given) {
   const auto written = at::empty({1}, at::TensorOptions(device));
   at::cuda::CUDAGraph graph;
   for (const auto& generator : given) graph.register_generator_state(generator);
   graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
-  written.zero_();  // LibTorch warns of graphs with nothing in them
+  written.zero_();  // LibTorch warns about empty graphs
   graph.capture_end();
 }
 
-// LibTorch leaves allocator and generators as they were in a capture that could not be ended.
+// LibTorch leaves the allocator and generators in capture mode if a capture fails to end.
 void clean_up(at::Device device, at::cuda::MempoolId_t pool, const std::vector<at::Generator>& generators) {
   try {
     allocator::endAllocateToPool(device.index(), pool);
     allocator::releasePool(device.index(), pool);
-  } catch (const c10::Error&) {  // it had been ended
+  } catch (const c10::Error&) {  // it had already ended
   }
   const auto host_memory = [&](auto& host) {
-    if constexpr (requires { host.end_allocate_to_pool(pool); }) {  // older ones have no pools
+    if constexpr (requires { host.end_allocate_to_pool(pool); }) {  // older versions have no pools
       host.end_allocate_to_pool(pool);
       host.release_pool(pool);
     }
@@ -90,7 +90,7 @@ void clean_up(at::Device device, at::cuda::MempoolId_t pool, const std::vector<a
   try {
     end_drawing(device, generators);
   } catch (const c10::Error& error) {
-    log(LogLevel::warn, "StepGraph: generators of random numbers may be of no use now: {}",
+    log(LogLevel::warn, "StepGraph: random number generators may be unusable now: {}",
         error.what_without_backtrace());
   }
 }
@@ -103,7 +103,7 @@ bool capturing(at::Device device) {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
-std::string no_graph_because() { return c10::cuda::device_count() > 0 ? "" : "there is no CUDA device"; }
+std::string no_graph_because() { return c10::cuda::device_count() > 0 ? "" : "no CUDA device found"; }
 
 at::Device current_device() { return {at::kCUDA, c10::cuda::current_device()}; }
 
@@ -148,10 +148,11 @@ std::unique_ptr<CudaGraph> capture(at::Device device, const std::vector<at::Gene
   const auto current = c10::cuda::getCurrentCUDAStream(), side = stream_for(device);
   in_order(current, side);
   const c10::cuda::CUDAStreamGuard guard(side);
-  allocator::emptyCache();  // of what the steps before have freed: the graph has memory of its own
+  allocator::emptyCache();  // release memory cached from earlier steps; the graph has its own pool
   std::exception_ptr failure;
   try {
-    // Of this thread: others (loaders that pin memory, NCCL's watchdog) may go on.
+    // Restrict capture to this thread, so that others (data loaders that pin memory, NCCL's watchdog) can
+    // continue.
     captured->graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal);
     work();
   } catch (...) {
@@ -161,7 +162,7 @@ std::unique_ptr<CudaGraph> capture(at::Device device, const std::vector<at::Gene
     captured->graph.capture_end();
   } catch (...) {
     clean_up(device, pool, given);
-    // Why the step threw says more than that the capture was broken off.
+    // The step's own exception is more useful than the error about the failed capture.
     if (!failure) failure = std::current_exception();
   }
   if (failure) std::rethrow_exception(failure);

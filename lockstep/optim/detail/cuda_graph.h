@@ -1,5 +1,5 @@
-// What optimizers and StepGraph need of CUDA. cuda_graph.cpp is built where LibTorch has CUDA,
-// no_cuda_graph.cpp elsewhere.
+// CUDA functions used by optimizers and StepGraph. cuda_graph.cpp is built if LibTorch has CUDA,
+// no_cuda_graph.cpp otherwise.
 #pragma once
 
 #include <functional>
@@ -12,29 +12,29 @@
 
 namespace lockstep::detail {
 
-// Whether the device's current stream is capturing a graph; false where there is no CUDA.
+// True if the device's current stream is capturing a graph; always false without CUDA.
 bool capturing(at::Device device);
 
-// A step as a CUDA graph.
+// A captured step.
 class CudaGraph {
  public:
   virtual ~CudaGraph() = default;
   virtual void replay() = 0;  // on the current stream
 };
 
-// Why there can be no graph here; empty: there can. device: the current one where it has no index.
+// Reason why graphs cannot be used here; empty if they can. current_device: the current one, with an index.
 std::string no_graph_because();
 at::Device current_device();
 
-// Runs work on a stream of its own, as a capture needs it, which begins after what the current stream has
-// been given and which the current stream then waits for.
+// Runs `work` on a separate stream, as a capture requires. It starts after the work enqueued on the current
+// stream, which then waits for it.
 void on_side_stream(at::Device device, const std::function<void()>& work);
 
-// Makes that stream the current one for as long as what it returns lives.
+// Makes that stream the current one until the returned object is destroyed.
 std::shared_ptr<void> stay_on_side_stream(at::Device device);
 
-// Captures what work gives to that stream, without running it. Where work throws, or does what cannot be
-// captured, the exception says so, and streams, allocator and generators are as before.
+// Captures the work that `work` enqueues on that stream, without running it. If `work` throws or does
+// something that cannot be captured, throws, with streams, allocator and generators restored.
 std::unique_ptr<CudaGraph> capture(at::Device device, const std::vector<at::Generator>& generators,
                                    const std::function<void()>& work);
 

@@ -1,4 +1,4 @@
-// What a StepGraph hears of the optimizers that its step runs.
+// How a StepGraph learns about the optimizers that its step runs.
 #pragma once
 
 #include <functional>
@@ -12,9 +12,9 @@ class GraphedOptimizers {
  public:
   struct User {
     const void* optimizer;
-    std::vector<at::Tensor> parameters, state;  // all that its step() writes to
-    // Brings options that have changed to the device. False: its state is elsewhere now, and a graph is of no
-    // use.
+    std::vector<at::Tensor> parameters, state;  // everything that its step() writes to
+    // Uploads changed options to the device. Returns false if the state has been replaced, so that a captured
+    // graph is no longer valid.
     std::function<bool()> before_replay;
   };
   std::vector<User> users;
@@ -28,7 +28,7 @@ class GraphedOptimizers {
     users.push_back(std::move(user));
   }
 
-  // Of this thread, while a StepGraph runs a step; null otherwise.
+  // The instance of this thread while a StepGraph runs a step; null otherwise.
   static GraphedOptimizers*& current() {
     thread_local GraphedOptimizers* watch = nullptr;
     return watch;

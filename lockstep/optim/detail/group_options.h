@@ -1,5 +1,5 @@
-// What a parameter group of our optimizers holds: LibTorch's options, so that code which casts to them works,
-// and what those lack. Internal: it includes LibTorch's heavy headers.
+// Options of a parameter group of Lockstep's optimizers: LibTorch's options, so that casts to them work, plus
+// what those lack. Internal, because it includes LibTorch's heavy headers.
 #pragma once
 
 #include <set>
@@ -14,7 +14,7 @@
 
 namespace lockstep::detail {
 
-// How a group is updated, which is not a matter of what was saved.
+// How a group is updated. Not saved: it does not depend on the checkpoint.
 struct UpdateMode {
   Implementation implementation = Implementation::single;
   bool master_weights = false;
@@ -43,8 +43,8 @@ struct ParamGroupOptions : Base, UpdateMode {
   }
 };
 
-// The group's options as ours. LibTorch's own, which a group may have come with, are replaced; what they do
-// not say is what the optimizer's defaults say.
+// Returns the group's options as ours. LibTorch's own options are replaced first; what they lack is taken
+// from the optimizer's defaults.
 template <typename Base>
 ParamGroupOptions<Base>& own_options(torch::optim::OptimizerParamGroup& group,
                                      const torch::optim::OptimizerOptions& defaults) {
@@ -52,7 +52,7 @@ ParamGroupOptions<Base>& own_options(torch::optim::OptimizerParamGroup& group,
   auto& options = group.options();
   if (auto* own = dynamic_cast<Own*>(&options)) return *own;
   const auto* base = dynamic_cast<const Base*>(&options);
-  if (base == nullptr) throw ConfigError("a parameter group has the options of another kind of optimizer");
+  if (base == nullptr) throw ConfigError("a parameter group has the options of a different optimizer");
   auto own = std::make_unique<Own>(*base);
   const auto& fallback = static_cast<const Own&>(defaults);
   own->maximize = fallback.maximize;
@@ -62,7 +62,7 @@ ParamGroupOptions<Base>& own_options(torch::optim::OptimizerParamGroup& group,
   return result;
 }
 
-// The optimizer's groups as ours, for the constructors; check(options) throws for what is out of range.
+// Adds the groups to the optimizer, for constructors. check(options) throws for options out of range.
 template <typename Base, typename Check>
 void take_groups(torch::optim::Optimizer& optimizer,
                  const std::vector<torch::optim::OptimizerParamGroup>& groups, Check check) {
@@ -70,18 +70,18 @@ void take_groups(torch::optim::Optimizer& optimizer,
   for (const auto& group : groups) {
     for (const auto& parameter : group.params())
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second)
-        throw ConfigError("a parameter is given to the optimizer twice");
-    // LibTorch would take the defaults instead, without a word.
+        throw ConfigError("a parameter was passed to the optimizer twice");
+    // LibTorch would silently use the defaults instead.
     if (group.has_options() && dynamic_cast<const Base*>(&group.options()) == nullptr)
-      throw ConfigError("a parameter group has the options of another kind of optimizer");
+      throw ConfigError("a parameter group has the options of a different optimizer");
     optimizer.add_param_group(group);
     auto& taken = optimizer.param_groups().back();
-    // LibTorch takes an option that has its default value for one that was not given: ours are all given.
+    // LibTorch treats an option equal to its default as unset; ours are always set explicitly.
     if (group.has_options() && dynamic_cast<const ParamGroupOptions<Base>*>(&group.options()))
       taken.set_options(group.options().clone());
     check(own_options<Base>(taken, optimizer.defaults()));
   }
-  if (seen.empty()) throw ConfigError("the optimizer is given no parameters");
+  if (seen.empty()) throw ConfigError("the optimizer has no parameters");
 }
 
 template <typename Base>
@@ -89,7 +89,7 @@ void take_later_groups(torch::optim::Optimizer& optimizer) {
   for (auto& group : optimizer.param_groups()) own_options<Base>(group, optimizer.defaults());
 }
 
-// State: an ParamState.
+// State: a ParamState.
 template <typename State, typename Base>
 void save_optimizer(torch::serialize::OutputArchive& archive, const torch::optim::Optimizer& given) {
   auto& optimizer = const_cast<torch::optim::Optimizer&>(given);
@@ -106,11 +106,12 @@ void load_optimizer(torch::serialize::InputArchive& archive, torch::optim::Optim
     manners.push_back(own_options<Base>(group, optimizer.defaults()));
   torch::optim::serialize<State, ParamGroupOptions<Base>>(archive, optimizer);
   for (std::size_t g = 0; g < manners.size(); ++g)
-    static_cast<UpdateMode&>(own_options<Base>(optimizer.param_groups()[g], optimizer.defaults())) = manners[g];
+    static_cast<UpdateMode&>(own_options<Base>(optimizer.param_groups()[g], optimizer.defaults())) =
+        manners[g];
 }
 
 inline void check_at_least_zero(const char* what, double value) {
-  if (!(value >= 0)) throw ConfigError(fmt::format("{} is {}: 0 or more is allowed", what, value));
+  if (!(value >= 0)) throw ConfigError(fmt::format("{}: expected 0 or more, got {}", what, value));
 }
 
 inline at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
@@ -119,7 +120,7 @@ inline at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
   return closure();
 }
 
-// The gradients that a call of LibTorch's fused kernels takes together: of one device and dtype.
+// Gradients that one call of LibTorch's fused kernels can take: those of one device and dtype.
 using FusedKind = std::pair<at::Device, at::ScalarType>;
 struct FusedKindLess {
   bool operator()(const FusedKind& a, const FusedKind& b) const {

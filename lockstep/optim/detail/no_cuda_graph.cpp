@@ -1,16 +1,16 @@
-// Built where LibTorch has no CUDA; cuda_graph.cpp is built where it has.
+// Stubs for a LibTorch without CUDA; otherwise cuda_graph.cpp is built.
 #include <lockstep/base/error.h>
 #include <lockstep/optim/detail/cuda_graph.h>
 
 namespace lockstep::detail {
 namespace {
 
-[[noreturn]] void missing() { throw Error("this build of lockstep has no CUDA"); }
+[[noreturn]] void missing() { throw Error("this build of Lockstep has no CUDA"); }
 
 }  // namespace
 
 bool capturing(at::Device) { return false; }
-std::string no_graph_because() { return "this build of lockstep is for a LibTorch without CUDA"; }
+std::string no_graph_because() { return "this build of Lockstep uses a LibTorch without CUDA"; }
 at::Device current_device() { missing(); }
 void on_side_stream(at::Device, const std::function<void()>&) { missing(); }
 std::shared_ptr<void> stay_on_side_stream(at::Device) { missing(); }

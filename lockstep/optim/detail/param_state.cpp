@@ -8,7 +8,7 @@ at::Tensor followed_master(const at::Tensor& master, const at::Tensor& parameter
   const auto now = parameter.detach().to(at::kFloat);
   if (!master.defined()) return now.is_alias_of(parameter) ? now.clone() : now;
   const auto rounded = master.to(parameter.scalar_type());
-  // In place: a graph may have been captured with it.
+  // In place, because a captured graph may refer to it.
   if (master.device() == now.device())
     return at::where_out(const_cast<at::Tensor&>(master), rounded == parameter, master, now);
   return at::where(rounded.to(now.device()) == parameter, master.to(now.device()), now);

@@ -1,5 +1,5 @@
-// What our optimizers keep of a parameter: LibTorch's state, so that code which casts to it works, and what
-// that lacks.
+// Per-parameter state of Lockstep's optimizers: LibTorch's state, so that casts to it work, plus what it
+// lacks.
 #pragma once
 
 #include <memory>
@@ -19,12 +19,12 @@ struct ParamState : Base {
   ParamState() = default;
   explicit ParamState(const Base& base) : Base(base) {}
 
-  // The parameter in float32, of which the parameter is the rounding. Undefined without master_weights.
+  // The float32 copy that the parameter is rounded from. Undefined without master_weights.
   at::Tensor master;
-  // The parameter as the last step left it; whoever writes to it changes one of them.
+  // Address and version of the parameter after the last step; any other write to it changes one of them.
   const void* written_at = nullptr;
   std::int64_t written_version = -1;
-  // Where capturable: counts on the device, and step() is what it was when somebody last asked.
+  // With capturable: the step count on the device. step() is then its value when it was last read.
   at::Tensor device_step;
 
   void count_steps() {
@@ -53,7 +53,7 @@ struct BaseOf<ParamState<Base>> {
   using Type = Base;
 };
 
-// The state as ours. LibTorch's own, which somebody may have put there, is replaced.
+// Returns the state as ours. LibTorch's own state, if present, is replaced first.
 template <typename Own>
 Own& own_state(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
   if (slot == nullptr) slot = std::make_unique<Own>();
@@ -64,17 +64,17 @@ Own& own_state(std::unique_ptr<torch::optim::OptimizerParamState>& slot) {
 
 template <typename Own>
 std::size_t master_bytes(const torch::optim::OptimizerParamState& state) {
-  const auto* own = dynamic_cast<const Own*>(&state);  // LibTorch's own has none
+  const auto* own = dynamic_cast<const Own*>(&state);  // LibTorch's state has none
   return own != nullptr && own->master.defined() ? own->master.nbytes() : 0;
 }
 
-// Whether a parameter has a master where masters are asked for.
+// True if the parameter gets a master when masters are enabled.
 inline bool has_master(const at::Tensor& parameter) {
   return parameter.scalar_type() == at::kBFloat16 || parameter.scalar_type() == at::kHalf;
 }
 
-// The master, made of the parameter where there is none yet. Where somebody has written to the parameter
-// since the last step, elements that are not their master's rounding any more become the master.
+// Returns the master, created from the parameter if there is none. If the parameter was modified since the
+// last step, elements that no longer equal their rounded master are copied to the master.
 at::Tensor followed_master(const at::Tensor& master, const at::Tensor& parameter);
 
 template <typename Own>
@@ -90,7 +90,7 @@ void note_written(Own& state, const at::Tensor& parameter) {
   state.written_version = static_cast<std::int64_t>(parameter._version());
 }
 
-// The parameters become their masters, rounded; the list is empty then.
+// Rounds masters into their parameters, and clears the list.
 void copy_rounded(at::TensorList parameters, at::TensorList masters);
 template <typename Own>
 void round_masters(std::vector<std::pair<Own*, at::Tensor>>& written) {
@@ -127,8 +127,8 @@ void sync_all_masters(torch::optim::Optimizer& optimizer) {
     }
 }
 
-// A moment of what is updated: zeros where there is none yet. One that was saved in another manner is
-// converted.
+// Prepares a moment for `target`: creates zeros if there is none, converts one saved with another dtype or
+// device.
 void make_fit(at::Tensor& moment, const at::Tensor& target);
 inline void fit(at::Tensor& moment, const at::Tensor& target) {
   if (!moment.defined() || moment.scalar_type() != target.scalar_type() || moment.device() != target.device())

@@ -1,4 +1,4 @@
-// What an optimizer tells a profiler of memory: parameters, their gradients, its state.
+// Reports an optimizer's memory to a profiler: parameters, gradients and state.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace lockstep::detail {
 
-// state_bytes(state): of one parameter.
+// state_bytes(state) returns the size of one parameter's state.
 template <typename StateBytes>
 void tell_memory(torch::optim::Optimizer& optimizer, StateBytes state_bytes) {
   const auto sink = span_sink();

@@ -1,5 +1,5 @@
-// For CPUs with AVX2 and FMA; CMakeLists.txt has the options. Wider vectors gain nothing: memory is the
-// limit, and where they were measured (Zen 4) they were a tenth slower.
+// Kernels for CPUs with AVX2 and FMA; CMakeLists.txt sets the compiler options. Wider vectors do not help:
+// memory bandwidth is the limit, and on Zen 4 they were measured to be 10 % slower.
 #if defined(__x86_64__)
 #include <lockstep/optim/update/vector.h>
 

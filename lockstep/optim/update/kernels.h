@@ -1,13 +1,14 @@
-// The kernels of update.cpp, for CPUs with AVX2 and for any: update_vector.h, compiled twice. As for
-// those of reductions (comm/reduce_kernels.h says why), their files include nothing but this and define
-// nothing that others could take for their own.
+// The kernels of update.cpp, for CPUs with AVX2 and for any CPU: vector.h, compiled twice. As with the
+// reduction kernels (see comm/reduce/kernels.h), their source files include only this header and define
+// nothing with external linkage besides the tables.
 #pragma once
 
 #include <stddef.h>
 
 namespace lockstep::detail {
 
-// One step's numbers. LibTorch's operations take them as double and round them once to float: so do we.
+// Factors of one step. LibTorch's operations take them as double and round each once to float, so we do the
+// same.
 struct AdamFactors {
   float first_weight;   // 1 - beta1
   float second_keep;    // beta2
@@ -15,39 +16,39 @@ struct AdamFactors {
   float step_size;      // -(lr / (1 - beta1^step))
   float root_divisor;   // sqrt(1 - beta2^step)
   float eps;
-  float shrink;   // parameters are multiplied by it first: AdamW's decay; 1 for none
-  float l2;       // times the parameter is added to the gradient: Adam's decay; 0 for none
-  bool maximize;  // the gradient counts with its sign changed
+  float shrink;   // factor on the parameter before the update: AdamW's decay; 1: none
+  float l2;       // multiple of the parameter added to the gradient: Adam's decay; 0: none
+  bool maximize;  // negate the gradient
 };
 
 struct SgdFactors {
   float step_size;  // -lr
   float momentum;
-  float weight;  // 1 - dampening, of the gradient in the buffer
-  float l2;      // as above
+  float weight;  // 1 - dampening, weight of the gradient in the buffer
+  float l2;      // as in AdamFactors
   bool maximize;
   bool nesterov;
 };
 
-// `count` elements from each pointer. No two pointers reach over the same memory.
+// `count` elements from each pointer. The ranges must not overlap.
 struct AdamPiece {
   float* parameter;
   const float* gradient;
   float* exp_avg;
   float* exp_avg_sq;
-  float* max_exp_avg_sq;  // null: without amsgrad
+  float* max_exp_avg_sq;  // null without amsgrad
   size_t count;
 };
 
 struct SgdPiece {
   float* parameter;
   const float* gradient;
-  float* momentum_buffer;  // null: without momentum
+  float* momentum_buffer;  // null without momentum
   bool first;              // the buffer has no value yet
   size_t count;
 };
 
-// Adam in two parts, between which somebody takes the square roots of `roots`, count numbers.
+// Adam in two parts; in between, the caller takes the square root of each of the `count` numbers in `roots`.
 struct UpdateKernels {
   void (*adam_moments)(const AdamPiece&, const AdamFactors&, float* roots);
   void (*adam_step)(const AdamPiece&, const AdamFactors&, const float* roots);

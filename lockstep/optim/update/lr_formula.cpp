@@ -21,15 +21,15 @@ struct Visitor : Cases... {
 double real(std::int64_t n) { return static_cast<double>(n); }
 
 void check_iters(const char* what, std::int64_t value) {
-  if (value < 1) throw ConfigError(fmt::format("{} is {}: 1 or more is allowed", what, value));
+  if (value < 1) throw ConfigError(fmt::format("{}: expected at least 1, got {}", what, value));
 }
 void check_range(const char* what, double value, bool allowed, const char* range) {
-  if (!allowed) throw ConfigError(fmt::format("{} is {}: {} is allowed", what, value, range));
+  if (!allowed) throw ConfigError(fmt::format("{}: expected {}, got {}", what, range, value));
 }
 
 double cosine_next(const CosineAnnealingLROptions& o, std::int64_t step, double lr, double base_lr) {
   const double t_max = real(o.T_max);
-  if ((step - 1 - o.T_max) % (2 * o.T_max) == 0)  // at the lowest point the ratio below would be 0 / 0
+  if ((step - 1 - o.T_max) % (2 * o.T_max) == 0)  // the ratio below is 0 / 0 at the minimum
     return lr + (base_lr - o.eta_min) * (1 - std::cos(pi / t_max)) / 2;
   return (1 + std::cos(pi * real(step) / t_max)) / (1 + std::cos(pi * real(step - 1) / t_max)) *
              (lr - o.eta_min) +
@@ -51,7 +51,7 @@ void check(const LRSchedule& schedule) {
                  },
                  [](const LinearLROptions& o) {
                    check_range("start_factor", o.start_factor, o.start_factor > 0 && o.start_factor <= 1,
-                               "more than 0, up to 1,");
+                               "a number above 0 and up to 1");
                    check_range("end_factor", o.end_factor, o.end_factor >= 0 && o.end_factor <= 1, "0 to 1");
                    check_iters("total_iters", o.total_iters);
                  },
@@ -60,7 +60,7 @@ void check(const LRSchedule& schedule) {
                    check_range("gamma", o.gamma, std::isfinite(o.gamma), "a number");
                  },
                  [](const LambdaLROptions& o) {
-                   if (!o.lr_lambda) throw ConfigError("lr_lambda is empty: a function is needed");
+                   if (!o.lr_lambda) throw ConfigError("lr_lambda: expected a function, got an empty one");
                  },
              },
              schedule);
@@ -70,8 +70,8 @@ void check(const OneCycleLROptions& o) {
   check_iters("total_steps", o.total_steps);
   check_range("pct_start", o.pct_start, o.pct_start >= 0 && o.pct_start <= 1, "0 to 1");
   check_range("max_lr", o.max_lr, o.max_lr >= 0, "0 or more");
-  check_range("div_factor", o.div_factor, o.div_factor > 0, "more than 0");
-  check_range("final_div_factor", o.final_div_factor, o.final_div_factor > 0, "more than 0");
+  check_range("div_factor", o.div_factor, o.div_factor > 0, "a number above 0");
+  check_range("final_div_factor", o.final_div_factor, o.final_div_factor > 0, "a number above 0");
 }
 
 double first_lr(const LRSchedule& schedule, double lr, double base_lr) {

@@ -1,4 +1,4 @@
-// The values of learning-rate schedules, as torch/optim/lr_scheduler.py works them out, to the bit.
+// Values of learning-rate schedules, bit-identical to torch/optim/lr_scheduler.py.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,13 @@
 
 namespace lockstep::detail {
 
-// ConfigError for what is out of range.
+// Throw ConfigError for options out of range.
 void check(const LRSchedule& schedule);
 void check(const OneCycleLROptions& options);
 
-// The first value; the value of step 1, 2, ... after lr, which is
-// what the optimizer has now; and, where a schedule begins after another one, the first value without lr.
+// first_lr: the first value. next_lr: the value of step 1, 2, ..., computed from the optimizer's current lr.
+// closed_form_lr: the value without the current lr, for the first step of a schedule that follows another
+// one.
 double first_lr(const LRSchedule& schedule, double lr, double base_lr);
 double next_lr(const LRSchedule& schedule, std::int64_t step, double lr, double base_lr);
 double closed_form_lr(const LRSchedule& schedule, std::int64_t step, double base_lr);

@@ -1,4 +1,4 @@
-// What any CPU runs. Where it has no fused multiply-add, the C library works it out: slow, and the same bits.
+// Kernels for any CPU. Without hardware FMA, the C library emulates it: slower, with the same bits.
 #include <lockstep/optim/update/vector.h>
 
 namespace lockstep::detail {

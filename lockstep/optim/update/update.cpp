@@ -29,7 +29,7 @@ SgdPiece part_of(const SgdPiece& piece, std::size_t from, std::size_t count) {
           count};
 }
 
-// A place in the row of all slices' elements.
+// A position in the concatenated elements of all slices.
 template <typename Slice>
 class Place {
  public:
@@ -38,11 +38,11 @@ class Place {
       element_ -= slices_[slice_++].piece.count;
   }
 
-  // visit(piece, factors, how many elements came before) for the next `count` elements.
+  // Calls visit(piece, factors, number of elements before it) for the next `count` elements.
   template <typename Visit>
   void advance(std::size_t count, Visit visit) {
     for (std::size_t done = 0; done < count;) {
-      LOCKSTEP_ASSERT(slice_ < slices_.size(), "more elements than the slices have");
+      LOCKSTEP_ASSERT(slice_ < slices_.size(), "position beyond the last slice");
       const Slice& slice = slices_[slice_];
       const std::size_t part = std::min(slice.piece.count - element_, count - done);
       if (part > 0) visit(part_of(slice.piece, element_, part), slice.factors, done);
@@ -71,7 +71,7 @@ AdamScalars adam_scalars(const AdamSettings& s, std::int64_t step) {
           .second_keep = s.beta2,
           .second_weight = 1 - s.beta2,
           .step_size = -(s.lr / correction1),
-          .root_divisor = std::pow(correction2, 0.5),  // not sqrt: Python says **0.5
+          .root_divisor = std::pow(correction2, 0.5),  // as Python's **0.5, not sqrt
           .eps = s.eps,
           .shrink = s.decoupled && s.weight_decay != 0 ? 1 - s.lr * s.weight_decay : 1,
           .l2 = s.decoupled ? 0 : s.weight_decay,
@@ -92,7 +92,7 @@ AdamFactors rounded(const AdamScalars& s) {
 
 void adam_update(std::span<const AdamSlice> slices, std::size_t first, std::size_t count,
                  std::span<float> scratch, const std::function<void()>& take_roots) {
-  LOCKSTEP_ASSERT(!scratch.empty(), "no room for square roots");
+  LOCKSTEP_ASSERT(!scratch.empty(), "scratch is empty");
   const UpdateKernels& kernel = kernels();
   Place<AdamSlice> place(slices, first);
   while (count > 0) {

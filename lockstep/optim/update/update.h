@@ -1,8 +1,8 @@
-// The updates of Adam, AdamW and SGD in one sweep over the parameters, without LibTorch: the bits that
-// LibTorch's operations give one after another, for float32. tests/train compares them.
+// The updates of Adam, AdamW and SGD in a single pass over the parameters, without LibTorch. For float32 they
+// give the same bits as LibTorch's operations run one after another; tests/optim compares them.
 //
-// Adam's square roots are the caller's to take: LibTorch's come from MKL where it has MKL, and are not those
-// that the hardware rounds (one in five differs in the last bit).
+// The caller takes Adam's square roots: LibTorch's come from MKL where available and differ from the
+// hardware's rounding (in the last bit, for one in five).
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 
 namespace lockstep::detail {
 
-// What a step of Adam multiplies with, as Python works it out.
+// Factors of one Adam step, computed as in Python.
 struct AdamScalars {
   double first_weight, second_keep, second_weight, step_size, root_divisor, eps, shrink, l2;
   bool maximize;
@@ -38,16 +38,16 @@ struct SgdSlice {
   SgdFactors factors;
 };
 
-// Slices count as one row of elements, of which `count` are updated, from number `first` on. So threads can
-// share them out, and many small slices cost little more than one large one.
+// The slices are treated as one array of elements, of which `count` are updated starting at `first`. Threads
+// can therefore divide the work evenly, and many small slices cost little more than one large slice.
 //
-// scratch: as many numbers as are worked on at a time, one at least. take_roots() replaces each of them by
-// its square root.
+// scratch: determines how many elements are processed at a time, at least one. take_roots() must replace each
+// of its elements by its square root.
 void adam_update(std::span<const AdamSlice> slices, std::size_t first, std::size_t count,
                  std::span<float> scratch, const std::function<void()>& take_roots);
 void sgd_update(std::span<const SgdSlice> slices, std::size_t first, std::size_t count);
 
-// As the hardware rounds them.
+// Square roots rounded by the hardware.
 void take_square_roots(std::span<float> values);
 
 }  // namespace lockstep::detail

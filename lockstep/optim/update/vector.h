@@ -1,12 +1,11 @@
-// The body of update_portable.cpp and update_avx2.cpp: plain loops, which the compiler
-// turns into vectors. Each operation rounds as LibTorch's kernels round: two roundings, or one where they use
-// a fused multiply-add. Nothing else may be contracted (CMakeLists.txt says so to the compiler), so
-// the bits are the same at any width.
+// The body of portable.cpp and avx2.cpp: plain loops that the compiler vectorises. Each operation rounds like
+// LibTorch's kernels: twice, or once where they use a fused multiply-add. CMakeLists.txt disables any other
+// contraction, so the bits do not depend on the vector width.
 #pragma once
 
 #include <lockstep/optim/update/kernels.h>
 
-// The pointers of a piece reach over different memory.
+// Asserts that the pointers of a piece do not alias.
 #if defined(__clang__)
 #define LOCKSTEP_APART _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -25,7 +24,7 @@ inline float gradient_of(float gradient, bool maximize, float parameter, float l
   return g;
 }
 
-// kFar: LibTorch's lerp begins at its far end where the weight is a half or more.
+// kFar: LibTorch's lerp starts from its far end if the weight is at least a half.
 template <bool kL2, bool kFar, bool kMax>
 void moments(const AdamPiece& piece, const AdamFactors& factors, float* roots) {
   const float* const parameter = piece.parameter;
@@ -44,7 +43,7 @@ void moments(const AdamPiece& piece, const AdamFactors& factors, float* roots) {
     second[i] = v;
     if constexpr (kMax) {
       const float before = most[i];
-      const float now = before != before || before > v ? before : v;  // a NaN on either side stays
+      const float now = before != before || before > v ? before : v;  // keeps a NaN from either side
       most[i] = now;
       roots[i] = now;
     } else {

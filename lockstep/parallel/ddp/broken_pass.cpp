@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/group/refusal.h>
+#include <lockstep/modules/replicas.h>
 #include <lockstep/parallel/ddp/reducer.h>
 #include <lockstep/parallel/ddp/shards.h>
 
@@ -89,6 +90,11 @@ void DdpReducer::learn_of_broken_pass(const CommError& error) {
   broken_ = BrokenPass{.text = error.details().cause, .missing = 0, .known_to_all = true};
 }
 
+// Averages are missing: an update with what p.grad() holds would let replicas drift apart.
+void DdpReducer::refuse_updates() {
+  if (broken_ && broken_->known_to_all) make_gradients_unready(broken_->text);
+}
+
 void DdpReducer::discard() {
   std::lock_guard lock(mutex_);
   if (in_round_ && !round_.expired())
@@ -102,7 +108,8 @@ void DdpReducer::discard() {
     param.used = false;
   }
   if (shards_) shards_->drop_gradients();
-  if (!alone_) group_.barrier({.tag = "ddp discard"}).wait();
+  // The rank that failed may have updated its parameters with what backward had left.
+  if (!alone_) check_replicas(*module_, group_, {.ignore = options_.ignore});
   broken_.reset();
 }
 

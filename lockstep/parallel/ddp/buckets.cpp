@@ -372,8 +372,8 @@ void DdpReducer::settle(bool last, bool shadow) {
     const auto missing = options_.micro_batches - micro_batch_ - 1;
     make_gradients_unready(fmt::format(
         "{0} of {1} micro-batches are missing (DdpOptions::micro_batches = {1}), so the gradients cannot be read. "
-        "Call step(), clip_grad_norm() and GradScaler only after {1} backward passes. zero_grad() or "
-        "ddp.discard_micro_batches() drops the incomplete sum",
+        "Call step(), clip_grad_norm() and GradScaler only after {1} backward passes. zero_grad() with "
+        "set_to_none, or ddp.discard_micro_batches(), drops the incomplete sum",
         missing, options_.micro_batches));
     return;
   }

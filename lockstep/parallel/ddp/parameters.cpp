@@ -13,6 +13,7 @@
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
 #include <lockstep/comm/cpu_memory.h>
+#include <lockstep/modules/detail/unready_gradient.h>
 #include <lockstep/modules/replicas.h>
 #include <lockstep/modules/unit.h>
 #include <lockstep/parallel/ddp/reducer.h>
@@ -81,8 +82,30 @@ ReducedParameters& reduced_parameters() {
   return all;
 }
 
+// LibTorch's own accessors of a module's parameters make copies.
+struct RegisteredParameters : torch::nn::Module {
+  static const torch::OrderedDict<std::string, at::Tensor>& of(const torch::nn::Module& module) {
+    return module.*(&RegisteredParameters::parameters_);
+  }
+};
+
+// Calls tell(address) for each module, and for each parameter registered in it.
+template <typename Tell>
+void for_each_part(const torch::nn::Module& module, Tell tell) {
+  module.apply([&](const torch::nn::Module& each) {
+    tell(static_cast<const void*>(&each));
+    for (const auto& item : RegisteredParameters::of(each))
+      tell(static_cast<const void*>(item.value().unsafeGetTensorImpl()));
+  });
+}
+
 const void* accumulator_of(const at::Tensor& parameter) {
   return torch::autograd::impl::try_get_grad_accumulator(parameter).get();
+}
+
+// The storage, by its address; null: it has none.
+const void* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
 torch::autograd::Edge edge_into(const at::Tensor& tensor) {
@@ -187,8 +210,8 @@ void DdpReducer::install_hooks() {
   }
   if (options_.micro_batches > 1) install_pre_hooks();
   for (auto& each : watched_) each.accumulator = each.requires_grad ? accumulator_of(each.tensor) : nullptr;
-  modules_.clear();
-  std::as_const(*module_).apply([&](const torch::nn::Module& each) { modules_.push_back(&each); });
+  structure_.clear();
+  for_each_part(*module_, [&](const void* part) { structure_.push_back(part); });
   graph_checked_ = false;
 }
 
@@ -251,15 +274,16 @@ void DdpReducer::verify() const {
 
 // The first thing that differs from what the hooks were installed on; empty: nothing. It costs some nanoseconds per
 // module and parameter: torch::load and Module::to give a parameter another accumulator, replace_module another
-// module.
+// module, and register_parameter another parameter. A new module may lie where an old one was; parameters may not,
+// because watched_ keeps the old ones.
 std::string DdpReducer::model_change() const {
   std::size_t count = 0;
   bool same = true;
-  std::as_const(*module_).apply([&](const torch::nn::Module& each) {
-    same = same && count < modules_.size() && modules_[count] == &each;
+  for_each_part(*module_, [&](const void* part) {
+    same = same && count < structure_.size() && structure_[count] == part;
     ++count;
   });
-  if (!same || count != modules_.size()) return "a submodule was added, removed or replaced";
+  if (!same || count != structure_.size()) return "a submodule or a parameter was added, removed or replaced";
   bool frozen = true;
   for (const auto& each : watched_) frozen = frozen && !each.tensor.requires_grad();
   if (frozen) return "";  // for the moment, as in a GAN: no gradient comes
@@ -281,35 +305,44 @@ void DdpReducer::follow_model() {
         "{} after the DistributedOptimizer was made: make a new DistributedDataParallel and a new "
         "DistributedOptimizer on every rank (lockstep::load may come later)",
         change));
+  const bool cleared = std::none_of(params_.begin(), params_.end(), [](const auto& param) {
+    return unready_text(param.tensor.grad()) != nullptr;
+  });
+  if (cleared) prepare_gradients();  // zero_grad() has dropped the sum
   if (micro_batch_ > 0)
     throw ConfigError(
         fmt::format("{} when {} of {} micro-batches were summed: change the model after a step, or "
                     "call discard_micro_batches() first",
                     change, micro_batch_, options_.micro_batches));
   if (joining_) throw ConfigError(fmt::format("{} inside join(): change the model before it", change));
+  // Ranks whose model has not changed make no barrier in a step, so that they cannot take it for theirs.
+  if (!alone_) group_.barrier({.tag = fmt::format("ddp model change: {}", change)}).wait();
   std::set<const void*> used;
   for (const auto& param : params_)
     if (param.used) used.insert(param.tensor.unsafeGetTensorImpl());
   remove_hooks();
-  modules_.clear();  // where the comparison fails, the next call begins again
+  structure_.clear();  // where the comparison fails, the next call begins again
   buckets_.clear();
   buckets_made_ = false;
   launched_ = 0;
   used_.clear();
   find_parameters();
-  for (auto& param : params_) param.used = used.contains(param.tensor.unsafeGetTensorImpl());
+  // The hooks did not see what passes inside no_sync() have left since the change.
+  for (auto& param : params_)
+    param.used = used.contains(param.tensor.unsafeGetTensorImpl()) || param.tensor.grad().defined();
   compare_and_synchronize();
   install_hooks();
 }
 
 // The gradient of a tensor that is neither a registered parameter nor an argument is not averaged. The walk costs
-// as much as a small backward pass, so only the first forward is checked, or every one with LOCKSTEP_CHECK=1.
+// as much as a small backward pass, so only the first forward is checked, or every one with LOCKSTEP_CHECK=1. A
+// leaf in an argument's memory is the argument: forward made it require a gradient, as for forces of an energy.
 void DdpReducer::check_graph(const std::vector<at::Tensor>& outputs) {
   namespace autograd = torch::autograd;
-  graph_checked_ = true;
   std::unordered_set<autograd::Node*> seen;
   for (const auto& edge : input_edges_) seen.insert(edge.function.get());
   input_edges_.clear();
+  const auto input_memory = std::exchange(input_memory_, {});
   std::unordered_set<const void*> known;
   for (const auto& parameter : module_->parameters())
     if (parameter.defined()) known.insert(parameter.unsafeGetTensorImpl());
@@ -323,7 +356,7 @@ void DdpReducer::check_graph(const std::vector<at::Tensor>& outputs) {
     open.pop_back();
     if (const auto* leaf = dynamic_cast<autograd::AccumulateGrad*>(node);
         leaf && !known.contains(leaf->variable.unsafeGetTensorImpl()) &&
-        !reduced_parameters().contain(leaf->variable))
+        !reduced_parameters().contain(leaf->variable) && !input_memory.contains(storage_of(leaf->variable)))
       throw ConfigError(fmt::format(
           "DistributedDataParallel: forward uses a tensor of shape [{}] that requires a gradient and is neither a "
           "registered parameter nor an argument, so its gradient would not be averaged. Register it with "
@@ -331,14 +364,18 @@ void DdpReducer::check_graph(const std::vector<at::Tensor>& outputs) {
           fmt::join(leaf->variable.sizes(), ", ")));
     for (const auto& next : node->next_edges()) visit(next.function.get());
   }
+  graph_checked_ = true;
 }
 
 void DdpReducer::note_inputs(const std::vector<at::Tensor>& inputs) {
   input_edges_.clear();
+  input_memory_.clear();
   if (graph_checked_ && !check_every_graph_) return;
   graph_checked_ = false;
-  for (const auto& input : inputs)
+  for (const auto& input : inputs) {
     if (auto edge = edge_into(input); edge.function) input_edges_.push_back(std::move(edge));
+    if (const auto* memory = storage_of(input)) input_memory_.insert(memory);
+  }
 }
 
 }  // namespace lockstep::detail

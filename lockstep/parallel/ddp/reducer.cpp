@@ -51,6 +51,7 @@ void DdpReducer::before_forward(const std::vector<at::Tensor>& inputs) {
     before_step();
   } catch (const CommError& error) {
     learn_of_broken_pass(error);
+    refuse_updates();
     throw;
   }
 }
@@ -139,7 +140,14 @@ void DdpReducer::begin_round() {
     if (auto reducer = self.lock()) reducer->end_round();
   });
   const auto samples = std::exchange(samples_, 0);
-  if (joining_ && !alone_) announce(told_samples_.value_or(samples), true);
+  if (joining_ && !alone_) {
+    try {
+      announce(told_samples_.value_or(samples), true);
+    } catch (const ConfigError&) {  // on every rank: nobody waits for the rest of this pass
+      reset_round();
+      throw;
+    }
+  }
   told_samples_.reset();
 }
 
@@ -149,6 +157,7 @@ void DdpReducer::forget_micro_batches(bool restore) {
   for (auto& param : params_) {
     param.levels.clear();
     param.sum.reset();
+    if (options_.micro_batches > 1) param.used = false;
     auto before = std::exchange(param.before, {});
     if (std::exchange(param.aside, false)) param.tensor.mutable_grad() = restore ? before : at::Tensor();
   }
@@ -306,6 +315,7 @@ void DdpReducer::reduce_now() {
   } catch (const CommError& error) {
     learn_of_broken_pass(error);
     reset_round();
+    refuse_updates();
     throw;
   } catch (...) {
     note_broken_pass();
@@ -329,6 +339,7 @@ void DdpReducer::end_round() {
     learn_of_broken_pass(error);
     reset_round();
     forget_micro_batches(/*restore=*/true);
+    refuse_updates();
     throw;
   } catch (...) {
     note_broken_pass();

@@ -131,8 +131,9 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void check_passes(bool ended);
   void report_broken_pass();
   void learn_of_broken_pass(const CommError& error);
+  void refuse_updates();  // where ranks know of a broken pass: p.grad() cannot be read until discard()
 
-  // ddp_parameters.cpp
+  // parameters.cpp
   void find_parameters();
   void compare_and_synchronize();
   void verify() const;
@@ -153,7 +154,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void prepare_gradients();  // a pass begins
   void before_gradient(std::size_t index);
 
-  // ddp_buckets.cpp
+  // buckets.cpp
   void set_aside(Param& param);         // what was there before the first micro-batch
   void fold(Param& param);              // a micro-batch's gradient into its sums
   bool wide(const Param& param) const;  // its bucket has floats, so that it is rounded once
@@ -171,12 +172,12 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void require_all_gradients() const;
   void settle(bool last, bool shadow = false);
 
-  // ddp_sharding.cpp
+  // sharding.cpp
   Work reduce(const at::Tensor& buffer, const Bucket& bucket);
   std::shared_ptr<ParameterShards> make_shards(bool share_weights);
   void forget_early_buckets();
 
-  // ddp_join.cpp
+  // join.cpp
   void note_samples(const std::vector<at::Tensor>& inputs);
   bool announce(std::int64_t samples, bool active);
   void require_known_batch(const std::vector<Announcement>& all) const;
@@ -198,9 +199,11 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   std::vector<Param> params_;
   std::vector<std::pair<std::string, at::Tensor>> buffers_;
   std::vector<Watched> watched_;
-  std::vector<const torch::nn::Module*> modules_;  // compared by address only
+  std::vector<const void*> structure_;  // the modules and their parameters, compared by address only
   bool graph_checked_ = false;
-  std::vector<torch::autograd::Edge> input_edges_;  // of the last forward, until its graph is checked
+  // Of the last forward, until its graph is checked.
+  std::vector<torch::autograd::Edge> input_edges_;
+  std::set<const void*> input_memory_;
   bool unready_ = false;  // p.grad() of params_ is unready, if nothing has replaced it
   std::vector<Bucket> buckets_;
   bool buckets_made_ = false;

@@ -5,6 +5,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <lockstep/base/error.h>
 #include <lockstep/modules/unit.h>
 #include <torch/csrc/autograd/engine.h>
@@ -32,6 +34,16 @@ struct Catch : FunctionPreHook {
     return gradients;
   }
   variable_list& arrived;
+};
+
+// On the thread that goes backward from here.
+struct MakesContextCurrent : FunctionPreHook {
+  explicit MakesContextCurrent(at::Device given) : device(given) {}
+  variable_list operator()(const variable_list& gradients) override {
+    make_context_current(device);
+    return gradients;
+  }
+  const at::Device device;
 };
 
 // The node's hooks have been called for what is given to it now.
@@ -95,6 +107,14 @@ void collect_leaves(const Edge& from, std::unordered_set<Node*>& seen, edge_list
 
 }  // namespace
 
+void make_context_current(at::Device device) {
+  thread_local std::unordered_set<int> current;
+  if (!device.is_cuda() || !current.insert(device.index()).second) return;
+  const c10::DeviceGuard guard(device);  // does not call CUDA where that is the thread's device already
+  const c10::impl::VirtualGuardImpl cuda(device.type());
+  static_cast<void>(cuda.queryStream(cuda.getStreamFromGlobalPool(device)));
+}
+
 PipelineBackward::PipelineBackward(const std::vector<at::Tensor>& outputs,
                                    const std::vector<at::Tensor>& gradients, std::vector<at::Tensor> inputs) {
   LOCKSTEP_ASSERT(outputs.size() == gradients.size(), "a gradient for each output, defined or not");
@@ -102,6 +122,8 @@ PipelineBackward::PipelineBackward(const std::vector<at::Tensor>& outputs,
     if (!outputs[i].defined() || !outputs[i].requires_grad() || !gradients[i].defined()) continue;
     roots_.push_back(torch::autograd::impl::gradient_edge(outputs[i]));
     gradients_.push_back(gradients[i]);
+    if (const auto device = gradients[i].device(); device.is_cuda() && !outputs[i].is_leaf())
+      roots_.back().function->add_pre_hook(std::make_unique<MakesContextCurrent>(device));
   }
   for (auto& input : inputs)
     if (input.defined() && input.requires_grad()) inputs_.push_back(std::move(input));

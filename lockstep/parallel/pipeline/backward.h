@@ -11,6 +11,10 @@
 
 namespace lockstep::detail {
 
+// LibTorch warns where cuBLAS is the first that a thread calls of CUDA, because no context is current there. After
+// this one is. Nothing on other devices.
+void make_context_current(at::Device device);
+
 // Of what one forward left. Gradients are added to .grad() by autograd's own accumulators, so that hooks on
 // them see all. Outputs that have no gradient (undefined) are passed over.
 class PipelineBackward {

@@ -199,6 +199,8 @@ void PipelineRun::forward(Slot& slot, PipelineAction action) {
     step->first_sample += m * slot.inputs[0].size(0);
     shifted.emplace(*step);
   }
+  for (const auto& value : slot.inputs)
+    if (value.defined()) make_context_current(value.device());
   const auto entered = enterable(slot.inputs);
   slot.outputs = stages_.at(s)(entered);
   if (s > 0 && here(s - 1)) note_changes(entered, this->slot(s - 1, m).outputs);

@@ -18,20 +18,20 @@ const at::Tensor* tensor(Values values, std::size_t place) {
   return found.defined() ? &found : nullptr;
 }
 
-// (..., m, k) times (..., k, n)
+// (..., m, k) times (..., k, n).
 std::int64_t product(const at::Tensor* left, const at::Tensor* right) {
   if (!left || !right || left->dim() < 2 || right->dim() < 1) return 0;
   return 2 * left->numel() * (right->dim() < 2 ? 1 : right->size(-1));
 }
 
-// Products for each element of what the weight is moved over: (out, in / groups, kernel...), or for a
-// transposed one (in, out / groups, kernel...).
+// Multiplications and additions per element that the weight is applied to. Layout: (out, in / groups,
+// kernel...), or (in, out / groups, kernel...) if transposed.
 std::int64_t per_element(const at::Tensor* weight) {
   if (!weight || weight->dim() < 3 || weight->size(0) == 0) return 0;
   return 2 * (weight->numel() / weight->size(0));
 }
 
-// (batch, heads, queries, width) and (batch, heads, keys, width)
+// (batch, heads, queries, width) and (batch, heads, keys, width).
 std::int64_t attention(const at::Tensor* query, const at::Tensor* key) {
   if (!query || !key || query->dim() != 4 || key->dim() != 4) return 0;
   return 4 * query->numel() * key->size(2);
@@ -39,7 +39,7 @@ std::int64_t attention(const at::Tensor* query, const at::Tensor* key) {
 
 enum class Kind { mm, addmm, linear, convolution, convolution_backward, attention, attention_backward };
 
-// Those that others end in: aten::linear is an addmm, and counted once.
+// Only the innermost operators: aten::linear calls addmm and must not be counted twice.
 const std::unordered_map<std::string_view, Kind> kKinds{
     {"aten::mm", Kind::mm},
     {"aten::mv", Kind::mm},
@@ -75,11 +75,11 @@ Flops flops_of(const at::RecordFunction& operation) {
     case Kind::convolution:
       if (!transposed) return {0, per_element(tensor(in, 1))};
       return {tensor(in, 0) ? tensor(in, 0)->numel() * per_element(tensor(in, 1)) : 0};
-    // As much for the input's gradient as for the weight's. (gradient, input, weight)
+    // The input's gradient takes as much as the weight's. Inputs: (gradient, input, weight).
     case Kind::convolution_backward: {
       const bool backwards = in.size() > 7 && in[7].isBool() && in[7].toBool();
       const auto* moved = tensor(in, backwards ? 1 : 0);
-      // Which gradients are wanted: of the input, the weight, the bias.
+      // Mask of requested gradients: input, weight, bias.
       std::int64_t wanted = 2;
       if (in.size() > 10 && in[10].isBoolList()) {
         const auto mask = in[10].toBoolList();
@@ -88,7 +88,7 @@ Flops flops_of(const at::RecordFunction& operation) {
       return {moved ? wanted * moved->numel() * per_element(tensor(in, 2)) : 0};
     }
     case Kind::attention: return {attention(tensor(in, 0), tensor(in, 1))};
-    // Five products where forward has two. (gradient, query, key)
+    // Five products, compared with two in forward. Inputs: (gradient, query, key).
     case Kind::attention_backward: return {attention(tensor(in, 1), tensor(in, 2)) * 5 / 2};
   }
   return {};

@@ -1,5 +1,5 @@
-// How many floating point operations an operator of LibTorch does: products, convolutions, attention. The
-// others are counted as none, as is the custom.
+// Number of floating-point operations of a LibTorch operator. As usual, only products, convolutions and
+// attention count.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace lockstep::profile {
 
-// An operator's inputs can be looked at when it begins, and no more when it ends; its outputs then.
+// Inputs can be read only when an operator begins, and outputs only when it ends, hence two parts.
 struct Flops {
   std::int64_t whole = 0;
-  std::int64_t per_output = 0;  // for each element of the first output
+  std::int64_t per_output = 0;  // per element of the first output
 };
 Flops flops_of(const at::RecordFunction& operation);
 std::int64_t elements_of_output(const at::RecordFunction& operation);

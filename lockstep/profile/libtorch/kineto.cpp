@@ -48,12 +48,12 @@ void take(const kineto::KinetoEvent& event, Activities& into) {
 std::optional<std::string> Kineto::start(Of what) noexcept {
   try {
     if (impl::ProfilerStateBase::get() != nullptr || kineto::isProfilerEnabledInMainThread())
-      return "LibTorch's profiler is running in this process already, and there is one for a process";
+      return "LibTorch's profiler is already running in this process, which can have only one";
     impl::ExperimentalConfig all_threads;
     all_threads.profile_all_threads = true;
     const impl::ProfilerConfig config(impl::ProfilerState::KINETO, false, false, false, false, false,
                                       all_threads);
-    // Of the device alone there would be no word of which operator launched what.
+    // Without CPU activities, Kineto does not report which operator launched a kernel.
     std::set<impl::ActivityType> activities{impl::ActivityType::CPU};
     if (what == Of::operators_and_cuda) activities.insert(impl::ActivityType::CUDA);
     kineto::prepareProfiler(config, activities);
@@ -63,7 +63,7 @@ std::optional<std::string> Kineto::start(Of what) noexcept {
     running_ = true;
     return std::nullopt;
   } catch (const std::exception& error) {
-    return std::string("LibTorch's profiler could not be started: ") + error.what();
+    return std::string("cannot start LibTorch's profiler: ") + error.what();
   }
 }
 
@@ -76,7 +76,7 @@ std::optional<Activities> Kineto::stop() noexcept {
     for (const auto& event : result->events()) take(event, activities);
     return activities;
   } catch (const std::exception& error) {
-    detail::log(LogLevel::warn, "what LibTorch's profiler recorded is lost: {}", error.what());
+    detail::log(LogLevel::warn, "the recording of LibTorch's profiler is lost: {}", error.what());
     return std::nullopt;
   }
 }
@@ -87,7 +87,7 @@ bool uses_cuda() noexcept {
     const auto& hooks = at::detail::getCUDAHooks();
     for (c10::DeviceIndex device = 0; device < hooks.deviceCount(); ++device)
       if (hooks.hasPrimaryContext(device)) return true;
-  } catch (const std::exception&) {  // a driver that cannot be asked
+  } catch (const std::exception&) {  // the driver cannot be queried
   }
   return false;
 }

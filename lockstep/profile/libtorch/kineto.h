@@ -1,4 +1,4 @@
-// LibTorch's own profiler, of which a process has one.
+// Wrapper of Kineto, LibTorch's own profiler. A process has only one.
 #pragma once
 
 #include <optional>
@@ -12,13 +12,13 @@ class Kineto {
  public:
   enum class Of { operators, operators_and_cuda };
 
-  // Records operators of all threads, and what CUDA's devices do, from here on; or says why it cannot.
-  // Where CUDA is recorded for the first time in a process, it takes seconds.
+  // Starts recording operators of all threads, and CUDA devices' activities. Returns an error text on
+  // failure. The first use with CUDA in a process takes seconds.
   std::optional<std::string> start(Of what) noexcept;
   bool running() const noexcept { return running_; }
-  // Any thread. Nothing where it failed, which it has told of.
+  // Stops recording; may be called on any thread. Logs an error and returns nullopt on failure.
   std::optional<Activities> stop() noexcept;
-  // From when it started to when it stopped.
+  // Converts clocks, calibrated at start() and stop().
   EpochClock clock() const { return {first_, last_}; }
 
  private:
@@ -26,7 +26,7 @@ class Kineto {
   ClockPair first_, last_;
 };
 
-// Whether this process computes on a device that Kineto records.
+// True if this process computes on a device that Kineto records.
 bool uses_cuda() noexcept;
 
 }  // namespace lockstep::profile

@@ -19,7 +19,7 @@ std::int64_t now() noexcept {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
 }
 
-// A clock that was set, rather than slewed, between two readings.
+// Relative difference above which a clock was set between two readings rather than slewed.
 constexpr double kMostSlewed = 0.001;
 
 class Names {
@@ -44,8 +44,8 @@ std::optional<std::int32_t> thread_of(const RankProfile& profile, std::int64_t i
   return static_cast<std::int32_t>(found - profile.thread_ids.begin());
 }
 
-// Two clocks saw them, so that one may seem to end a little after what it is in: it is cut there. The
-// borders of steps, which have no length, stay where they are.
+// Nests the spans of each thread. They come from two clocks, so one may seem to end after the span that
+// contains it; it is shortened then. Step borders, which have no length, stay in place.
 void nest(std::vector<Event>& events) {
   std::stable_sort(events.begin(), events.end(), [](const Event& a, const Event& b) {
     if (a.thread != b.thread) return a.thread < b.thread;
@@ -61,7 +61,7 @@ void nest(std::vector<Event>& events) {
   }
 }
 
-// Where spans of a thread lie, to look up whether a moment is inside of one.
+// Spans of each thread, for checking whether a time is inside one.
 std::vector<Intervals> spans_by_thread(const RankProfile& profile) {
   std::vector<Intervals> all(profile.threads.size());
   for (const auto& event : profile.events)
@@ -73,7 +73,7 @@ std::vector<Intervals> spans_by_thread(const RankProfile& profile) {
 }  // namespace
 
 ClockPair clock_pair() noexcept {
-  // Of several, the one whose readings lie closest: no one took the processor between them.
+  // Of several attempts, take the one with the closest readings, during which the thread was not preempted.
   ClockPair best;
   auto least = std::numeric_limits<std::int64_t>::max();
   for (int i = 0; i < 50; ++i) {
@@ -128,7 +128,7 @@ void add_device(RankProfile& profile, const Activities& activities, const EpochC
   const auto spans = spans_by_thread(profile);
   const auto last =
       profile.steps.empty() ? std::numeric_limits<std::int64_t>::max() : profile.steps.back().end;
-  std::map<std::pair<int, std::int64_t>, std::int32_t> rows;  // in the order of devices and streams
+  std::map<std::pair<int, std::int64_t>, std::int32_t> rows;  // ordered by device and stream
   for (const auto& each : activities.device) rows.emplace(std::pair{each.device, each.stream}, 0);
   for (auto& [which, row] : rows) {
     row = static_cast<std::int32_t>(profile.device_rows.size());
@@ -152,8 +152,8 @@ void add_device(RankProfile& profile, const Activities& activities, const EpochC
     if (const auto found = operators.find(each.linked); each.linked != 0 && found != operators.end()) {
       const auto& by = *found->second;
       event.launched_by = names.number(by.name);
-      // The call itself where it is known, else the operator's middle: seen by another clock, its ends may
-      // lie outside of the span.
+      // Use the launch call if it is known, else the operator's middle: its ends, seen by another clock, may
+      // lie outside the span.
       const auto call = launches.find(each.correlation);
       if (call == launches.end() || call->second->thread != by.thread ||
           !inside(event, by.thread, clock.steady(call->second->begin) - profile.origin))

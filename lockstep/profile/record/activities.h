@@ -1,5 +1,4 @@
-// What LibTorch's own profiler (Kineto) recorded of this process, in a form without LibTorch, and how it
-// becomes a part of a rank's profile.
+// Kineto's recording of this process, in a form without LibTorch, and its conversion to a rank's profile.
 #pragma once
 
 #include <cstdint>
@@ -10,24 +9,24 @@
 
 namespace lockstep::profile {
 
-// Times are nanoseconds since the epoch, threads those of the system (gettid).
+// Times are nanoseconds since the epoch; threads are the system's IDs (gettid).
 struct OperatorActivity {
   std::string name;
   std::int64_t thread = 0, begin = 0, end = 0;
   std::uint64_t correlation = 0;
 };
-// A call that gave a device something to do.
+// A runtime call that launched work on a device.
 struct LaunchActivity {
   std::int64_t thread = 0, begin = 0;
-  std::uint64_t correlation = 0;  // of what it launched
+  std::uint64_t correlation = 0;  // of the launched work
 };
 struct DeviceActivity {
   DeviceKind kind{};
   std::string name;
   int device = 0;
   std::int64_t stream = 0, begin = 0, end = 0;
-  std::uint64_t correlation = 0;  // of its launch; 0: not known
-  std::uint64_t linked = 0;       // of the operator that launched it; 0: not known
+  std::uint64_t correlation = 0;  // of its launch; 0: unknown
+  std::uint64_t linked = 0;       // of the operator that launched it; 0: unknown
 };
 struct Activities {
   std::vector<OperatorActivity> operators;
@@ -35,13 +34,14 @@ struct Activities {
   std::vector<DeviceActivity> device;
 };
 
-// The same moment by both clocks, in nanoseconds.
+// The same moment on both clocks, in nanoseconds.
 struct ClockPair {
   std::int64_t steady = 0, epoch = 0;
 };
 ClockPair clock_pair() noexcept;
 
-// From the epoch's clock to the steady one, between two pairs: the former may be slewed meanwhile.
+// Converts epoch time to steady time by interpolating between two pairs, because the epoch clock may be
+// slewed.
 class EpochClock {
  public:
   EpochClock(ClockPair first, ClockPair last);
@@ -52,12 +52,12 @@ class EpochClock {
   double rate_ = 1;
 };
 
-// Adds operators as spans of their threads, as callbacks would have had them, without processor times.
-// Those that began before the window are left out. Spans of a thread are nested afterwards.
+// Adds operators as spans of their threads, like those from callbacks but without CPU times. Omits those that
+// began before the window. Nests the spans of each thread.
 void add_operators(RankProfile& profile, const Activities& activities, const EpochClock& clock);
 
-// Adds what devices did, and, where that can be had, when which thread launched it: inside a span of that
-// thread. What began before or after the window is left out.
+// Adds device activities and, where known, when and on which thread each was launched, inside a span of that
+// thread. Omits those that began before or after the window.
 void add_device(RankProfile& profile, const Activities& activities, const EpochClock& clock);
 
 }  // namespace lockstep::profile

@@ -1,4 +1,4 @@
-// Stretches of time: how much of one set of them another covers.
+// Operations on sets of time intervals.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ struct Interval {
 };
 using Intervals = std::vector<Interval>;
 
-// Joined where they touch or overlap.
+// Merges intervals that touch or overlap.
 inline Intervals united(Intervals all) {
   std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
   Intervals joined;
@@ -26,7 +26,7 @@ inline Intervals united(Intervals all) {
   return joined;
 }
 
-// How much of [begin, end) they cover; both are sorted and disjoint.
+// Length of the part of [begin, end) that `joined`, which is sorted and disjoint, covers.
 inline std::int64_t covered(const Intervals& joined, std::int64_t begin, std::int64_t end) {
   auto at =
       std::partition_point(joined.begin(), joined.end(), [&](const auto& each) { return each.end <= begin; });

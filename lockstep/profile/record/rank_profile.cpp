@@ -42,12 +42,12 @@ Json rows(const std::vector<DeviceEvent>& events) {
   return list;
 }
 
-// A number of a row, which must lie within limits: what it is an index of was counted before.
+// Reads a number from a row and checks its range. Indices are checked against counts read before.
 template <typename T>
 T number(const Json& row, std::size_t place, std::int64_t least, std::int64_t most) {
   const auto value = row.at(place).get<std::int64_t>();
   if (value < least || value > most)
-    throw ConfigError(fmt::format("{} is not allowed: {} to {} are", value, least, most));
+    throw ConfigError(fmt::format("expected {} to {}, got {}", least, most, value));
   return static_cast<T>(value);
 }
 
@@ -102,17 +102,17 @@ DeviceEvent device_event_of(const Json& row, const RankProfile& profile) {
 
 RankProfile from(const Json& text) {
   if (text.at("format") != kFormat)
-    throw ConfigError(fmt::format("its format is {}, and '{}' is read", text.at("format").dump(), kFormat));
+    throw ConfigError(fmt::format("format: expected '{}', got {}", kFormat, text.at("format").dump()));
   RankProfile p;
   p.size = text.at("size").get<int>();
   p.rank = text.at("rank").get<int>();
   if (p.size < 1 || p.rank < 0 || p.rank >= p.size)
-    throw ConfigError(fmt::format("it is of rank {} of {}", p.rank, p.size));
+    throw ConfigError(fmt::format("invalid rank {} of {}", p.rank, p.size));
   p.host = text.at("host");
   p.boot = text.at("boot");
   p.program = text.at("program");
   p.origin = text.at("origin");
-  if (p.origin < -kAny || p.origin > kAny) throw ConfigError("its clock is beyond all bounds");
+  if (p.origin < -kAny || p.origin > kAny) throw ConfigError("'origin' is out of range");
   p.names = text.at("names").get<std::vector<std::string>>();
   p.threads = text.at("threads").get<std::vector<std::string>>();
   p.main_thread = text.at("main_thread");
@@ -125,7 +125,7 @@ RankProfile from(const Json& text) {
   for (const auto& row : text.at("transfers")) p.transfers.push_back(transfer_of(row, p));
   for (const auto& row : text.at("events")) p.events.push_back(event_of(row, p));
   for (const auto& row : text.at("memory")) p.memory.push_back({row.at(0), row.at(1)});
-  if (text.contains("device")) {  // of a run without one, or before there were any
+  if (text.contains("device")) {  // absent without a device and in older files
     for (const auto& row : text.at("device_rows"))
       p.device_rows.push_back({number<int>(row, 0, 0, 1 << 20), row.at(1)});
     for (const auto& row : text.at("device")) p.device.push_back(device_event_of(row, p));
@@ -143,7 +143,7 @@ bool is_rank_file(const std::filesystem::path& path) {
 
 std::filesystem::path write(const RankProfile& profile, const std::filesystem::path& directory) {
   std::error_code trouble;
-  std::filesystem::create_directories(directory, trouble);  // what is wrong with it, the file will tell
+  std::filesystem::create_directories(directory, trouble);  // writing the file will report errors
   auto groups = Json::array(), steps = Json::array(), memory = Json::array();
   for (const auto& g : profile.groups) groups.push_back({g.key, g.name, g.place, g.size});
   for (const auto& s : profile.steps) steps.push_back({s.step, s.begin, s.end});
@@ -171,7 +171,7 @@ std::filesystem::path write(const RankProfile& profile, const std::filesystem::p
   }
   const auto path = directory / fmt::format("rank-{}.json", profile.rank);
   detail::PartialFile file(path.string());
-  // Names may be any bytes: what is not UTF-8 is replaced.
+  // Names may contain any bytes; invalid UTF-8 is replaced.
   const auto bytes = text.dump(-1, ' ', false, Json::error_handler_t::replace);
   file.write(std::as_bytes(std::span(bytes)));
   file.commit();
@@ -180,13 +180,13 @@ std::filesystem::path write(const RankProfile& profile, const std::filesystem::p
 
 RankProfile read(const std::filesystem::path& file) {
   std::ifstream stream(file, std::ios::binary);
-  if (!stream) throw ConfigError(fmt::format("{} cannot be read", file.string()));
+  if (!stream) throw ConfigError(fmt::format("cannot read {}", file.string()));
   try {
     return from(Json::parse(stream));
   } catch (const Json::exception& error) {
-    throw ConfigError(fmt::format("{} is not a rank's profile: {}", file.string(), error.what()));
+    throw ConfigError(fmt::format("{} is not a valid rank profile: {}", file.string(), error.what()));
   } catch (const ConfigError& error) {
-    throw ConfigError(fmt::format("{} is not a rank's profile: {}", file.string(), error.what()));
+    throw ConfigError(fmt::format("{} is not a valid rank profile: {}", file.string(), error.what()));
   }
 }
 
@@ -196,17 +196,17 @@ std::vector<RankProfile> read_all(const std::filesystem::path& directory) {
   for (const auto& entry : std::filesystem::directory_iterator(directory, trouble)) {
     if (is_rank_file(entry.path())) profiles.push_back(read(entry.path()));
   }
-  if (trouble) throw ConfigError(fmt::format("{} cannot be read: {}", directory.string(), trouble.message()));
+  if (trouble) throw ConfigError(fmt::format("cannot read {}: {}", directory.string(), trouble.message()));
   if (profiles.empty())
-    throw ConfigError(fmt::format("{} holds no rank's profile (rank-0.json, ...)", directory.string()));
+    throw ConfigError(fmt::format("{} contains no rank profiles (rank-0.json, ...)", directory.string()));
   std::sort(profiles.begin(), profiles.end(), [](const auto& a, const auto& b) { return a.rank < b.rank; });
   for (std::size_t i = 1; i < profiles.size(); ++i)
     if (profiles[i].rank == profiles[i - 1].rank)
       throw ConfigError(
-          fmt::format("{} holds two profiles of rank {}", directory.string(), profiles[i].rank));
+          fmt::format("{} contains two profiles of rank {}", directory.string(), profiles[i].rank));
   for (const auto& profile : profiles)
     if (profile.size != profiles.front().size)
-      throw ConfigError(fmt::format("{} holds profiles of several runs: of {} ranks and of {}",
+      throw ConfigError(fmt::format("{} contains profiles of different runs, with {} and {} ranks",
                                     directory.string(), profiles.front().size, profile.size));
   return profiles;
 }

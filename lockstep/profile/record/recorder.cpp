@@ -13,7 +13,7 @@ namespace lockstep::profile {
 
 namespace {
 
-// Spans that say what a thread does; a pipeline's action or a range of the program only says what for.
+// True for spans that say what a thread does. A pipeline action or user range only says what for.
 bool says_what(SpanKind kind) {
   return kind == SpanKind::operation || kind == SpanKind::wait || kind == SpanKind::data ||
          kind == SpanKind::optimizer;
@@ -39,17 +39,17 @@ std::int64_t steady_now() noexcept {
 
 struct Recorder::ThreadRecord {
   struct Open {
-    std::size_t place;  // in events, or none
+    std::size_t place;  // index into events, or an invalid one
     bool says;
   };
   std::mutex mutex;
   std::int32_t number = 0;
-  std::int64_t id = 0;  // the system's
+  std::int64_t id = 0;  // the system's ID
   std::string title;
   std::vector<Event> events;
   std::vector<Open> open;
-  int saying = 0;  // of the open ones, those that say what the thread does
-  // Names recur: most of them are found here, without the lock that all threads share. The thread's own.
+  int saying = 0;  // number of open spans that say what the thread does
+  // Cache of names, so that most lookups avoid the lock shared by all threads. Used only by this thread.
   struct Hash : std::hash<std::string_view> {
     using is_transparent = void;
   };
@@ -93,14 +93,15 @@ void Recorder::begin(SpanKind kind, std::string_view name, std::int64_t bytes, d
   ThreadRecord& thread_record = this->thread_record();
   const bool says = says_what(kind);
   ThreadRecord::Open open{ThreadRecord::kNowhere, says};
-  // Before the lane's lock, which others take after the one that this needs.
+  // Before taking the thread record's lock: mutex_, which this needs, must be locked first.
   const auto known = recording_.load(std::memory_order_acquire) ? known_name(thread_record, name) : -1;
   const auto transfer = known >= 0 && of.group != 0 ? transfer_of(of) : -1;
   std::lock_guard lock(thread_record.mutex);
   if (known >= 0) {
     open.place = thread_record.events.size();
     const auto depth = static_cast<std::int32_t>(thread_record.open.size());
-    thread_record.events.push_back({.kind = kind, .name = known, .thread = thread_record.number, .depth = depth});
+    thread_record.events.push_back(
+        {.kind = kind, .name = known, .thread = thread_record.number, .depth = depth});
     count_.fetch_add(1, std::memory_order_relaxed);
     Event& event = thread_record.events.back();
     event.bytes = bytes;
@@ -114,8 +115,9 @@ void Recorder::begin(SpanKind kind, std::string_view name, std::int64_t bytes, d
 
 std::int32_t Recorder::known_name(ThreadRecord& thread_record, std::string_view name) {
   const auto known = thread_record.names.find(name);
-  return known != thread_record.names.end() ? known->second
-                                   : thread_record.names.emplace(std::string(name), name_of(name)).first->second;
+  return known != thread_record.names.end()
+             ? known->second
+             : thread_record.names.emplace(std::string(name), name_of(name)).first->second;
 }
 
 std::int64_t Recorder::transfer_of(const detail::SpanOf& of) {
@@ -131,7 +133,7 @@ void Recorder::end() noexcept {
   const auto open = thread_record.open.back();
   thread_record.open.pop_back();
   thread_record.saying -= open.says;
-  if (open.place >= thread_record.events.size()) return;  // of another window
+  if (open.place >= thread_record.events.size()) return;  // opened in an earlier window
   Event& event = thread_record.events[open.place];
   event.end = steady_now();
   if (open.says && thread_record.saying == 0) event.cpu_end = thread_time();
@@ -183,7 +185,7 @@ void Recorder::started(const Call& call) noexcept {
                         .peer = message ? call.root : -1,
                         .nth = nth,
                         .begin = now});
-  // This thread has begun to wait for it already.
+  // This thread is already waiting for it.
   std::lock_guard inner(thread_record.mutex);
   if (thread_record.open.empty() || thread_record.open.back().place >= thread_record.events.size()) return;
   Event& event = thread_record.events[thread_record.open.back().place];
@@ -203,7 +205,7 @@ void Recorder::ended(const Call& call, bool failed) noexcept {
 }
 
 void Recorder::start() {
-  thread_record();  // the main thread's, to have one
+  thread_record();  // creates the main thread's record
   std::lock_guard lock(mutex_);
   for (auto& [thread, thread_record] : thread_records_) {
     std::lock_guard inner(thread_record->mutex);
@@ -220,7 +222,7 @@ void Recorder::start() {
   mark();
 }
 
-// A reading of the processor time at the border of a step, which lies between operators.
+// Records the CPU time at a step's border, which lies between operators.
 void Recorder::mark() {
   const auto known = thread_records_.find(std::this_thread::get_id());
   if (known == thread_records_.end()) return;
@@ -229,13 +231,13 @@ void Recorder::mark() {
   if (thread_record.saying > 0) return;
   const auto now = steady_now(), used = thread_time();
   thread_record.events.push_back({.kind = SpanKind::range,
-                         .name = name_under_lock("step"),
-                         .thread = thread_record.number,
-                         .depth = static_cast<std::int32_t>(thread_record.open.size()),
-                         .begin = now,
-                         .end = now,
-                         .cpu_begin = used,
-                         .cpu_end = used});
+                                  .name = name_under_lock("step"),
+                                  .thread = thread_record.number,
+                                  .depth = static_cast<std::int32_t>(thread_record.open.size()),
+                                  .begin = now,
+                                  .end = now,
+                                  .cpu_begin = used,
+                                  .cpu_end = used});
 }
 
 void Recorder::step(std::int64_t number) {
@@ -267,10 +269,11 @@ RankProfile Recorder::stop() {
     std::lock_guard inner(thread_record->mutex);
     const bool is_main = thread == main_thread_;
     if (is_main) profile.main_thread = thread_record->number;
-    profile.threads[static_cast<std::size_t>(thread_record->number)] = is_main ? "main" : thread_record->title;
+    profile.threads[static_cast<std::size_t>(thread_record->number)] =
+        is_main ? "main" : thread_record->title;
     profile.thread_ids[static_cast<std::size_t>(thread_record->number)] = thread_record->id;
     for (Event& event : thread_record->events) {
-      if (event.end == 0) event.end = std::max(now, event.begin);  // it may have begun since
+      if (event.end == 0) event.end = std::max(now, event.begin);  // it may have begun after `now` was read
       event.begin -= origin_;
       event.end -= origin_;
       profile.events.push_back(event);

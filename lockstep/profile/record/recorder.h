@@ -1,4 +1,4 @@
-// Takes down what the threads of one rank do while a window of steps is recorded.
+// Records what the threads of one rank do during a window of steps.
 #pragma once
 
 #include <atomic>
@@ -21,12 +21,14 @@ class Recorder final : public detail::SpanSink {
   explicit Recorder(bool with_memory = true);
   ~Recorder() override;
 
-  // Between these, what comes is kept; begin drops what was before. The thread that calls is the main one.
+  // Recording takes place between start() and stop(); start() discards earlier data. The caller is the main
+  // thread.
   void start();
   void step(std::int64_t number);  // ends one step and begins the next
-  // Everything of the window, its open spans cut off here. What is about the run is the caller's to fill in.
+  // Returns the window's data and closes open spans at the current time. The caller fills in facts about the
+  // run.
   RankProfile stop();
-  // Nothing will be recorded any more: messages need not be counted.
+  // Declares that nothing will be recorded any more, so that messages need not be counted.
   void retire() noexcept { over_ = true; }
   std::size_t steps();
   std::int64_t events() const noexcept { return count_.load(std::memory_order_relaxed); }
@@ -36,7 +38,8 @@ class Recorder final : public detail::SpanSink {
   void note(std::string_view what, std::string_view value) noexcept override;
   void flops(std::int64_t count) noexcept override;
   void memory(std::int64_t bytes) noexcept;
-  // Whether it is time to ask for the memory again: asking after every operator would cost more than they do.
+  // True if it is time for another memory sample: sampling after every operator would cost more than the
+  // operators.
   bool wants_memory() noexcept;
 
   void started(const Call& call) noexcept;
@@ -47,7 +50,7 @@ class Recorder final : public detail::SpanSink {
   ThreadRecord& thread_record() noexcept;
   void mark();
   std::int32_t name_of(std::string_view text);
-  std::int32_t name_under_lock(std::string_view text);  // the same, by who holds the mutex
+  std::int32_t name_under_lock(std::string_view text);  // the same; the caller holds the mutex
   std::int32_t known_name(ThreadRecord& thread_record, std::string_view name);
   std::int64_t transfer_of(const detail::SpanOf& of);
 
@@ -57,7 +60,7 @@ class Recorder final : public detail::SpanSink {
   std::atomic<std::int64_t> count_ = 0;
   std::atomic<std::int64_t> next_memory_ = 0;
 
-  std::mutex mutex_;  // of all below; a lane has one of its own
+  std::mutex mutex_;  // protects everything below; each thread record has its own lock
   std::map<std::thread::id, std::unique_ptr<ThreadRecord>> thread_records_;
   std::unordered_map<std::string, std::int32_t> names_;
   std::vector<std::string> texts_;
@@ -69,7 +72,7 @@ class Recorder final : public detail::SpanSink {
   std::vector<GroupOf> groups_;
   std::map<std::int64_t, std::int32_t> group_numbers_;
   std::map<std::tuple<std::int64_t, std::uint64_t, bool>, std::size_t> running_;  // group, sequence, message
-  // Messages are counted from the beginning, so that both ends count alike.
+  // Messages are counted from the start of the run, so that both ends agree on their numbers.
   std::map<std::tuple<std::int64_t, int, std::string, bool>, std::int64_t> messages_;
   std::map<std::string, std::string> notes_;
 };

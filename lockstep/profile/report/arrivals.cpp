@@ -9,7 +9,7 @@ namespace lockstep::profile {
 
 namespace {
 
-constexpr std::size_t kMostRanks = 8;  // that are listed one by one
+constexpr std::size_t kMostRanks = 8;  // maximum that are listed individually
 
 bool earlier(const Arrivals::Of& a, const Arrivals::Of& b) { return a.begin < b.begin; }
 

@@ -1,4 +1,4 @@
-// When each rank came to a collective.
+// Arrival times of the ranks at collectives.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ using CollectiveKey = std::pair<std::int64_t, std::uint64_t>;  // group, sequenc
 struct Arrivals {
   struct Of {
     int rank;
-    std::int64_t begin;  // in all ranks' clock
+    std::int64_t begin;  // on the common clock of all ranks
   };
-  std::vector<Of> ranks;  // in the order of ranks
+  std::vector<Of> ranks;  // in rank order
   std::int64_t last_end = 0;
 
   const Of& first() const;
@@ -30,7 +30,8 @@ using ArrivalsByCollective = std::map<CollectiveKey, Arrivals>;
 const GroupOf& group_of(const RankProfile& profile, const Transfer& transfer);
 ArrivalsByCollective arrivals_of(const std::vector<RankProfile>& profiles);
 
-// For the args of a trace: what each rank came after the first, in ms; of many ranks only the last's.
+// Text for the args of a trace: each rank's delay after the first, in ms; with many ranks, only the last
+// one's.
 //   {"0":0.000,"1":20.113}     {"first":3,"last":61,"last_after":20.113}
 std::string arrival_text(const Arrivals& arrivals);
 

@@ -1,4 +1,4 @@
-// What a rank's devices did in its steps.
+// Summarises the device activities within a rank's steps.
 #include <algorithm>
 #include <map>
 
@@ -9,7 +9,7 @@ namespace lockstep::profile {
 
 namespace {
 
-constexpr std::size_t kMostKernels = 10;  // by their names, those that took longest
+constexpr std::size_t kMostKernels = 10;  // kernels to list, by name, longest first
 
 std::vector<KernelSummary> longest(const std::map<std::string, KernelSummary>& by_name) {
   std::vector<KernelSummary> kernels;
@@ -22,7 +22,7 @@ std::vector<KernelSummary> longest(const std::map<std::string, KernelSummary>& b
 
 }  // namespace
 
-// NCCL's kernels are ncclKernel_... up to 2.18, ncclDevKernel_... since then.
+// NCCL's kernels are named ncclKernel_... up to 2.18, and ncclDevKernel_... since then.
 bool is_communication(const std::string& kernel) {
   return kernel.starts_with("ncclKernel") || kernel.starts_with("ncclDev");
 }

@@ -12,7 +12,7 @@ void add_doctor(Summary& summary, const std::filesystem::path& file) {
   if (!stream) return;
   const auto text = nlohmann::json::parse(stream, nullptr, false);
   if (!text.is_object() || !text.contains("rows") || !text["rows"].is_array())
-    throw ConfigError(fmt::format("{} is not what `lockstep doctor --json` prints", file.string()));
+    throw ConfigError(fmt::format("{} is not the output of `lockstep doctor --json`", file.string()));
   for (const auto& row : text["rows"]) {
     if (!row.is_object() || !row.contains("values")) continue;
     const auto& values = row["values"];
@@ -20,7 +20,7 @@ void add_doctor(Summary& summary, const std::filesystem::path& file) {
       continue;
     for (auto& each : summary.collectives) {
       if (each.operation != Operation::all_reduce) continue;
-      // The nearest size that doctor measures.
+      // Compare with the nearest size that doctor measures.
       const char* key = each.bytes >= 5 << 20     ? "all_reduce_25MiB_GBps"
                         : each.bytes >= 256 << 10 ? "all_reduce_1MiB_GBps"
                                                   : nullptr;

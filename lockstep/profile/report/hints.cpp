@@ -1,4 +1,4 @@
-// What to do about it: at most three things, each with what was measured.
+// Derives advice from a summary: at most three hints, each with its measurement.
 #include <algorithm>
 #include <utility>
 
@@ -10,10 +10,10 @@ namespace lockstep::profile {
 
 namespace {
 
-constexpr double kWorthwhile = 0.05;  // of a step
+constexpr double kWorthwhile = 0.05;  // fraction of a step
 
 std::string of_a_step(double ms, const Summary& summary) {
-  return fmt::format("{:.3g} ms of {:.3g} ms", ms, summary.overall.step_mean);
+  return fmt::format("{:.3g} ms of each {:.3g} ms step", ms, summary.overall.step_mean);
 }
 
 std::string about_data(const Summary& summary, double ms) {
@@ -21,8 +21,8 @@ std::string about_data(const Summary& summary, double ms) {
       std::max_element(summary.each.begin(), summary.each.end(),
                        [](const auto& a, const auto& b) { return a.parts.data < b.parts.data; });
   return fmt::format(
-      "{} a step wait for data, most on rank {} ({:.3g} ms): give the loader workers (num_workers), a longer "
-      "queue (prefetch_factor), or cheaper samples",
+      "{} are spent waiting for data, most on rank {} ({:.3g} ms): use more loader workers (num_workers), a "
+      "longer queue (prefetch_factor), or cheaper samples",
       of_a_step(ms, summary), most->rank, most->parts.data);
 }
 
@@ -41,32 +41,31 @@ std::string about_slowest(const Summary& summary, double ms) {
                                                  {parts.idle - others.idle, "sleeping"}};
   const auto most = std::max_element(std::begin(more), std::end(more));
   return fmt::format(
-      "{} a step wait for late ranks; rank {} on {} was the slowest in {} of {} steps, by {:.3g} ms more of "
-      "{} "
-      "than the others",
+      "{} are spent waiting for late ranks; rank {} on {} was the slowest in {} of {} steps: it spent {:.3g} "
+      "ms more on {} than the other ranks",
       of_a_step(ms, summary), rank->rank, rank->host, summary.slowest_times, summary.num_steps, most->first,
       most->second);
 }
 
 std::string about_communication(const Summary& summary, double ms) {
-  auto text = fmt::format("{} a step are exposed communication, beside waiting for late ranks",
+  auto text = fmt::format("{} are exposed communication, besides waiting for late ranks",
                           of_a_step(ms, summary));
   if (summary.collectives.empty()) return text;
   const auto& most = summary.collectives.front();
-  text += fmt::format("; most of it, {:.3g} ms, in {}{} of {} at {:.3g} GB/s", most.exposed_ms,
+  text += fmt::format("; most of it, {:.3g} ms, is {}{} of {} at {:.3g} GB/s", most.exposed_ms,
                       name(most.operation), most.tag.empty() ? "" : fmt::format(" ({})", most.tag),
                       host::bytes_text(static_cast<std::uint64_t>(most.bytes)), most.gb_per_s);
   if (detail::point_to_point(most.operation))
     return text +
-           ": another stage or rank is slower, or began later; in a pipeline more micro-batches, or a cut by "
-           "measured time (PipelineBalance::time), help";
+           ": another stage or rank is slower or starts later; in a pipeline, use more micro-batches, or "
+           "balance the stages by measured time (PipelineBalance::time)";
   return text + (most.tag.starts_with("ddp bucket")
-                     ? ": accumulate gradients (no_sync), send bfloat16 (bf16_compress_hook), or let the "
-                       "batch of a rank grow"
-                     : ": start it earlier and wait for it later, or send less often");
+                     ? ": accumulate gradients (no_sync), send bfloat16 (bf16_compress_hook), or increase "
+                       "the batch size per rank"
+                     : ": start it earlier, wait for it later, or communicate less often");
 }
 
-// A host that runs ahead of its device waits for it, in the driver: that costs nothing.
+// If the host runs ahead of the device, it waits for it in the driver. That is harmless.
 bool device_is_busy(const Summary& summary) {
   const auto& all = summary.overall;
   return all.device && all.device->busy_ms > 0.8 * all.step_mean;
@@ -74,8 +73,8 @@ bool device_is_busy(const Summary& summary) {
 
 std::string about_device(const Summary& summary, double ms) {
   return fmt::format(
-      "{} a step the device has nothing to do: the host comes too late with its work; StepGraph gives it a "
-      "whole step at once, and larger batches have more for it to do",
+      "the device is idle for {}, because the host launches work too slowly: capture the step with "
+      "StepGraph, or use larger batches",
       of_a_step(ms, summary));
 }
 
@@ -96,22 +95,21 @@ std::vector<std::string> hints_for(const Summary& summary) {
   if (!busy)
     consider(parts.idle, [](const Summary& s, double ms) {
       return fmt::format(
-          "{} a step the main thread sleeps outside of operators: it waits for a lock, a file or a timer "
-          "there",
+          "the main thread sleeps for {} outside operators, waiting for a lock, a file or a timer",
           of_a_step(ms, s));
     });
   if (!busy && summary.overall.device) consider(step - summary.overall.device->busy_ms, about_device);
   if (summary.ranks > 1 && parts.optimizer > 0.15 * step)
     consider(parts.optimizer, [](const Summary& s, double ms) {
       return fmt::format(
-          "{} a step are the optimizer's, which every rank repeats: DistributedOptimizer gives each rank a "
-          "share",
+          "{} are spent in the optimizer, which every rank repeats: DistributedOptimizer divides the work "
+          "between the ranks",
           of_a_step(ms, s));
     });
   if (!busy && parts.code > 0.15 * step)
     consider(parts.code, [](const Summary& s, double ms) {
       return fmt::format(
-          "{} a step are the program's own code between operators: larger batches have less of it",
+          "{} are the program's own code between operators: larger batches reduce its share",
           of_a_step(ms, s));
     });
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });

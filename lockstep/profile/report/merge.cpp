@@ -10,7 +10,7 @@ namespace lockstep::profile {
 
 namespace {
 
-// Who ends one has heard of everybody.
+// True for operations that end on a rank only after every rank has begun.
 bool meets_all(Operation operation) {
   return operation == Operation::all_reduce || operation == Operation::all_gather ||
          operation == Operation::reduce_scatter || operation == Operation::all_to_all ||
@@ -29,8 +29,8 @@ Meetings meetings_of(const std::vector<RankProfile>& profiles, const std::string
     if (profile.boot != boot) continue;
     for (const auto& transfer : profile.transfers)
       if (meets_all(transfer.operation) && !transfer.unfinished)
-        arrivals_of[{profile.groups[static_cast<std::size_t>(transfer.group)].key, transfer.sequence}].push_back(
-            {profile.origin + transfer.begin, profile.origin + transfer.end});
+        arrivals_of[{profile.groups[static_cast<std::size_t>(transfer.group)].key, transfer.sequence}]
+            .push_back({profile.origin + transfer.begin, profile.origin + transfer.end});
   }
   return arrivals_of;
 }
@@ -66,7 +66,7 @@ void align_clocks(std::vector<RankProfile>& profiles) {
       behind[boot] = bounds.least + (bounds.most - bounds.least) / 2;
       continue;
     }
-    // They never met: the windows begin together.
+    // No common collectives: align the beginnings of the windows.
     const auto first = std::find_if(profiles.begin(), profiles.end(),
                                     [&](const auto& profile) { return profile.boot == boot; });
     behind[boot] = profiles.front().origin - first->origin;

@@ -1,4 +1,4 @@
-// All ranks' profiles on one clock, and what is made of them.
+// Puts all ranks' profiles on one clock and writes the outputs made from them.
 #pragma once
 
 #include <filesystem>
@@ -9,12 +9,12 @@
 
 namespace lockstep::profile {
 
-// Adds to each rank's origin what its host's clock is behind rank 0's. Ranks of one kernel have one clock.
-// Between others it is measured by the collectives they have in common: nobody sees the end of one before
-// everybody has begun it, which bounds the difference on both sides; the middle is taken.
+// Shifts each rank's origin to rank 0's clock. Ranks on one kernel share a clock. Between hosts, the offset
+// is measured with their common collectives: one cannot end on any rank before it has begun on all ranks,
+// which bounds the offset on both sides; the middle is used.
 void align_clocks(std::vector<RankProfile>& profiles);
 
-// The difference that two hosts' clocks can have at most and at least, and how often they met.
+// Bounds of the offset between two hosts' clocks, and the number of collectives used.
 struct ClockBounds {
   std::int64_t least = 0, most = 0;
   std::size_t arrivals_of = 0;
@@ -22,17 +22,17 @@ struct ClockBounds {
 ClockBounds clock_bounds(const std::vector<RankProfile>& profiles, const std::string& boot,
                          const std::string& reference);
 
-// In the form of chrome://tracing and Perfetto, compressed.
+// Writes a compressed trace for chrome://tracing and Perfetto.
 void write_trace(const std::vector<RankProfile>& profiles, const std::filesystem::path& file);
 
-// DIR/report.html.
+// Writes DIR/report.html.
 std::filesystem::path write_report(const Summary& summary, const std::vector<RankProfile>& profiles,
                                    const std::filesystem::path& directory);
 
-// Of a folder with ranks' profiles. Where it has a doctor.json, with that: see add_doctor.
+// Summarises a directory of rank profiles. Uses its doctor.json if present: see add_doctor.
 Summary summarize_folder(const std::filesystem::path& directory, std::vector<RankProfile>& profiles);
 
-// Of a folder with ranks' profiles: writes trace.json.gz, summary.json and report.html there.
+// Writes trace.json.gz, summary.json and report.html to a directory of rank profiles.
 Summary put_together(const std::filesystem::path& directory);
 
 }  // namespace lockstep::profile

@@ -1,4 +1,4 @@
-// The page: a template, whose script draws what stands in it as JSON.
+// Builds the HTML page: a template whose script draws the JSON embedded in it.
 #include <algorithm>
 #include <fstream>
 #include <map>
@@ -9,8 +9,8 @@
 #include <lockstep/base/error.h>
 #include <lockstep/os/file.h>
 #include <lockstep/profile/report/merge.h>
-#include <lockstep/profile/report/summary.h>
 #include <lockstep/profile/report/report_page.h>
+#include <lockstep/profile/report/summary.h>
 #include <lockstep/schedule/schedule.h>
 #include <nlohmann/json.hpp>
 
@@ -21,10 +21,10 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr std::size_t kMostEvents = 200'000;   // of all ranks, in the page
-constexpr std::size_t kMostTransfers = 5'000;  // in the picture of sizes
-constexpr std::size_t kMostSamples = 1'000;    // of a rank's memory
+constexpr std::size_t kMostTransfers = 5'000;  // in the bandwidth chart
+constexpr std::size_t kMostSamples = 1'000;    // of one rank's memory
 
-// Every n-th, so that no more than `most` are left.
+// Distance between elements to keep so that no more than `most` remain.
 template <typename T>
 std::size_t stride(const std::vector<T>& all, std::size_t most) {
   return std::max<std::size_t>(1, (all.size() + most - 1) / most);
@@ -38,7 +38,7 @@ class Timeline {
   }
 
   Json json() {
-    // With more events than a page can hold those that are too short to be seen are left out first.
+    // If there are more events than a page can hold, omit those too short to be visible first.
     std::vector<std::int64_t> lengths;
     for (const auto& profile : profiles_) {
       for (const auto& event : profile.events) lengths.push_back(event.end - event.begin);
@@ -62,7 +62,7 @@ class Timeline {
 
  private:
   static constexpr int kTransfer = 1, kStep = 8, kKernel = 9, kCopy = 10;
-  static constexpr int kDevice = 100'000;  // threads that are none: a device's streams
+  static constexpr int kDevice = 100'000;  // thread number of a device's first stream
 
   int name(const std::string& text) {
     const auto [place, is_new] = numbers_.try_emplace(text, static_cast<int>(names_.size()));
@@ -113,8 +113,7 @@ class Timeline {
   std::vector<std::string> names_;
 };
 
-// The last batch of the pipeline that rank 0 is in: as it was, and as the simulator would have it with the
-// times that were measured.
+// Shows the last batch of rank 0's pipeline as measured, and as simulated with the measured times.
 class PipelinePicture {
  public:
   explicit PipelinePicture(const std::vector<RankProfile>& profiles) : profiles_(profiles) {}
@@ -152,7 +151,7 @@ class PipelinePicture {
     SimulatedSchedule simulated;
     try {
       simulated = simulate_schedule(schedule, times_of(times));
-    } catch (const Error&) {  // a schedule that somebody has written into the file
+    } catch (const Error&) {  // the file's schedule is invalid
       return nullptr;
     }
     for (std::size_t place = 0; place < ranks.size(); ++place) {
@@ -166,7 +165,7 @@ class PipelinePicture {
   }
 
  private:
-  using Action = std::tuple<std::string, double, double>;  // name, begin and end in ms of all ranks' clock
+  using Action = std::tuple<std::string, double, double>;  // name, begin and end in ms on the common clock
 
   static std::string kind_of(const std::string& name) {
     const auto letter = name.find_first_not_of("0123456789");
@@ -258,7 +257,7 @@ std::string dump(const Json& value, int indent) {
   return value.dump(indent, ' ', false, Json::error_handler_t::replace);
 }
 
-// In a page "</script>" would end the script that it stands in.
+// Escapes '<', because "</script>" would end the surrounding script element.
 std::string in_page(const Json& value) {
   std::string escaped;
   for (const char c : dump(value, -1)) {
@@ -276,7 +275,7 @@ std::string page_of(const Json& report) {
   constexpr std::string_view kPlace = "@LOCKSTEP_REPORT_DATA@";
   std::string page(kReportPage);
   const auto place = page.find(kPlace);
-  if (place == std::string::npos) throw Error("the report's template has no place for its data");
+  if (place == std::string::npos) throw Error("the report template has no placeholder for its data");
   return page.replace(place, kPlace.size(), in_page(report));
 }
 

@@ -39,14 +39,14 @@ double median(std::vector<double> values, double share = 0.5) {
   return values[low] + (values[high] - values[low]) * (place - static_cast<double>(low));
 }
 
-// What the main thread did, in pieces of one kind each, one after another.
+// A stretch of the main thread's time of one kind.
 struct Piece {
   std::int64_t begin, end;
   double Parts::*part;
 };
 
-// Walks over the nested spans of the main thread. Inside an optimizer's step operators are the optimizer's;
-// waiting is waiting wherever it is.
+// Walks the nested spans of the main thread. Operators inside an optimizer step count as optimizer; waiting
+// always counts as waiting.
 class Walk {
  public:
   explicit Walk(const RankProfile& profile) : profile_(profile) {}
@@ -63,7 +63,7 @@ class Walk {
       reach(event->begin);
       if (event->cpu_begin >= 0) gap_ends(event->begin, event->cpu_begin);
       open_.push_back(event);
-      if (event->begin == event->end) close();  // the border of a step
+      if (event->begin == event->end) close();  // a step border
     }
     while (!open_.empty()) close();
     return std::move(pieces_);
@@ -101,8 +101,8 @@ class Walk {
     now_ = time;
   }
 
-  // Between operators a thread computes something of the program's, or sleeps: its processor time tells.
-  // Operators of Kineto have none and lie in the gap: they count as computing all the time.
+  // Between operators a thread runs the program's code or sleeps; its CPU time tells which. Kineto's
+  // operators have no CPU time and lie within the gap: they count as computing for their whole duration.
   void gap_ends(std::int64_t end, std::int64_t cpu) {
     if (gap_cpu_ < 0 || end <= gap_begin_) return;
     const auto begin = std::min(gap_begin_ + gap_operators_, end);
@@ -121,7 +121,7 @@ class Walk {
 
 using Kinds = std::map<std::tuple<Operation, std::string, std::string, std::int64_t>, CollectiveSummary>;
 
-// One rank's steps, and what they add to the collectives.
+// Summarises one rank's steps, and adds its share to the collectives.
 class RankSteps {
  public:
   RankSteps(const RankProfile& profile, const ArrivalsByCollective& met, std::int64_t zero)
@@ -158,7 +158,7 @@ class RankSteps {
     for (const auto& piece : pieces_) {
       const auto begin = std::max(piece.begin, step.begin), end = std::min(piece.end, step.end);
       if (end <= begin) continue;
-      // Of a model on a device autograd runs backward on a thread of its own, and whoever called it sleeps.
+      // For a model on a device, autograd runs backward on its own thread while the calling thread sleeps.
       const auto computed = piece.part == &Parts::idle ? covered(backward_elsewhere_, begin, end) : 0;
       summary.parts.compute += milliseconds(computed);
       summary.parts.*piece.part += milliseconds(end - begin - computed);
@@ -190,7 +190,7 @@ class RankSteps {
       kind.tag = tag;
       kind.bytes = transfer.bytes;
     }
-    // Whoever waits says what for: beside it others may be under way that nobody waits for.
+    // A wait names its operation; other operations may be in flight that nothing waits for.
     for (const auto& event : profile_.events)
       if (event.kind == SpanKind::wait && event.transfer >= 0 && event.thread == profile_.main_thread) {
         const auto& transfer = profile_.transfers[static_cast<std::size_t>(event.transfer)];
@@ -270,7 +270,7 @@ RankSummary rank_summary(const RankProfile& profile, const std::vector<StepSumma
   return summary;
 }
 
-// Who computed longest, where that is more than chance: 2 percent more than the middle.
+// Finds the rank that computed longest, if by more than chance: at least 2 percent more than the median.
 void find_slowest(Summary& summary) {
   std::map<std::int64_t, std::vector<const StepSummary*>> by_step;
   for (const auto& step : summary.steps) by_step[step.step].push_back(&step);
@@ -291,7 +291,7 @@ void find_slowest(Summary& summary) {
     }
 }
 
-// Of collectives that more than one rank has recorded.
+// For collectives that more than one rank has recorded.
 void add_arrivals(Kinds& kinds, const std::vector<RankProfile>& profiles, const ArrivalsByCollective& met) {
   for (const auto& profile : profiles) {
     std::map<CollectiveSummary*, ArrivalSummary> mine;
@@ -318,8 +318,8 @@ void add_arrivals(Kinds& kinds, const std::vector<RankProfile>& profiles, const 
   }
 }
 
-void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profiles, const ArrivalsByCollective& met,
-                        Kinds kinds) {
+void sum_up_collectives(Summary& summary, const std::vector<RankProfile>& profiles,
+                        const ArrivalsByCollective& met, Kinds kinds) {
   std::map<std::tuple<Operation, std::string, std::string, std::int64_t>, std::vector<double>> times;
   std::set<std::pair<CollectiveKey, Operation>> seen;
   for (const auto& profile : profiles)

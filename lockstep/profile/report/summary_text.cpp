@@ -13,7 +13,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr std::size_t kMostRows = 16;  // of ranks, and of collectives, in the terminal
+constexpr std::size_t kMostRows = 16;  // of ranks and of collectives, in the terminal
 
 struct Named {
   const char* name;
@@ -74,7 +74,7 @@ std::string row(const std::string& title, const RankSummary& rank, const DeviceS
 
 std::string device_text(const Summary& summary) {
   if (!summary.overall.device) return {};
-  auto text = fmt::format("\n{:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}   ms a step of the device\n", "rank",
+  auto text = fmt::format("\n{:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}   ms per step on the device\n", "rank",
                           "busy", "% of step", "kernels", "copies", "nccl", "exposed");
   std::size_t rows = 0;
   for (const auto& rank : summary.each)
@@ -83,7 +83,7 @@ std::string device_text(const Summary& summary) {
   text += row("all", summary.overall, *summary.overall.device);
   text += fmt::format("\n{:>8} {:>12}   kernel\n", "times", "total ms");
   for (const auto& kernel : summary.overall.device->top) {
-    constexpr std::size_t kMostLetters = 90;  // templates have names of many lines
+    constexpr std::size_t kMostLetters = 90;  // names of template instances may fill many lines
     text += fmt::format("{:8} {:12.3f}   {}{}\n", kernel.count, kernel.total_ms,
                         kernel.name.substr(0, kMostLetters), kernel.name.size() > kMostLetters ? "..." : "");
   }
@@ -99,7 +99,7 @@ std::string memory_text(const Summary& summary) {
   for (const auto& [kind, bytes] : most)
     if (kind != "total")
       kinds.push_back(fmt::format("{} {}", kind, host::bytes_text(static_cast<std::uint64_t>(bytes))));
-  return fmt::format("memory of tensors, at most on a rank: {} ({})\n",
+  return fmt::format("peak tensor memory on a rank: {} ({})\n",
                      host::bytes_text(static_cast<std::uint64_t>(most["total"])), fmt::join(kinds, ", "));
 }
 
@@ -127,11 +127,11 @@ std::string collectives_text(const Summary& summary) {
 
 std::string text_of(const Summary& summary) {
   const auto& all = summary.overall;
-  auto text = fmt::format("{}: {} rank{} on {}, steps {} to {}; milliseconds a step of the main thread\n\n",
+  auto text = fmt::format("{}: {} rank{} on {}, steps {} to {}; milliseconds per step on the main thread\n\n",
                           summary.program, summary.ranks, summary.ranks == 1 ? "" : "s",
                           fmt::join(summary.hosts, ", "), summary.first_step, summary.last_step);
   if (!summary.missing.empty())
-    text += fmt::format("There is nothing of rank{} {}: what follows is of the others.\n\n",
+    text += fmt::format("No profile from rank{} {}; the figures below cover the other ranks.\n\n",
                         summary.missing.size() == 1 ? "" : "s", fmt::join(summary.missing, ", "));
   text += fmt::format("{:>8} {:>9} {:>9}", "rank", "median", "p90");
   for (const auto& [name, part] : kParts)
@@ -144,8 +144,8 @@ std::string text_of(const Summary& summary) {
   text += row("all", all) + "\n\n";
   if (all.transfer_ms > 0)
     text += fmt::format(
-        "communication: {:.2f} ms a step, {:.2f} exposed ({:.0f} % overlapped), of which {:.2f} waiting for "
-        "late ranks\n",
+        "communication: {:.2f} ms per step, {:.2f} exposed ({:.0f} % overlapped), including {:.2f} waiting "
+        "for late ranks\n",
         all.transfer_ms, all.parts.communication, summary.overlap_percent, all.waiting_ms);
   if (summary.slowest_rank >= 0)
     text += fmt::format("slowest: rank {}, in {} of {} steps\n", summary.slowest_rank, summary.slowest_times,
@@ -153,7 +153,7 @@ std::string text_of(const Summary& summary) {
   if (summary.samples_per_s > 0) text += fmt::format("samples: {:.1f} /s\n", summary.samples_per_s);
   if (summary.tokens_per_s > 0) text += fmt::format("tokens: {:.1f} /s\n", summary.tokens_per_s);
   if (summary.flops_per_step > 0)
-    text += fmt::format("computing: {}FLOP a step, {}FLOP/s{}\n", short_number(summary.flops_per_step),
+    text += fmt::format("computing: {}FLOP per step, {}FLOP/s{}\n", short_number(summary.flops_per_step),
                         short_number(summary.flops_per_step / all.step_mean * 1e3),
                         summary.mfu_percent > 0 ? fmt::format(", MFU {:.1f} %", summary.mfu_percent) : "");
   text += memory_text(summary) + collectives_text(summary) + device_text(summary);

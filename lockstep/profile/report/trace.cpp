@@ -1,5 +1,5 @@
-// The form that chrome://tracing and Perfetto read: one process for each rank, a thread for each of its
-// threads, one for its steps, and as many for its transfers as are under way at once.
+// Writes the format of chrome://tracing and Perfetto: one process per rank, with a track for each of its
+// threads, one for its steps, and as many for transfers as are in flight at once.
 #include <zlib.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace lockstep::profile {
 
 namespace {
 
-// Threads that are none.
+// Track numbers beyond those of real threads.
 constexpr int kSteps = 1'000'000, kTransfers = 1'000'001, kDevice = 2'000'000;
 
 std::string quoted(const std::string& text) {
@@ -27,7 +27,7 @@ std::string quoted(const std::string& text) {
 class Zipped {
  public:
   explicit Zipped(const std::filesystem::path& path) : path_(path), file_(::gzopen(path.c_str(), "wb5")) {
-    if (!file_) throw ConfigError(fmt::format("{} cannot be written", path.string()));
+    if (!file_) throw ConfigError(fmt::format("cannot write {}", path.string()));
   }
   ~Zipped() {
     if (file_) ::gzclose(file_);
@@ -52,7 +52,7 @@ class Zipped {
     buffer_.clear();
   }
   [[noreturn]] void fail() {
-    throw ConfigError(fmt::format("{} could not be written to its end", path_.string()));
+    throw ConfigError(fmt::format("writing {} failed", path_.string()));
   }
 
   const std::filesystem::path path_;
@@ -66,7 +66,7 @@ const char* name_of(SpanKind kind) {
   return kNames[static_cast<std::size_t>(kind)];
 }
 
-// Where a transfer is drawn: the first line that is free.
+// Assigns each transfer to the first free track.
 class Lines {
  public:
   int place(std::int64_t begin, std::int64_t end) {
@@ -136,7 +136,7 @@ class Writer {
                 static_cast<double>(step.end - step.begin) / 1e3);
     }
     for (const auto& event : profile.events) {
-      if (event.begin == event.end && event.kind == SpanKind::range) continue;  // the border of a step
+      if (event.begin == event.end && event.kind == SpanKind::range) continue;  // a step border
       next();
       file_.put(R"({{"ph":"X","cat":"{}","name":{},"pid":{},"tid":{},"ts":{:.3f},"dur":{:.3f})",
                 name_of(event.kind), quoted(profile.names[static_cast<std::size_t>(event.name)]),
@@ -230,7 +230,8 @@ class Writer {
               id, to.rank, to.line, at(to.end));
   }
 
-  // From a send to its receive; of a collective from who came last, for whom the others waited, to each.
+  // Arrows from a send to its receive, and in a collective from the last rank to arrive to each rank that
+  // waited for it.
   void put_arrows() {
     for (const auto& [which, ends] : messages_) {
       if (ends.size() != 2) continue;

@@ -62,28 +62,29 @@ TEST(Manifest, what_was_not_encoded_by_us_is_an_error) {
   auto problem = [](const std::string& text) {
     return error_of<FormatError>([&] { Manifest::decode(text); });
   };
-  EXPECT_THAT(problem(""), HasSubstr("not as it was written"));
-  EXPECT_THAT(problem("[]"), HasSubstr("not as it was written"));
-  EXPECT_THAT(problem("{}"), HasSubstr("not as it was written"));
-  EXPECT_THAT(problem(R"({"version":2})"), HasSubstr("version 2, and this program knows version 1"));
-  EXPECT_THAT(problem(R"({"version":"1"})"), HasSubstr("a whole number is expected"));
-  EXPECT_THAT(problem(R"({"version":1.0})"), HasSubstr("a whole number is expected"));
-  EXPECT_THAT(problem(R"({"version":1,"version":1})"), HasSubstr("a key is there twice"));
-  EXPECT_THAT(problem(std::string(100'000, '[')), HasSubstr("nested too deep"));
-  EXPECT_THAT(problem(std::string(40 << 20, ' ')), HasSubstr("too many"));
-  EXPECT_THAT(problem(R"({"version":1,"ranks":0,"states":{},"values":{}})"), HasSubstr("no ranks"));
-  EXPECT_THAT(problem(R"({"version":1,"ranks":1e300,"states":{},"values":{}})"), HasSubstr("whole number"));
+  EXPECT_THAT(problem(""), HasSubstr("corrupt manifest: JSON error"));
+  EXPECT_THAT(problem("[]"), HasSubstr("corrupt manifest: JSON error"));
+  EXPECT_THAT(problem("{}"), HasSubstr("corrupt manifest: JSON error"));
+  EXPECT_THAT(problem(R"({"version":2})"), HasSubstr("version 2; this program reads version 1"));
+  EXPECT_THAT(problem(R"({"version":"1"})"), HasSubstr("expected an integer"));
+  EXPECT_THAT(problem(R"({"version":1.0})"), HasSubstr("expected an integer"));
+  EXPECT_THAT(problem(R"({"version":1,"version":1})"), HasSubstr("duplicate key"));
+  EXPECT_THAT(problem(std::string(100'000, '[')), HasSubstr("nested too deeply"));
+  EXPECT_THAT(problem(std::string(40 << 20, ' ')), HasSubstr("too large"));
+  EXPECT_THAT(problem(R"({"version":1,"ranks":0,"states":{},"values":{}})"), HasSubstr("at least one rank"));
+  EXPECT_THAT(problem(R"({"version":1,"ranks":1e300,"states":{},"values":{}})"),
+              HasSubstr("expected an integer"));
   EXPECT_THAT(problem(R"({"version":1,"ranks":2,"states":{"s":[{},{},{}]},"values":{}})"),
-              HasSubstr("not one state for each rank"));
+              HasSubstr("expected one state per rank"));
   EXPECT_THAT(problem(R"({"version":1,"ranks":1,"states":{},"values":{"a":18446744073709551615}})"),
-              HasSubstr("whole number"));
+              HasSubstr("expected an integer"));
   EXPECT_THAT(problem(R"({"version":1,"ranks":1,"states":{},"values":{"a":[1]}})"),
-              HasSubstr("a number is expected"));
+              HasSubstr("expected a number"));
   EXPECT_THAT(problem(R"({"version":1,"ranks":1,"states":{},"values":{"a":{"number":"one"}}})"),
-              HasSubstr("a number is expected"));
+              HasSubstr("expected a number"));
   Manifest text;
   text.values["x"] = "\xff";
-  EXPECT_THAT(error_of<FormatError>([&] { text.encode(); }), HasSubstr("not UTF-8"));
+  EXPECT_THAT(error_of<FormatError>([&] { text.encode(); }), HasSubstr("not valid UTF-8"));
 }
 
 }  // namespace

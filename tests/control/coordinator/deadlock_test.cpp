@@ -14,14 +14,15 @@ using ::testing::HasSubstr;
 class HeadDeadlock : public ::testing::Test {
  protected:
   explicit HeadDeadlock(int ranks = 3)
-      : coordinator_({.num_nodes = 1, .launches = true}, {.send =
-                                                              [this](int, Frame frame) {
-                                                                if (frame.kind == Kind::verdict)
-                                                                  verdict_ =
-                                                                      decode_failure(frame.payload).text();
-                                                              },
-                                                          .order = [](int, Order) {},
-                                                          .say = [](const std::string&) {}}) {
+      : coordinator_({.num_nodes = 1, .launches = true},
+                     {.send =
+                          [this](int, Frame frame) {
+                            if (frame.kind != Kind::verdict) return;
+                            const auto failure = decode_failure(frame.payload);
+                            verdict_ = failure.text(), kind_ = failure.kind;
+                          },
+                      .order = [](int, Order) {},
+                      .say = [](const std::string&) {}}) {
     coordinator_.add_node(
         {.node = 0, .num_nodes = 1, .local_ranks = ranks, .version = "1", .address = "127.0.0.1"});
     GroupMade groups[] = {{.key = 1, .name = "world", .ranks = {}}, {.key = 2, .name = "other", .ranks = {}}};
@@ -71,6 +72,7 @@ class HeadDeadlock : public ::testing::Test {
   }
 
   std::string verdict_;
+  CommError::Kind kind_{};
   Coordinator coordinator_;
   Clock::time_point now_ = Clock::now();
 };
@@ -86,6 +88,7 @@ TEST_F(HeadDeadlock, is_ended_after_a_second_and_shows_both_sides) {
             "deadlock: rank 0 (pid 100) waits for rank 1 in all_gather #7 of group 'other' at net.cpp:7; "
             "rank 1 (pid 101) waits for rank 0 in all_reduce #5 of group 'world' at train.cpp:42; 1 more "
             "blocked by these. Every rank must call the operations of its groups in the same order");
+  EXPECT_EQ(kind_, CommError::Kind::mismatch);
 }
 
 TEST_F(HeadDeadlock, of_three_ranks_shows_all_of_them) {
@@ -177,6 +180,45 @@ TEST_F(HeadDeadlock, is_none_where_a_host_is_not_heard) {
     look({places[0]});
   }
   EXPECT_EQ(verdict_, "");
+}
+
+// Every rank waits in "world", one of them in another operation than the others.
+class HeadDiffering : public HeadDeadlock {
+ protected:
+  static std::vector<Place> places() {
+    std::vector<Place> places(3, {{line(1, 5, true)}});
+    places[1].rows[0].operation = "broadcast";
+    places[1].rows[0].site = "net.cpp:9";
+    return places;
+  }
+};
+
+TEST_F(HeadDiffering, is_ended_after_a_second_and_shows_both_calls) {
+  EXPECT_EQ(
+      verdict_of(places()),
+      "the ranks' calls differ in operation: rank 0 (pid 100) waits in all_reduce #5 of group 'world' at "
+      "train.cpp:42, rank 1 (pid 101) in broadcast #5 of group 'world' at net.cpp:9. Every rank must call "
+      "the operations of a group in the same order");
+}
+
+TEST_F(HeadDiffering, is_none_where_a_rank_has_not_come) {
+  for (const bool waits_elsewhere : {false, true}) {
+    auto places = this->places();
+    places[2].rows[0] = line(1, 4, false);
+    if (waits_elsewhere) places[2].rows.push_back(line(2, 0, true));
+    places[2].threads = 2;
+    EXPECT_EQ(verdict_of(places), "");
+  }
+}
+
+TEST_F(HeadDiffering, is_none_where_a_rank_has_begun_more_than_it_waits_for) {
+  auto places = this->places();
+  places[1].rows[0].sequence = 6;  // the row tells of that one
+  EXPECT_EQ(verdict_of(places), "");
+}
+
+TEST_F(HeadDiffering, is_none_where_the_operations_are_the_same) {
+  EXPECT_EQ(verdict_of(std::vector<Place>(3, {{line(1, 5, true)}})), "");
 }
 
 TEST_F(HeadDeadlock, is_none_while_the_ranks_are_stopped_on_purpose) {

@@ -62,7 +62,7 @@ TEST(Npy, shapes_and_orders_are_read_as_python_writes_them) {
     EXPECT_EQ(header.shape, shape) << text;
     EXPECT_TRUE(header.fortran);
   }
-  // Keys in another order, other quotes, no comma at the end; more behind the array.
+  // Keys in another order, other quotes, no trailing comma; more data after the array.
   const auto file = npy(R"({"shape": (2,), "fortran_order": False, "descr": "<i4"})", 100);
   EXPECT_EQ(detail::parse_npy("a.npy", bytes(file)).shape, (std::vector<std::int64_t>{2}));
 }
@@ -70,44 +70,45 @@ TEST(Npy, shapes_and_orders_are_read_as_python_writes_them) {
 TEST(Npy, what_is_none_is_refused_with_its_name) {
   const auto good = described("<f4", "False", "(2,)");
   const std::vector<std::pair<std::string, std::string>> cases = {
-      {"", "no .npy file"},
-      {"hello, world", "no .npy file"},
-      {"\x93NUM", "no .npy file"},
-      {"\x93NUMPY", "cut short"},
+      {"", "not an .npy file"},
+      {"hello, world", "not an .npy file"},
+      {"\x93NUM", "not an .npy file"},
+      {"\x93NUMPY", "truncated"},
       {std::string("\x1f\x8b\x08\x00", 4), "gunzip"},
       {std::string("PK\x03\x04", 4), "unzip"},
-      {npy(good, 8, 4), "version 4"},
-      {npy(good, 8, 0), "version 0"},
-      {npy(good, 7), "cut short: its array has 8 bytes, of which 7"},
-      {npy(good, 0).substr(0, 40), "cut short in its .npy header"},
-      {std::string("\x93NUMPY\x02\0\xff\xff\xff\xff{", 13), "4294967295 bytes, more than"},
-      {npy("", 0), "'{' is missing"},
+      {npy(good, 8, 4), ".npy version: expected 1 to 3, got 4"},
+      {npy(good, 8, 0), "expected 1 to 3, got 0"},
+      {npy(good, 7), "truncated file: expected 8 bytes of array data, got 7"},
+      {npy(good, 0).substr(0, 40), "truncated .npy header"},
+      {std::string("\x93NUMPY\x02\0\xff\xff\xff\xff{", 13), "expected at most 65536 bytes, got 4294967295"},
+      {npy("", 0), "expected '{'"},
       {npy("{}", 0), "is missing"},
-      {npy(described("<f4", "False", "(2,)") + "x", 8), "follows the dictionary"},
-      {npy(described("<f4", "False", "(2,)") + std::string(1, '\0'), 8), "follows the dictionary"},
-      {npy(described("|O", "False", "(2,)"), 16), "type '|O' is not supported"},
-      {npy(described("<U4", "False", "(2,)"), 32), "not supported"},
-      {npy(described("f4", "False", "(2,)"), 8), "not supported"},
-      {npy(described("<f16", "False", "(2,)"), 32), "not supported"},
-      {npy(described("", "False", "(2,)"), 8), "not supported"},
+      {npy(described("<f4", "False", "(2,)") + "x", 8), "after the dictionary"},
+      {npy(described("<f4", "False", "(2,)") + std::string(1, '\0'), 8), "after the dictionary"},
+      {npy(described("|O", "False", "(2,)"), 16), "unsupported type '|O'"},
+      {npy(described("<U4", "False", "(2,)"), 32), "unsupported type"},
+      {npy(described("f4", "False", "(2,)"), 8), "unsupported type"},
+      {npy(described("<f16", "False", "(2,)"), 32), "unsupported type"},
+      {npy(described("", "False", "(2,)"), 8), "unsupported type"},
       {npy("{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2,)}", 8), "structured"},
-      {npy(described("<f4", "Maybe", "(2,)"), 8), "neither True nor False"},
-      {npy(described("<f4", "False", "2"), 8), "'(' is missing"},
-      {npy(described("<f4", "False", "(2"), 8), "no number"},
-      {npy(described("<f4", "False", "(-2,)"), 8), "no number"},
-      {npy(described("<f4", "False", "(2 3)"), 8), "')' is missing"},
-      {npy(described("<f4", "False", "(,)"), 8), "no number"},
-      {npy(described("<f4", "False", "(9223372036854775808,)"), 8), "beyond 2^63"},
-      {npy(described("<f4", "False", "(4611686018427387904, 4)"), 8), "more elements than any file"},
-      {npy(described("<f4", "False", "(0, 4611686018427387904, 4)"), 8), "more elements than any file"},
-      {npy(described("<f4", "False", "(4611686018427387903,)"), 8), "more elements than any file"},
-      {npy(described("<f4", "False", "(1000000000000,)"), 8), "cut short"},
+      {npy(described("<f4", "Maybe", "(2,)"), 8), "expected True or False"},
+      {npy(described("<f4", "False", "2"), 8), "expected '('"},
+      {npy(described("<f4", "False", "(2"), 8), "expected a number"},
+      {npy(described("<f4", "False", "(-2,)"), 8), "expected a number"},
+      {npy(described("<f4", "False", "(2 3)"), 8), "or ')' in the shape"},
+      {npy(described("<f4", "False", "(,)"), 8), "expected a number"},
+      {npy(described("<f4", "False", "(9223372036854775808,)"), 8), "2^63 or larger"},
+      {npy(described("<f4", "False", "(4611686018427387904, 4)"), 8), "more elements than a file can hold"},
+      {npy(described("<f4", "False", "(0, 4611686018427387904, 4)"), 8),
+       "more elements than a file can hold"},
+      {npy(described("<f4", "False", "(4611686018427387903,)"), 8), "more elements than a file can hold"},
+      {npy(described("<f4", "False", "(1000000000000,)"), 8), "truncated"},
       {npy("{'descr': '<f4', 'descr': '<f4', 'fortran_order': False, 'shape': (2,)}", 8),
-       "'descr' is unknown or there twice"},
-      {npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'more': 1}", 8), "'more' is unknown"},
+       "unknown or duplicate key 'descr'"},
+      {npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2,), 'more': 1}", 8), "key 'more'"},
       {npy("{'descr': '<f4', 'fortran_order': False}", 8), "'shape' is missing"},
-      {npy("{'descr': '<f4\\n', 'fortran_order': False, 'shape': (2,)}", 8), "characters"},
-      {npy("{'descr: ", 8), "has no end"},
+      {npy("{'descr': '<f4\\n', 'fortran_order': False, 'shape': (2,)}", 8), "unexpected character"},
+      {npy("{'descr: ", 8), "unterminated"},
   };
   for (const auto& [file, part] : cases)
     EXPECT_THAT(error_of<ConfigError>([&, &file = file] { detail::parse_npy("dir/a.npy", bytes(file)); }),
@@ -120,8 +121,8 @@ TEST(Npy, what_is_none_is_refused_with_its_name) {
               HasSubstr("64 dimensions"));
 }
 
-// Each byte of a good header in turn, changed or cut off there: read, or refused by a ConfigError, never
-// worse.
+// Changes each byte of a valid header in turn, or cuts the file there: it must be read, or rejected with a
+// ConfigError.
 TEST(Npy, damage_at_any_byte_is_an_error_or_harmless) {
   const auto good = npy(described("<f4", "False", "(2, 3)"), 24);
   int refused = 0;
@@ -171,16 +172,16 @@ TEST(Idx, headers_of_every_type_are_read) {
 
 TEST(Idx, what_is_none_is_refused_with_its_name) {
   const std::vector<std::pair<std::string, std::string>> cases = {
-      {"", "cut short"},
-      {"ab", "cut short"},
-      {"abcd", "no idx file"},
+      {"", "truncated"},
+      {"ab", "truncated"},
+      {"abcd", "not an idx file"},
       {std::string("\x1f\x8b\x08\x00", 4), "gunzip"},
-      {idx({2}, 7, 2), "no idx file"},
-      {idx({}, 8, 2), "no idx file"},
-      {idx({2}, 8, 1), "cut short: its array has 2 bytes, of which 1"},
-      {idx({2}, 8, 3), "has 1 bytes more"},
-      {idx({2, 2}, 8, 0).substr(0, 9), "cut short in its idx header"},
-      {idx({0xffffffff, 0xffffffff, 0xffffffff}, 14, 8), "more elements than any file"},
+      {idx({2}, 7, 2), "not an idx file"},
+      {idx({}, 8, 2), "not an idx file"},
+      {idx({2}, 8, 1), "truncated file: expected 2 bytes of array data, got 1"},
+      {idx({2}, 8, 3), "has 1 bytes more than its header"},
+      {idx({2, 2}, 8, 0).substr(0, 9), "truncated idx header"},
+      {idx({0xffffffff, 0xffffffff, 0xffffffff}, 14, 8), "more elements than a file can hold"},
       {idx(std::vector<std::uint32_t>(65, 1), 8, 1), "64 dimensions"},
   };
   for (const auto& [file, part] : cases)
@@ -192,11 +193,12 @@ TEST(Cifar, records_are_counted_and_their_labels_checked) {
   std::string file(3 * detail::kCifarRecord, 9);
   EXPECT_EQ(detail::check_cifar10("b", bytes(file)), 3u);
   EXPECT_THAT(error_of<ConfigError>([&] { detail::check_cifar10("d/b.bin", bytes(file + "x")); }),
-              HasSubstr("d/b.bin: is no CIFAR-10 binary file: it has 9220 bytes"));
-  EXPECT_THAT(error_of<ConfigError>([&] { detail::check_cifar10("b", bytes("")); }), HasSubstr("0 bytes"));
+              HasSubstr("d/b.bin: not a CIFAR-10 binary file: expected a multiple of 3073 bytes, got 9220"));
+  EXPECT_THAT(error_of<ConfigError>([&] { detail::check_cifar10("b", bytes("")); }),
+              HasSubstr("bytes, got 0"));
   file[2 * detail::kCifarRecord] = 10;
   EXPECT_THAT(error_of<ConfigError>([&] { detail::check_cifar10("b", bytes(file)); }),
-              HasSubstr("record 2 has the label 10"));
+              HasSubstr("record 2 has label 10"));
 }
 
 TEST(MappedFile, is_the_file_and_changes_stay_in_memory) {

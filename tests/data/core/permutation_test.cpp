@@ -43,8 +43,8 @@ TEST(Permutation, huge_sizes_need_no_more_than_small_ones) {
   EXPECT_LT(found.front(), size / 1000);
 }
 
-// Chi-square of how often each order of a few samples comes, over many keys; a fair shuffle stays near the
-// degrees of freedom, 5 standard deviations at most.
+// Chi-square of the frequencies of all orders of a few samples, over many keys. A fair shuffle stays within 5
+// standard deviations of the degrees of freedom.
 TEST(Permutation, each_order_of_a_few_is_as_likely) {
   for (const std::uint64_t size : {2, 3, 4, 5}) {
     std::map<std::vector<std::uint64_t>, int> counts;
@@ -58,7 +58,7 @@ TEST(Permutation, each_order_of_a_few_is_as_likely) {
   }
 }
 
-// Where a sample stands and which follows it, over many keys and over one order.
+// Positions and neighbours are uniform, over many keys and within one order.
 TEST(Permutation, places_and_neighbours_are_even) {
   for (const std::uint64_t size : {1000, 5000}) {
     std::vector<double> first(10), gap(10);
@@ -86,7 +86,7 @@ TEST(Permutation, keys_that_follow_one_another_give_orders_without_likeness) {
       const auto a = order(size, key), b = order(size, key + 1);
       for (std::size_t i = 0; i < a.size(); ++i) same += a[i] == b[i];
     }
-    EXPECT_NEAR(same, 100, 60) << size;  // one place of each order by chance
+    EXPECT_NEAR(same, 100, 60) << size;  // one position of each order by chance
   }
 }
 

@@ -1,4 +1,4 @@
-// The updates without LibTorch: the same bits at every width of vectors, and however the rows are cut.
+// The updates without LibTorch: the same bits at every vector width, however the rows are divided.
 #include <lockstep/optim/update/update.h>
 
 #include <bit>
@@ -25,7 +25,7 @@ Row numbers(std::size_t count, unsigned seed, bool positive = false) {
   for (float& x : row) {
     x = normal(draw);
     switch (draw() % 24) {
-      case 0: x *= 1e-38f; break;  // its square is 0, and it may be a denormal
+      case 0: x *= 1e-38f; break;  // its square is 0, and it may be denormal
       case 1: x *= 1e30f; break;
       case 2: x = 0; break;
       case 3: x = -0.0f; break;
@@ -38,7 +38,7 @@ Row numbers(std::size_t count, unsigned seed, bool positive = false) {
   return row;
 }
 
-// All NaNs are one.
+// Bit patterns; all NaNs are equal.
 std::vector<std::uint32_t> bits(const Row& row) {
   std::vector<std::uint32_t> result;
   for (float x : row) result.push_back(std::isnan(x) ? 0x7fc00000u : std::bit_cast<std::uint32_t>(x));
@@ -156,8 +156,7 @@ TEST_F(Update, rows_may_be_cut_anywhere) {
   sgd_update(one, 0, count);
   std::mt19937 draw(3);
   for (int round = 0; round < 200; ++round) {
-    // The same rows in slices, some of them empty; and the slices' row again in shares, with scratch of any
-    // size.
+    // The same rows as slices, some of them empty, and processed in shares, with scratch of any size.
     Rows rows(count, 5), rows_sgd(count, 5);
     std::vector<AdamSlice> slices;
     std::vector<SgdSlice> sgd_slices;

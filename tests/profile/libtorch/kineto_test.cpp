@@ -1,4 +1,4 @@
-// LibTorch's own profiler as the source of operators, held against the callbacks.
+// Operators recorded by Kineto, compared with those from callbacks.
 #include <torch/csrc/autograd/profiler_kineto.h>
 #include <torch/torch.h>
 
@@ -50,8 +50,7 @@ void use_processor(double ms) {
   for (const double end = used() + ms; used() < end;) sum = sum + 1;
 }
 
-// For how long the calling thread has been ready to run and had no processor. 0 if the kernel does not count
-// it.
+// How long the calling thread has been runnable without a CPU. 0 if the kernel does not report it.
 double lateness_ms() {
   std::ifstream file("/proc/thread-self/schedstat");
   double ran_ns = 0, waited_ns = 0;
@@ -59,8 +58,8 @@ double lateness_ms() {
   return waited_ns / 1e6;
 }
 
-// Operators, forward and backward, an optimizer, 30 ms of the program's own and 30 ms asleep. Adds the
-// lateness of a step to `lateness`.
+// Runs operators forward and backward, an optimizer, 30 ms of the program's own code and 30 ms of sleep. Adds
+// the lateness of a step to `lateness`.
 profile::RankProfile profile_of(OperatorSource source, const char* name, double* lateness = nullptr) {
   const auto directory = trace_folder(name);
   World world = World::from_environment();
@@ -89,13 +88,13 @@ TEST(KinetoOperators, are_those_that_callbacks_tell_of) {
   const auto callbacks = operators_of(profile_of(OperatorSource::callbacks, "callbacks"));
   const auto profile = profile_of(OperatorSource::kineto, "kineto");
   const auto kineto = operators_of(profile);
-  EXPECT_GT(profile.memory.size(), profile.steps.size());         // asked for between operators
+  EXPECT_GT(profile.memory.size(), profile.steps.size());         // sampled between operators
   EXPECT_EQ(callbacks.at("main aten::mm"), 2 * 20 * 2 + 2 * 19);  // the first input needs no gradient
   EXPECT_EQ(kineto, callbacks);
 }
 
-// Where others use the machine, a thread waits for its turn, which may count for any part. Not every machine
-// tells for how long, so there are several attempts.
+// On a busy machine a thread may be preempted, which distorts any part. Not every machine reports for how
+// long, so there are several attempts.
 TEST(KinetoOperators, make_the_same_parts_of_a_step) {
   std::string told;
   for (int attempt = 0; attempt < 10; ++attempt) {
@@ -119,8 +118,8 @@ TEST(KinetoOperators, make_the_same_parts_of_a_step) {
   FAIL() << told;
 }
 
-// Both clocks are calibrated by readings, between which a busy machine may take the processor away: a few
-// attempts.
+// Both clocks are calibrated by readings between which the thread may be preempted on a busy machine, so
+// there are several attempts.
 TEST(KinetoClock, is_the_profiles) {
   constexpr std::int64_t kWithin = 50'000;  // ns
   constexpr int kAttempts = 10;
@@ -146,7 +145,7 @@ TEST(KinetoClock, is_the_profiles) {
     EXPECT_FALSE(kineto.running());
     EXPECT_EQ(kineto.stop(), std::nullopt);
   }
-  // LibTorch's conversion to the epoch is worse where somebody took the processor while it was calibrated.
+  // LibTorch's conversion to the epoch is less accurate if the thread was preempted during its calibration.
   EXPECT_GT(within, kAttempts / 2);
 }
 
@@ -156,7 +155,7 @@ TEST(KinetoOperators, of_all_threads_are_there) {
   at::mm(torch::ones({4, 4}), torch::ones({4, 4}));
   std::thread([] { at::mm(torch::ones({4, 4}), torch::ones({4, 4})); }).join();
   std::optional<profile::Activities> activities;
-  std::thread([&] { activities = kineto.stop(); }).join();  // a failing operation's thread may do that
+  std::thread([&] { activities = kineto.stop(); }).join();  // a failing operation's thread may stop it
   ASSERT_TRUE(activities);
   std::set<std::int64_t> threads;
   for (const auto& each : activities->operators)
@@ -172,8 +171,8 @@ TEST(Kineto, of_somebody_else_is_left_alone) {
   ::testing::internal::CaptureStderr();
   const auto profile = profile_of(OperatorSource::kineto, "theirs");
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
-              HasSubstr("LibTorch's profiler is running in this process already"));
-  EXPECT_GT(operators_of(profile).at("main aten::mm"), 0);  // callbacks tell of them
+              HasSubstr("LibTorch's profiler is already running in this process"));
+  EXPECT_GT(operators_of(profile).at("main aten::mm"), 0);  // recorded by callbacks
   const auto result = theirs::disableProfiler();
   EXPECT_FALSE(result->events().empty());
 }

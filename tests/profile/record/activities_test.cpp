@@ -1,5 +1,5 @@
-// What Kineto tells of, as a part of a rank's profile, from activities made by hand; and collectives'
-// arrivals.
+// Conversion of Kineto's recording to a rank's profile, from hand-made activities; and arrivals at
+// collectives.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <zlib.h>
@@ -26,7 +26,7 @@ using ::testing::Not;
 using ::testing::SizeIs;
 
 constexpr std::int64_t kMillisecond = 1'000'000;
-constexpr std::int64_t kOrigin = 5000 * kMillisecond;       // of the steady clock
+constexpr std::int64_t kOrigin = 5000 * kMillisecond;       // on the steady clock
 constexpr std::int64_t kEpoch = 1'800'000'000'000'000'000;  // the same moment since the epoch
 
 const EpochClock kClock({kOrigin, kEpoch}, {kOrigin + 1000 * kMillisecond, kEpoch + 1000 * kMillisecond});
@@ -61,13 +61,13 @@ DeviceActivity kernel(const char* name, std::int64_t begin, std::int64_t end, st
 TEST(EpochClock, comes_to_the_steady_clock_also_where_the_other_was_slewed) {
   EXPECT_EQ(kClock.steady(kEpoch + 3), kOrigin + 3);
   EXPECT_EQ(kClock.steady(kEpoch - 3 * kMillisecond), kOrigin - 3 * kMillisecond);
-  // 100 us a second, as a clock that is being corrected.
+  // Slewed by 100 us per second, like a clock that is being corrected.
   const EpochClock slewed({kOrigin, kEpoch},
                           {kOrigin + 10'000 * kMillisecond, kEpoch + 10'001 * kMillisecond});
   EXPECT_NEAR(static_cast<double>(slewed.steady(kEpoch + 10'001 * kMillisecond) - kOrigin),
               10'000.0 * kMillisecond, 10.0);
   EXPECT_NEAR(static_cast<double>(slewed.steady(kEpoch) - kOrigin), 0.0, 1.0);
-  // Set by an hour: what was before counts.
+  // Set forward by an hour: the first calibration is used.
   const EpochClock set({kOrigin, kEpoch}, {kOrigin + 10 * kMillisecond, kEpoch + 3'600'000 * kMillisecond});
   EXPECT_EQ(set.steady(kEpoch + 5), kOrigin + 5);
 }
@@ -93,17 +93,17 @@ TEST(KinetoOperators, become_spans_of_their_threads) {
   std::map<std::string, Event> by_name;
   for (const auto& event : profile.events)
     by_name[profile.names[static_cast<std::size_t>(event.name)]] = event;
-  EXPECT_THAT(by_name, SizeIs(5));  // one began before the window
+  EXPECT_THAT(by_name, SizeIs(5));  // omits the one that began before the window
   EXPECT_FALSE(by_name.contains("aten::early"));
   EXPECT_EQ(by_name["aten::mm"].begin, 20 * kMillisecond);
   EXPECT_EQ(by_name["aten::mm"].depth, 1);
   EXPECT_EQ(by_name["aten::empty"].depth, 2);
-  EXPECT_EQ(by_name["aten::add"].end, 40 * kMillisecond);  // cut: what it is in has ended there
+  EXPECT_EQ(by_name["aten::add"].end, 40 * kMillisecond);  // shortened, because the enclosing span has ended
   EXPECT_EQ(by_name["aten::relu"].thread, 1);
   EXPECT_EQ(profile.threads.at(1), "thread 800");
 }
 
-// The thread's processor time is known at the borders of the step alone.
+// The thread's CPU time is known only at step borders.
 TEST(KinetoOperators, leave_the_rest_of_a_step_to_code_and_idle) {
   auto profile = made();
   profile.events = {{.kind = SpanKind::range, .name = 1, .cpu_begin = 0, .cpu_end = 0},
@@ -118,7 +118,7 @@ TEST(KinetoOperators, leave_the_rest_of_a_step_to_code_and_idle) {
   add_operators(profile, activities, kClock);
   const auto parts = summarize({profile}).steps.at(0).parts;
   EXPECT_DOUBLE_EQ(parts.compute, 50);
-  EXPECT_DOUBLE_EQ(parts.code, 20);  // 70 of the processor, 50 of them in operators
+  EXPECT_DOUBLE_EQ(parts.code, 20);  // 70 ms of CPU time, 50 of them in operators
   EXPECT_DOUBLE_EQ(parts.idle, 30);
   EXPECT_DOUBLE_EQ(parts.other, 0);
 }
@@ -130,7 +130,7 @@ RankProfile with_device() {
   activities.operators = {op("aten::mm", 1, 5, 11), op("aten::copy_", 6, 9, 12)};
   activities.launches = {{700, kEpoch + 2 * kMillisecond, 501}};
   activities.device = {kernel("gemm", 10, 40, 7, 501, 11),  // launched at 2, inside aten::mm
-                       kernel("gemm", 110, 130, 7),         // by nobody that is known
+                       kernel("gemm", 110, 130, 7),         // launch unknown
                        kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 30, 60, 20),
                        kernel("gemm", -20, -10), kernel("late", 205, 210)};
   activities.device.push_back({DeviceKind::copy, "Memcpy HtoD", 0, 7, kEpoch + 70 * kMillisecond,
@@ -150,7 +150,7 @@ TEST(DeviceActivities, become_rows_of_devices_and_streams) {
   EXPECT_EQ(first.begin, 10 * kMillisecond);
   EXPECT_EQ(profile.names[static_cast<std::size_t>(first.launched_by)], "aten::mm");
   EXPECT_EQ(first.thread, 0);
-  EXPECT_EQ(first.launched, 2 * kMillisecond);  // the call
+  EXPECT_EQ(first.launched, 2 * kMillisecond);  // time of the call
   const auto& copy = profile.device[2];
   EXPECT_EQ(copy.kind, DeviceKind::copy);
   EXPECT_EQ(copy.launched, 6 * kMillisecond + 3 * kMillisecond / 2);  // the operator's middle
@@ -160,7 +160,7 @@ TEST(DeviceActivities, become_rows_of_devices_and_streams) {
 TEST(DeviceActivities, a_launch_outside_of_all_spans_has_no_arrow) {
   auto profile = made();
   Activities activities;
-  activities.operators = {op("aten::mm", 1, 5, 11)};  // not among the spans: callbacks tell of operators
+  activities.operators = {op("aten::mm", 1, 5, 11)};  // not among the spans: operators come from callbacks
   activities.device = {kernel("gemm", 10, 40, 7, 501, 11)};
   add_device(profile, activities, kClock);
   ASSERT_THAT(profile.device, SizeIs(1));
@@ -171,12 +171,12 @@ TEST(DeviceActivities, a_launch_outside_of_all_spans_has_no_arrow) {
 TEST(DeviceSummary, busy_time_kernels_and_exposed_communication) {
   const auto summary = summarize({with_device()});
   ASSERT_TRUE(summary.each.at(0).device);
-  const auto& device = *summary.each[0].device;  // of two steps
+  const auto& device = *summary.each[0].device;  // over two steps
   EXPECT_DOUBLE_EQ(device.busy_ms, (50 + 5 + 20) / 2.0);
   EXPECT_DOUBLE_EQ(device.kernel_ms, (30 + 30 + 20) / 2.0);
   EXPECT_DOUBLE_EQ(device.copy_ms, 5 / 2.0);
   EXPECT_DOUBLE_EQ(device.communication_ms, 30 / 2.0);
-  EXPECT_DOUBLE_EQ(device.exposed_ms, 20 / 2.0);  // the product ran beside it for 10
+  EXPECT_DOUBLE_EQ(device.exposed_ms, 20 / 2.0);  // the product ran at the same time for 10
   ASSERT_THAT(device.top, SizeIs(2));
   EXPECT_EQ(device.top[0].name, "gemm");
   EXPECT_EQ(device.top[0].count, 2u);
@@ -200,10 +200,10 @@ TEST(DeviceSummary, a_host_that_waits_for_a_busy_device_is_no_trouble) {
   summary.overall.device->busy_ms = 97;
   EXPECT_THAT(hints_for(summary), SizeIs(0));
   summary.overall.device->busy_ms = 30;
-  EXPECT_THAT(hints_for(summary)[0], HasSubstr("70 ms of 100 ms a step the device has nothing to do"));
+  EXPECT_THAT(hints_for(summary)[0], HasSubstr("the device is idle for 70 ms of each 100 ms step"));
 }
 
-// Backward on autograd's own thread, while the one that called it sleeps.
+// Backward runs on autograd's own thread while the calling thread sleeps.
 TEST(DeviceSummary, backward_on_another_thread_is_computing) {
   auto profile = made();
   profile.threads = {"main", "autograd", "loader"};
@@ -218,12 +218,12 @@ TEST(DeviceSummary, backward_on_another_thread_is_computing) {
                  .cpu_begin = cpu < 0 ? -1 : cpu * kMillisecond,
                  .cpu_end = cpu < 0 ? -1 : (cpu + end - begin) * kMillisecond};
   };
-  // The main thread computes for 10 ms, sleeps for 80, computes for 10.
+  // The main thread computes for 10 ms, sleeps for 80 and computes for 10.
   profile.events = {event(1, 0, 0, 10, 0), event(3, 1, 20, 60, -1), event(4, 2, 60, 90, -1),
                     event(1, 0, 90, 100, 10)};
   const auto parts = summarize({profile}).overall.parts;
   EXPECT_DOUBLE_EQ(parts.compute, 10 + 40 + 10);
-  EXPECT_DOUBLE_EQ(parts.idle, 40);  // a loader's thread is none of its business
+  EXPECT_DOUBLE_EQ(parts.idle, 40);  // a loader's thread does not count
 }
 
 TEST(DeviceSummary, knows_nccl_by_its_kernels) {
@@ -273,7 +273,7 @@ TEST(DeviceReport, has_them_in_its_timeline) {
   std::size_t kernels = 0;
   for (const auto& event : rank["events"])
     kernels += report["timeline"]["kinds"][event[0].get<int>()] == "kernel";
-  EXPECT_EQ(kernels, 2u);  // NCCL's is communication
+  EXPECT_EQ(kernels, 2u);  // NCCL's kernel counts as communication
 }
 
 TEST(DeviceFile, comes_back_as_it_was_and_what_is_wrong_is_told) {

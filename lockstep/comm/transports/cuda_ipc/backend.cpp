@@ -143,9 +143,10 @@ class CudaIpcBackend final : public OpBackend {
     barrier_ = &place.engine->barrier();
     const auto deadline = shm::Clock::now() + context.timeout;
     peers_ = std::make_shared<Peers>(*place.engine, context.rank, context.size(), device_, deadline);
-    op_queue_ = std::make_shared<shm::OpQueue>(std::make_unique<cuda_ipc::Engine>(std::move(place.engine), peers_),
-                                        place.group_segment);
-    auto messages = std::make_shared<shm::Messages>(*barrier_, *place.group_segment, place.tuning.spin, op_queue_);
+    op_queue_ = std::make_shared<shm::OpQueue>(
+        std::make_unique<cuda_ipc::Engine>(std::move(place.engine), peers_), place.group_segment);
+    auto messages =
+        std::make_shared<shm::Messages>(*barrier_, *place.group_segment, place.tuning.spin, op_queue_);
     mail_ = std::make_shared<Mail>(std::move(messages), peers_);
     init();
   }

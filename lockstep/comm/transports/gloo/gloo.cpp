@@ -13,6 +13,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/c10d/store.h>
 #include <lockstep/comm/c10d/transport.h>
 #include <lockstep/comm/reduce/reduce.h>
@@ -97,7 +98,7 @@ class GlooTransport final : public Transport {
           return c10::make_intrusive<Gloo>(store, rank, size, options);
         });
     auto connected = task->get_future();
-    std::thread([task] { (*task)(); }).detach();
+    start_thread("connecting gloo", [task] { (*task)(); }).detach();
     while (connected.wait_for(std::chrono::milliseconds(20)) != std::future_status::ready)
       if (context.failed && context.failed() &&
           connected.wait_for(std::chrono::milliseconds(200)) != std::future_status::ready)

@@ -56,7 +56,8 @@ class HierarchyBackend final : public OpBackend {
         group_segment);
     std::shared_ptr<shm::Messages> messages;
     if (barrier != nullptr)
-      messages = std::make_shared<shm::Messages>(*barrier, *group_segment, spin, op_queue_, /*has_others=*/true);
+      messages =
+          std::make_shared<shm::Messages>(*barrier, *group_segment, spin, op_queue_, /*has_others=*/true);
     mail_ = std::make_shared<Mail>(hosts, std::move(messages), barrier, links_);
     init();
   }
@@ -92,7 +93,7 @@ class HierarchyBackend final : public OpBackend {
     auto prepare = [&](const auto& engine) {
       using Engine = typename std::decay_t<decltype(engine)>::element_type;
       auto work = c10::make_intrusive<QueueWork<Engine>>(rank_, request.type, std::move(request.keep),
-                                                        std::move(request.results), engine, false);
+                                                         std::move(request.results), engine, false);
       work->prepare(std::move(request.finish), std::move(request.explain));
       return work;
     };

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/quiet_threads.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/group/error_text.h>
 #include <lockstep/comm/group/work_state.h>
 #include <lockstep/comm/transports/shm/engine/barrier.h>
@@ -134,7 +135,7 @@ int C10dLinks::wait(Transfer& transfer, Clock::time_point deadline) {
     place = waiters_.insert(waiters_.end(), &waiter);
     if (!watcher_.joinable()) {
       const detail::QuietThreads quiet;
-      watcher_ = std::thread([this] { watch(); });
+      watcher_ = detail::start_thread("messages between hosts", [this] { watch(); });
     } else if (asleep_) {
       changed_.notify_all();
     }

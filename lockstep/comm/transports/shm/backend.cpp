@@ -74,7 +74,7 @@ ShmPlace::ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& opt
   key_value.forget = [&](const std::string& key) {
     try {
       store.deleteKey(key);
-      for (const auto& each : options.key_value) store.deleteKey(each);
+      for (const auto& each : options.store_keys) store.deleteKey(each);
     } catch (const std::exception&) {  // some stores cannot
     }
   };
@@ -82,10 +82,11 @@ ShmPlace::ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& opt
     if (options.failed()) throw std::runtime_error("the job has failed");
   };
   const shm::HostInfo host_info{options.local_ranks, options.threads, options.names};
-  group_segment =
-      std::make_shared<shm::GroupSegment>(rank, size, host_info, key_value, shm::Clock::now() + options.timeout, check);
+  group_segment = std::make_shared<shm::GroupSegment>(rank, size, host_info, key_value,
+                                                      shm::Clock::now() + options.timeout, check);
   tuning = tuning_for(group_segment->roomy(), size);
-  engine = std::make_unique<shm::Engine>(group_segment->region(), rank, tuning, *group_segment, options.names);
+  engine =
+      std::make_unique<shm::Engine>(group_segment->region(), rank, tuning, *group_segment, options.names);
 }
 
 ShmBackend::ShmBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size, const ShmOptions& options)
@@ -119,7 +120,7 @@ OpBackend::WorkPtr ShmBackend::post(Request request) {
     using Engine = typename std::decay_t<decltype(engine)>::element_type;
     auto work =
         c10::make_intrusive<QueueWork<Engine>>(rank_, request.type, std::move(request.keep),
-                                              std::move(request.results), engine, true, title(request.op));
+                                               std::move(request.results), engine, true, title(request.op));
     work->prepare(std::move(request.finish), std::move(request.explain));
     return work;
   };

@@ -7,9 +7,9 @@
 
 #include <lockstep/comm/c10d/op_backend.h>
 #include <lockstep/comm/transports/shm/engine/fork.h>
-#include <lockstep/comm/transports/shm/engine/op_queue.h>
-#include <lockstep/comm/transports/shm/engine/messages.h>
 #include <lockstep/comm/transports/shm/engine/group_segment.h>
+#include <lockstep/comm/transports/shm/engine/messages.h>
+#include <lockstep/comm/transports/shm/engine/op_queue.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 namespace lockstep::detail {
@@ -19,8 +19,8 @@ struct ShmOptions {
   int local_ranks = 0;  // processes of the job on this host
   int threads = 1;      // that each of them computes with
   std::function<bool()> failed = [] { return false; };
-  std::vector<std::string> key_value{};  // of this rank's in the store: deleted when all have met
-  std::vector<int> names = {};       // of the ranks, in errors; none: their numbers
+  std::vector<std::string> store_keys{};  // of this rank's in the store: deleted when all have met
+  std::vector<int> names = {};            // of the ranks, in errors; none: their numbers
 };
 
 struct TransportContext;

@@ -32,7 +32,7 @@ class QueueWork : public EngineWork {
  public:
   using ItemPtr = std::shared_ptr<typename Engine::Item>;
   QueueWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
-           std::shared_ptr<Engine> engine, bool abandons_shared_only, const char* title = nullptr)
+            std::shared_ptr<Engine> engine, bool abandons_shared_only, const char* title = nullptr)
       : EngineWork(rank, type, std::move(inputs), std::move(outputs), title),
         engine_(std::move(engine)),
         abandons_shared_only_(abandons_shared_only) {}

@@ -11,8 +11,7 @@ namespace {
 
 class ThreadsBackend final : public OpBackend {
  public:
-  ThreadsBackend(std::shared_ptr<Hub> hub, int rank, int size)
-      : OpBackend(rank, size), hub_(std::move(hub)) {
+  ThreadsBackend(std::shared_ptr<Hub> hub, int rank, int size) : OpBackend(rank, size), hub_(std::move(hub)) {
     init();
   }
   ~ThreadsBackend() override { hub_->leave(rank_); }

@@ -1,4 +1,4 @@
-// The arithmetic of comm/reduce.h on a device, with the same bits: the aligned binary tree over the inputs,
+// The arithmetic of comm/reduce/reduce.h on a device, with the same bits: the aligned binary tree over the inputs,
 // bfloat16 and float16 in float and rounded once, of several NaNs the leftmost.
 #pragma once
 

@@ -61,7 +61,7 @@ Mail::Mail(std::shared_ptr<shm::Messages> messages, std::shared_ptr<Peers> peers
 
 Mail::ItemPtr Mail::post(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout) {
   return op.call.operation == Operation::send ? send(std::move(op), peer, tag, timeout)
-                                                : receive(std::move(op), peer, tag, timeout);
+                                              : receive(std::move(op), peer, tag, timeout);
 }
 
 // ---- sending ----------------------------------------------------------------------------------------------

@@ -136,8 +136,7 @@ void Engine::scatter(Op& op) {
       }
     }
   if (at_root)
-    inside_.scatter(hosts_.place_of(call.root), std::move(pieces), sizes, op.outputs.at(0), bytes,
-                    deadline_);
+    inside_.scatter(hosts_.place_of(call.root), std::move(pieces), sizes, op.outputs.at(0), bytes, deadline_);
   else
     receive(transfers, call.root, op.outputs.at(0), bytes, kDataTag);
   wait(transfers);

@@ -5,6 +5,7 @@
 
 #include <lockstep/base/left_behind.h>
 #include <lockstep/base/quiet_threads.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/transports/hierarchy/engine/engine.h>
 
 namespace lockstep::hierarchy {
@@ -58,7 +59,8 @@ Mail::ItemPtr Mail::post(Op op, std::int64_t tag, std::chrono::nanoseconds timeo
   try {
     if (!listener_.joinable()) {
       const detail::QuietThreads quiet;
-      listener_ = std::thread([self = shared_from_this()] { self->listen(); });
+      listener_ =
+          detail::start_thread("messages between hosts", [self = shared_from_this()] { self->listen(); });
     }
     if (item->op.call.operation == Operation::send)
       send_far(lock, item);
@@ -185,8 +187,8 @@ void Mail::take(Lock& lock, const ItemPtr& item, const Note& note, int from) {
       throw shm::Mismatch(*mismatch);
     }
     if (call.bytes == 0) return settle(lock, *item, nullptr, from);
-    item->data = links_->receive(from, item->op.outputs.at(0), static_cast<std::size_t>(call.bytes),
-                                 tag_of(note.id));
+    item->data =
+        links_->receive(from, item->op.outputs.at(0), static_cast<std::size_t>(call.bytes), tag_of(note.id));
     changed_.notify_all();
   } catch (...) {
     settle(lock, *item, std::current_exception());

@@ -8,6 +8,7 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/c10d/transport.h>
 #include <lockstep/comm/reduce/reduce.h>
 #include <lockstep/comm/transports/mpi/module/backend.h>
@@ -98,7 +99,7 @@ MPI_Comm connect(const TransportContext& context) {
   std::packaged_task<MPI_Comm()> task(
       [ranks = context.ranks, tag = tag_of(context.group)] { return make_communicator(ranks, tag); });
   auto made = task.get_future();
-  std::thread(std::move(task)).detach();
+  start_thread("connecting MPI", std::move(task)).detach();
   if (made.wait_for(limit_of(context)) != std::future_status::ready) {
     Progress::get().leave_mpi_alone();
     throw Error(fmt::format(

@@ -13,6 +13,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/log.h>
+#include <lockstep/base/start_thread.h>
 #include <lockstep/comm/transports/mpi/module/datatypes.h>
 
 namespace lockstep::detail {
@@ -56,7 +57,7 @@ void Progress::start(milliseconds timeout) {
     process_ = ::getpid();
     std::promise<void> ready;
     ready_ = ready.get_future().share();
-    thread_ = std::thread([this, ready = std::move(ready)]() mutable { run(std::move(ready)); });
+    thread_ = start_thread("MPI", [this, ready = std::move(ready)]() mutable { run(std::move(ready)); });
   }
   if (ready_.wait_for(timeout) != std::future_status::ready)
     throw Error(

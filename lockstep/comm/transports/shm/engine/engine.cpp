@@ -268,7 +268,9 @@ void Engine::find_sources(CollectiveState& state, Clock::time_point deadline) {
       case Operation::all_reduce:
       case Operation::reduce: pieces[0] = state.length(call.count); break;
       case Operation::all_gather: pieces[0] = state.length(call.from.at(at(r))); break;
-      case Operation::gather: pieces[0] = state.length(region.sizes(r, state.first_step)[at(call.root)]); break;
+      case Operation::gather:
+        pieces[0] = state.length(region.sizes(r, state.first_step)[at(call.root)]);
+        break;
       case Operation::reduce_scatter:
         for (auto elements : call.to) *pieces++ = state.length(elements);
         break;
@@ -276,7 +278,8 @@ void Engine::find_sources(CollectiveState& state, Clock::time_point deadline) {
         if (r != call.root) continue;
         [[fallthrough]];
       case Operation::all_to_all:
-        for (auto elements : region.sizes(r, state.first_step).first(at(ranks))) *pieces++ = state.length(elements);
+        for (auto elements : region.sizes(r, state.first_step).first(at(ranks)))
+          *pieces++ = state.length(elements);
         break;
       default: continue;
     }
@@ -312,7 +315,8 @@ void Engine::fill_stage(const CollectiveState& state, std::size_t from) {
   char* stage = this->stage(state.window * state.own.size());
   for (std::size_t i = 0; i < state.own.size(); ++i)
     if (from < state.sizes[i])
-      to_stage_.copy(stage + i * state.window, state.own[i] + from, std::min(state.window, state.sizes[i] - from));
+      to_stage_.copy(stage + i * state.window, state.own[i] + from,
+                     std::min(state.window, state.sizes[i] - from));
 }
 
 const char* Engine::piece(const CollectiveState& state, int rank, int number, std::size_t from) const {
@@ -352,7 +356,8 @@ void Engine::exchange(CollectiveState& state, Clock::time_point deadline) {
       take(state, from, staged ? from + state.window : SIZE_MAX);
     from += state.window;
     if (from >= longest) break;
-    if (state.bytes != 0 && state.sources[at(barrier_.rank())].kind == Source::Kind::staged) fill_stage(state, from);
+    if (state.bytes != 0 && state.sources[at(barrier_.rank())].kind == Source::Kind::staged)
+      fill_stage(state, from);
     come();
     meet(deadline);
   }

@@ -64,7 +64,8 @@ void Engine::reduce_slots(CollectiveState& state, Clock::time_point deadline) {
     // Into the next step's slot, which nobody reads any more: this step's belong to the operation after this
     // one.
     detail::reduce_tree(state.call().dtype, state.call().reduction, state.inputs,
-                        region.data(barrier_.rank(), state.first_step + 1) + mine, bytes / state.op->item_size);
+                        region.data(barrier_.rank(), state.first_step + 1) + mine,
+                        bytes / state.op->item_size);
   }
   come();
   meet(deadline);

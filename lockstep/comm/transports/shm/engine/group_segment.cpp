@@ -37,8 +37,8 @@ struct Offer {
 
 }  // namespace
 
-GroupSegment::GroupSegment(int rank, int ranks, const HostInfo& host_info, const KeyValue& key_value, Clock::time_point deadline,
-                 const std::function<void()>& check)
+GroupSegment::GroupSegment(int rank, int ranks, const HostInfo& host_info, const KeyValue& key_value,
+                           Clock::time_point deadline, const std::function<void()>& check)
     : rank_(rank), ranks_(ranks) {
   auto key = [](int each) { return fmt::format("rank {}", each); };
   Offer offer;
@@ -47,7 +47,8 @@ GroupSegment::GroupSegment(int rank, int ranks, const HostInfo& host_info, const
     region().prepare();
     offer.id = SegmentServer::instance().offer(segment_);
   }
-  key_value.set(key(rank), fmt::format("{} {} {}", SegmentServer::instance().name(), own_processors(), offer.id));
+  key_value.set(key(rank),
+                fmt::format("{} {} {}", SegmentServer::instance().name(), own_processors(), offer.id));
   for (int r = 0; r < ranks; ++r) {
     std::istringstream word(key_value.get(key(r)));
     std::string name;
@@ -73,7 +74,7 @@ GroupSegment::GroupSegment(int rank, int ranks, const HostInfo& host_info, const
 }
 
 void GroupSegment::meet(std::uint32_t stage, const HostInfo& host_info, Clock::time_point deadline,
-                   const std::function<void()>& check) {
+                        const std::function<void()>& check) {
   Line& line = region().line(rank_);
   line.joined.store(stage, std::memory_order_seq_cst);
   futex_wake_all(line.joined);

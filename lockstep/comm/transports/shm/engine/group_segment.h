@@ -33,8 +33,8 @@ struct HostInfo {
 class GroupSegment final : public Memory {
  public:
   // Meets the others. check is called now and then while it waits, and throws to end that.
-  GroupSegment(int rank, int ranks, const HostInfo& host_info, const KeyValue& key_value, Clock::time_point deadline,
-          const std::function<void()>& check);
+  GroupSegment(int rank, int ranks, const HostInfo& host_info, const KeyValue& key_value,
+               Clock::time_point deadline, const std::function<void()>& check);
   ~GroupSegment() override;
 
   // Whether every rank has a processor for each of its threads, so that waiting may keep one for a moment. As

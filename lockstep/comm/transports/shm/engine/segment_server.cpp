@@ -15,8 +15,8 @@
 #include <lockstep/base/error.h>
 #include <lockstep/base/quiet_threads.h>
 #include <lockstep/base/start_thread.h>
-#include <lockstep/comm/transports/shm/engine/fork.h>
 #include <lockstep/comm/transports/shm/engine/barrier.h>
+#include <lockstep/comm/transports/shm/engine/fork.h>
 
 namespace lockstep::shm {
 namespace {

@@ -61,9 +61,9 @@ void stream_bytes(void* to, const void* from, std::size_t bytes) noexcept {
   for (; at + kLine <= bytes; at += kLine) {
     const auto* source = reinterpret_cast<const __m128i*>(in + at);
     auto* target = reinterpret_cast<__m128i*>(out + at);
-    const __m128i key_value[] = {_mm_loadu_si128(source), _mm_loadu_si128(source + 1),
+    const __m128i words[] = {_mm_loadu_si128(source), _mm_loadu_si128(source + 1),
                              _mm_loadu_si128(source + 2), _mm_loadu_si128(source + 3)};
-    for (int i = 0; i < 4; ++i) _mm_stream_si128(target + i, key_value[i]);
+    for (int i = 0; i < 4; ++i) _mm_stream_si128(target + i, words[i]);
   }
   if (at < bytes) std::memcpy(out + at, in + at, bytes - at);
   _mm_sfence();

@@ -116,9 +116,9 @@ void Hub::post_point_to_point(int rank, std::int64_t tag, Op op) {
     if (nobody_left(rank, peer)) {
       lock.unlock();
       return op.done(error_of(CommError::Kind::peer_died,
-                                peer == kAnySource ? std::string("every other rank has left the group")
-                                                   : fmt::format("rank {} has left the group", peer)),
-                       -1);
+                              peer == kAnySource ? std::string("every other rank has left the group")
+                                                 : fmt::format("rank {} has left the group", peer)),
+                     -1);
     }
     (sends ? sends_ : receives_).push_back({rank, tag, std::move(op)});
     return;

@@ -102,9 +102,7 @@ class Rank {
     return op;
   }
   // As Work::wait does.
-  void follow(const Op& op) {
-    cudaStreamWaitEvent(stream_, static_cast<Order*>(op.order.get())->done, 0);
-  }
+  void follow(const Op& op) { cudaStreamWaitEvent(stream_, static_cast<Order*>(op.order.get())->done, 0); }
   void run(Op& op) {
     engine_->begin(op);
     engine_->finish(op, soon());

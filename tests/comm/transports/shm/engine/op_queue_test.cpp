@@ -49,8 +49,8 @@ class Lanes {
     Region region(region_memory_.get(), ranks);
     region.prepare();
     for (int r = 0; r < ranks; ++r)
-      lanes_.push_back(std::make_shared<OpQueue>(std::make_unique<Engine>(region, r, Engine::Tuning{}, memory_),
-                                              region_memory_));
+      lanes_.push_back(std::make_shared<OpQueue>(
+          std::make_unique<Engine>(region, r, Engine::Tuning{}, memory_), region_memory_));
   }
   ~Lanes() {
     for (const auto& op_queue : lanes_) op_queue->close();

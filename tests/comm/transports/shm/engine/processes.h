@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/comm/transports/shm/engine/op_queue.h>
-#include <lockstep/comm/transports/shm/engine/messages.h>
 #include <lockstep/comm/transports/shm/engine/group_segment.h>
+#include <lockstep/comm/transports/shm/engine/messages.h>
+#include <lockstep/comm/transports/shm/engine/op_queue.h>
 
 #include "support/folder.h"
 

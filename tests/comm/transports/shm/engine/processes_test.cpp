@@ -398,9 +398,9 @@ std::set<std::string> mapped_files(const std::string& pid) {
   std::set<std::string> found;
   std::ifstream maps("/proc/" + pid + "/maps");
   for (std::string line; std::getline(maps, line);) {
-    std::istringstream key_value(line);
+    std::istringstream fields(line);
     std::string range, rights, offset, device, inode, path;
-    if (key_value >> range >> rights >> offset >> device >> inode && std::getline(key_value >> std::ws, path))
+    if (fields >> range >> rights >> offset >> device >> inode && std::getline(fields >> std::ws, path))
       found.insert(device + " " + inode + " " + path);
   }
   return found;

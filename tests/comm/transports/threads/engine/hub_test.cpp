@@ -43,7 +43,7 @@ std::shared_ptr<Hub> make_hub(int ranks) {
 }
 
 Op part_of(Operation operation, int rank, int ranks, std::uint64_t sequence, std::vector<float>& data,
-             Ticket& ticket) {
+           Ticket& ticket) {
   Op op;
   op.call.operation = operation;
   op.call.dtype = Dtype::float32;
