@@ -1,4 +1,4 @@
-// What it costs to compare the ranks' calls before data moves (docs/errors.md), beside what it guards: an
+// Cost of comparing the ranks' calls before data moves (docs/errors.md), next to what it protects: an
 // all_reduce of one number between ranks that are threads, and the all_gather that LOCKSTEP_CHECK=1 adds on
 // gloo.
 #include <benchmark/benchmark.h>
@@ -38,11 +38,11 @@ void compare_all(benchmark::State& state) {
 }
 BENCHMARK(compare_all)->Arg(2)->Arg(8)->Arg(64);
 
-// Everything that a call carries for the comparison: made, copied, compared.
+// Everything that a call carries for the comparison: constructed, copied and compared.
 void describe_copy_compare(benchmark::State& state) {
   for (auto _ : state) {
     const auto a = example(0, 2);
-    const auto b = a;  // NOLINT: the copy is what is measured
+    const auto b = a;  // NOLINT: the benchmark measures this copy
     benchmark::DoNotOptimize(lockstep::detail::find_difference(a, b));
   }
 }

@@ -1,11 +1,11 @@
-// An all-reduce of CUDA tensors by ranks that share a GPU, beside Gloo's in the same run and a copy on the
-// device:
+// All-reduce of CUDA tensors by ranks that share a GPU, compared with Gloo's in the same run and with a copy
+// on the device:
 //
 //   lockstep run -n 2 bench_cuda_ipc [MiB]
 //
-// Each round takes the peers in turn, from a barrier to the device's being idle; a time is the slowest
-// rank's, a row the median of the rounds. `alone`: one operation. `in a row`: each of ten, after which the
-// host waits once.
+// Each round measures the peers in turn, from a barrier until the device is idle. A time is that of the
+// slowest rank, a row the median of the rounds. `alone`: one operation. `in a row`: each of ten, with one
+// host synchronisation after the last.
 #include <unistd.h>
 
 #include <algorithm>
@@ -32,10 +32,10 @@ constexpr int kRounds = 15, kInARow = 10;
 struct Peer {
   std::string name;
   std::function<void()> operation;
-  std::vector<double> alone = {}, in_a_row = {};  // seconds of the slowest rank
+  std::vector<double> alone = {}, in_a_row = {};  // Seconds of the slowest rank.
 };
 
-// LibTorch's ProcessGroupGloo as it is, in a group of its own.
+// LibTorch's ProcessGroupGloo itself, in a group of its own.
 std::unique_ptr<lockstep::detail::Transport> make_gloo(Group& group) {
   auto path = fmt::format("/tmp/bench_cuda_ipc.{}.{}", ::getpid(), Clock::now().time_since_epoch().count());
   path = group.broadcast_value(path);
@@ -98,7 +98,7 @@ int run(double mebibytes) {
     by_gloo(of_gloo);
   } catch (const std::exception& error) {
     takes_cuda = false;
-    if (world.rank() == 0) fmt::print("Gloo does not take CUDA tensors here: {:.60}\n", error.what());
+    if (world.rank() == 0) fmt::print("Gloo does not accept CUDA tensors here: {:.60}\n", error.what());
   }
   if (takes_cuda) peers.insert(peers.begin() + gloo_row, {"gloo, CUDA tensors", [&] { by_gloo(of_gloo); }});
 
@@ -130,7 +130,7 @@ int run(double mebibytes) {
 int main(int argc, char** argv) {
   const double mebibytes = argc > 1 ? std::atof(argv[1]) : 25;
   if (argc > 2 || !(mebibytes > 0)) {
-    fmt::print(stderr, "usage: lockstep run -n RANKS bench_cuda_ipc [MiB], where MiB is a number above 0\n");
+    fmt::print(stderr, "usage: lockstep run -n RANKS bench_cuda_ipc [MiB], with MiB above 0\n");
     return 2;
   }
   if (torch::cuda::device_count() == 0 || !lockstep::detail::cuda_ipc_available()) {

@@ -1,10 +1,12 @@
-// What profiling costs: a step with a Profiler whose window has not come, against the same step without one.
-// The two alternate step by step in one process, in an order drawn by chance, pinned to one core, after a
-// step that warms the caches. Each pair gives a ratio; of all pairs that no other process interrupted the
-// mean of the middle half is taken, with a 95 percent interval by bootstrap, until that is narrower than
-// half of the aim. By the thread's processor time, and by wall time. Where others use the machine that takes
-// too long: so what differs between the two, which is what a World tells its observers, is also measured by
-// itself, in steps that compute nothing. Then a step while it records, and a span that nobody hears.
+// Overhead of profiling: a step with a Profiler outside its window, compared with the same step without one.
+// The two alternate step by step in one process, in random order, pinned to one core, after a step that warms
+// the caches. Each pair gives a ratio. The result is the mean of the middle half of all pairs that no other
+// process interrupted, with a 95 percent bootstrap interval; measuring stops when that is narrower than half
+// of the aim. It is given for the thread's processor time and for wall time.
+//
+// On a busy machine that takes too long, so the difference itself, the calls by which a World notifies its
+// observers, is also measured alone, in steps that compute nothing. Then follow a step while the profiler
+// records, and a span without a listener.
 //
 //   bench_profiler [SECONDS]
 #include <torch/torch.h>
@@ -40,7 +42,7 @@ double now(clockid_t clock) {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
 }
 
-// Whoever takes the processor meanwhile leaves other bytes in the caches.
+// Counts context switches: another process on the core changes the contents of the caches.
 long switches() {
   rusage usage{};
   ::getrusage(RUSAGE_THREAD, &usage);
@@ -59,7 +61,7 @@ struct Interval {
   double width() const { return high - low; }
 };
 
-// The mean of the middle half: an interrupt in one of a pair's steps is none of the profiler's.
+// The mean of the middle half: an interrupt during one step of a pair is not the profiler's cost.
 double middle(std::vector<double>& values) {
   const auto quarter = static_cast<std::ptrdiff_t>(values.size() / 4);
   std::nth_element(values.begin(), values.begin() + quarter, values.end());
@@ -87,16 +89,16 @@ Interval interval(const std::vector<double>& values, std::mt19937_64& chance) {
 }
 
 const char* verdict(const Interval& found) {
-  if (found.width() > kAim / 2) return "not decided: the interval is too wide";
+  if (found.width() > kAim / 2) return "undecided: the interval is too wide";
   if (found.low - 1 > kAim) return "MISSED";
-  return found.high - 1 <= kAim ? "reached" : "not decided: the aim lies in the interval";
+  return found.high - 1 <= kAim ? "reached" : "undecided: the interval contains the aim";
 }
 
 class Bench {
  public:
   Bench() : world_(lockstep::World::from_environment()) { at::set_num_threads(1); }
 
-  // With a collective: what sees operations is in it.
+  // Includes a collective, because it contains code that observes operations.
   void step() {
     optimizer_.zero_grad();
     model_(input_).sum().backward();
@@ -108,7 +110,7 @@ class Bench {
     world_.step(++steps_);
   }
 
-  // block: steps of one measurement.
+  // block: number of steps per measurement.
   void compare(const char* what, double seconds, int block, std::int64_t first, std::int64_t last) {
     const bool records = first == 1;
     std::vector<double> cpu_ratios, wall_ratios, cpu_plain;
@@ -122,10 +124,11 @@ class Bench {
       const auto before = switches();
       const bool profiled_first = chance_() % 2 == 0;
       for (const bool profiled : {profiled_first, !profiled_first}) {
-        // Made and, for the step without one, ended again: what making one does to caches is done to both.
+        // Constructed for both; for the step without one, destroyed again, so that construction affects the
+        // caches of both equally.
         auto profiler = made(first, last);
         if (!profiled) profiler.reset();
-        if (records) step();  // its first event makes what it needs
+        if (records) step();  // The first recorded event allocates what the profiler needs.
         const double c = now(CLOCK_THREAD_CPUTIME_ID), w = now(CLOCK_MONOTONIC);
         for (int i = 0; i < block; ++i) step();
         cpu[profiled] = now(CLOCK_THREAD_CPUTIME_ID) - c;
@@ -150,7 +153,7 @@ class Bench {
                 middle(cpu_plain) * 1e3);
   }
 
-  // Nanoseconds that a Profiler adds to a step before its window, beside a step's time.
+  // Measures the nanoseconds that a Profiler outside its window adds to a step, relative to a step's time.
   void difference(double seconds) {
     constexpr int kSteps = 200;
     std::vector<double> differences, whole;
@@ -177,7 +180,7 @@ class Bench {
     auto found = interval(differences, chance_);
     std::printf(
         "%-24s %.0f ns, 95 %% in [%.0f, %.0f], for a step's end and one operation (%zu pairs of %d)\n",
-        "what of it differs", found.middle * 1e9, found.low * 1e9, found.high * 1e9, differences.size(),
+        "the difference alone", found.middle * 1e9, found.low * 1e9, found.high * 1e9, differences.size(),
         kSteps);
     found = {1 + found.middle / step_s, 1 + found.low / step_s, 1 + found.high / step_s};
     std::printf("%-24s %.5f of a step of %.3f ms, in [%.5f, %.5f]; aim %.3f: %s\n", "", found.middle,
@@ -208,15 +211,16 @@ class Bench {
 
 int main(int argc, char** argv) {
   const double seconds = argc > 1 ? std::atof(argv[1]) : 60;
-  lockstep::set_log_level(lockstep::LogLevel::error);  // windows that never come are told of, once each
+  // Each profiler warns once if its window was never reached.
+  lockstep::set_log_level(lockstep::LogLevel::error);
   pin();
   Bench bench;
   for (int i = 0; i < 200; ++i) bench.step();
-  bench.compare("off, its window to come", seconds, 1, 1'000'000'000, 1'000'000'001);
+  bench.compare("outside its window", seconds, 1, 1'000'000'000, 1'000'000'001);
   bench.difference(seconds / 4);
-  bench.compare("while it records", seconds / 4, 20, 1, 1'000'000'000);
+  bench.compare("while recording", seconds / 4, 20, 1, 1'000'000'000);
   const auto begin = Clock::now();
   constexpr int kSpans = 50'000'000;
   for (int i = 0; i < kSpans; ++i) lockstep::detail::Span span(lockstep::detail::SpanKind::wait, "none");
-  std::printf("%-24s %.2f ns\n", "a span nobody hears", seconds_since(begin) / kSpans * 1e9);
+  std::printf("%-24s %.2f ns\n", "a span without listener", seconds_since(begin) / kSpans * 1e9);
 }

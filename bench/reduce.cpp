@@ -1,6 +1,7 @@
-// The core of an all-reduce in place in shared memory: p buffers are read, their sum is written to all of
-// them. Bytes are those read and written, 2 p n. Beside it memcpy that moves as many. Buffers
-// of 32 KiB stay in a core's cache, those of 25 MiB in none; 12.5 MiB hold as many bfloat16 as 25 MiB floats.
+// The core of an in-place all-reduce in shared memory: reads p buffers and writes their sum to all of them.
+// Counts bytes read and written, 2 p n. Compared with a memcpy of the same number of bytes. Buffers of 32 KiB
+// stay in a core's cache, those of 25 MiB in none; 12.5 MiB hold as many bfloat16 values as 25 MiB hold
+// floats.
 #include <benchmark/benchmark.h>
 
 #include <cstring>
@@ -15,7 +16,7 @@ namespace {
 using namespace lockstep;
 using detail::SimdLevel;
 
-// Zeros, which stay what they are however often they are summed.
+// Zeros, because their sum does not change.
 std::vector<std::vector<char>> buffers_of(std::size_t p, std::size_t bytes) {
   return std::vector<std::vector<char>>(p, std::vector<char>(bytes, 0));
 }

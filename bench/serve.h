@@ -1,5 +1,5 @@
-// What ranks of a benchmark do: they say "ready", then answer each line that the conductor (team.py) tells
-// all of them at once, "KIND STEPS", with a number.
+// The loop of a benchmark's ranks: each prints "ready", then answers each line "KIND STEPS", which the
+// conductor (team.py) sends to all of them at once, with a number.
 #pragma once
 
 #include <chrono>
@@ -19,7 +19,7 @@ double milliseconds_of_a_step(int steps, const Step& step) {
   return elapsed.count() / steps;
 }
 
-// answer(kind, steps); the ranks begin it together.
+// answer(kind, steps) returns the number. All ranks start it together.
 template <typename Answer>
 void serve(Group group, const Answer& answer) {
   std::cout << "ready" << std::endl;

@@ -1,4 +1,4 @@
-"""Ranks that are told what to measure, for benchmarks whose contestants take turns."""
+"""Ranks that measure on request, for benchmarks whose contestants take turns."""
 
 import math
 import os
@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 
-# glibc's malloc as PyTorch's documentation advises.
+# glibc's malloc, tuned as PyTorch's documentation advises.
 TUNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
 
 
@@ -18,7 +18,7 @@ def free_port():
 
 
 class Team:
-    """All ranks of one contestant: told the same line, they work at once; the slowest one's time counts."""
+    """All ranks of one contestant. They receive the same requests and run together; the slowest rank's time counts."""
 
     def __init__(self, command, ranks, more={}):
         port = str(free_port())
@@ -33,7 +33,7 @@ class Team:
     def read(self, rank, wanted=None):
         line = rank.stdout.readline().strip()
         if not line or (wanted and line != wanted):
-            sys.exit(f"a rank of {rank.args} said {line!r} and ended")
+            sys.exit(f"a rank of {rank.args} failed; its last output was {line!r}")
         return line
 
     def run(self, kind, steps):
@@ -56,7 +56,7 @@ class Team:
 
 
 def interval(ratios):
-    """The mean of the logarithms and half the width of its 95 percent interval, as a ratio and a relative width."""
+    """Return the geometric mean of the ratios and half the relative width of its 95 percent interval."""
     logs = [math.log(r) for r in ratios]
     if len(logs) < 4:
         return math.exp(statistics.fmean(logs)), math.inf

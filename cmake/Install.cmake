@@ -1,9 +1,10 @@
-# What `cmake --install` puts where: the public headers, the library, its modules, the program, the CMake package.
+# What `cmake --install` installs: the public headers, the library, its modules, the programs and the CMake
+# package.
 include(CMakePackageConfigHelpers)
 set(package ${CMAKE_INSTALL_LIBDIR}/cmake/lockstep)
 
-# The public headers stand at the top of these folders. What they include of other folders, templates' internals for
-# the most part, is installed with them.
+# Public headers are at the top of these folders. The headers they include from other folders, mostly template
+# internals, are installed too.
 set(headers lockstep.h)
 foreach(folder comm mesh data nn modules schedule parallel optim train checkpoint profile)
   file(GLOB found RELATIVE ${PROJECT_SOURCE_DIR}/lockstep CONFIGURE_DEPENDS lockstep/${folder}/*.h)

@@ -1,6 +1,6 @@
-# lockstep_find_mpi(FLAVOUR): makes the target lockstep_mpi_FLAVOUR_api (headers and libmpi) of openmpi or mpich from
-# what its compiler wrapper says, where there is one. Debian has both side by side, as mpicc.openmpi and mpicc.mpich;
-# elsewhere mpicc is one of them.
+# lockstep_find_mpi(FLAVOUR): creates the target lockstep_mpi_FLAVOUR_api (headers and libmpi) for openmpi or
+# mpich from the output of its compiler wrapper, if there is one. Debian installs both side by side, as
+# mpicc.openmpi and mpicc.mpich; elsewhere mpicc is one of them.
 
 function(lockstep_find_mpi flavour)
   find_program(LOCKSTEP_MPICC_${flavour} NAMES mpicc.${flavour} mpicc)
@@ -8,7 +8,7 @@ function(lockstep_find_mpi flavour)
   if(NOT wrapper)
     return()
   endif()
-  # Each answers only to its own words.
+  # Each wrapper understands only its own options.
   if(flavour STREQUAL openmpi)
     set(questions -showme:compile -showme:link)
   else()

@@ -1,12 +1,13 @@
-# lockstep_find_torch(PROBLEM): finds LibTorch and makes two targets from its folder, headers and libraries and nothing
-# more: lockstep::torch, and lockstep::torch_headers for code that must not link LibTorch (fmt, number formats).
+# lockstep_find_torch(PROBLEM): finds LibTorch and creates two targets from its folder: lockstep::torch, and
+# lockstep::torch_headers for code that must not link LibTorch (fmt, number formats).
 #
-# LibTorch's own TorchConfig.cmake is not used: it asks for a CUDA toolkit whenever LibTorch was built with CUDA, also from
-# a program that compiles no CUDA; a wheel on a machine without the toolkit would then be of no use.
+# Does not use LibTorch's own TorchConfig.cmake, which requires a CUDA toolkit whenever LibTorch was built
+# with CUDA, even for a program that compiles no CUDA. A wheel would be unusable on a machine without the
+# toolkit.
 #
-# Looked for in LOCKSTEP_TORCH, then Torch_DIR and CMAKE_PREFIX_PATH. Sets in the caller's scope LOCKSTEP_TORCH,
-# LOCKSTEP_TORCH_VERSION, LOCKSTEP_TORCH_HAS_CUDA, LOCKSTEP_CUDA_INCLUDES (empty: no CUDA, or its headers are missing), and
-# PROBLEM to what is wrong, empty where all is well.
+# Searches LOCKSTEP_TORCH, then Torch_DIR and CMAKE_PREFIX_PATH. Sets in the caller's scope LOCKSTEP_TORCH,
+# LOCKSTEP_TORCH_VERSION, LOCKSTEP_TORCH_HAS_CUDA, LOCKSTEP_CUDA_INCLUDES (empty without CUDA or its headers),
+# and PROBLEM (a description of the problem; empty on success).
 
 function(lockstep_find_torch problem)
   set(${problem} "" PARENT_SCOPE)
@@ -25,8 +26,8 @@ function(lockstep_find_torch problem)
   endif()
   get_filename_component(torch "${torch}" ABSOLUTE BASE_DIR "${CMAKE_BINARY_DIR}")
   if(NOT EXISTS "${torch}/${header}" OR NOT EXISTS "${torch}/lib/libtorch.so")
-    set(${problem} "LibTorch is not in LOCKSTEP_TORCH='${LOCKSTEP_TORCH}': set it to a folder that has include/torch and \
-lib/libtorch.so (an unpacked LibTorch, or the folder of Python's torch package)" PARENT_SCOPE)
+    set(${problem} "LibTorch not found in LOCKSTEP_TORCH='${LOCKSTEP_TORCH}': set it to a folder with include/torch \
+and lib/libtorch.so (an unpacked LibTorch, or the folder of Python's torch package)" PARENT_SCOPE)
     return()
   endif()
 
@@ -42,12 +43,12 @@ lib/libtorch.so (an unpacked LibTorch, or the folder of Python's torch package)"
   endforeach()
   list(JOIN version . version)
   if(version VERSION_LESS 2.11)
-    set(${problem} "LibTorch ${version} in ${torch} is too old: 2.11 or newer is needed" PARENT_SCOPE)
+    set(${problem} "LibTorch ${version} in ${torch} is too old: expected 2.11 or newer" PARENT_SCOPE)
     return()
   endif()
 
-  # Headers of CUDA and NCCL, for nccl.cpp alone. A toolkit's, or those that a wheel's dependencies bring, which stand
-  # beside it and may lack crt/.
+  # CUDA and NCCL headers, used only by nccl.cpp: from a toolkit, or from the packages that a wheel depends
+  # on, which are installed next to it and may lack crt/.
   set(cuda OFF)
   set(includes "")
   if(EXISTS "${torch}/lib/libtorch_cuda.so")
@@ -72,7 +73,7 @@ lib/libtorch.so (an unpacked LibTorch, or the folder of Python's torch package)"
   if(cuda)
     list(APPEND libraries "${torch}/lib/libtorch_cuda.so" "${torch}/lib/libc10_cuda.so")
   endif()
-  # Some of them only register themselves: --as-needed would drop them.
+  # Some of them only register themselves, so --as-needed would drop them.
   target_link_libraries(lockstep::torch INTERFACE
     "-Wl,--push-state,--no-as-needed" ${libraries} "-Wl,--pop-state" lockstep::torch_headers)
   target_link_options(lockstep::torch INTERFACE "-Wl,-rpath,${torch}/lib")

@@ -1,5 +1,5 @@
-# lockstep_multicall(TARGET NAME...): the program TARGET, whose sources define NAME... with MULTICALL_MAIN
-# (multicall.h), gets a symbolic link per name beside it.
+# lockstep_multicall(TARGET NAME...): creates a symbolic link per NAME next to the program TARGET, whose
+# sources define them with MULTICALL_MAIN (multicall.h).
 function(lockstep_multicall target)
   target_sources(${target} PRIVATE ${PROJECT_SOURCE_DIR}/cmake/multicall.cpp)
   foreach(name ${ARGN})

@@ -1,4 +1,4 @@
-# How tests are declared, and what each suite may take.
+# Functions that declare tests and the time budgets of suites.
 set(results ${PROJECT_BINARY_DIR}/test-results)
 file(MAKE_DIRECTORY ${results})
 
@@ -6,9 +6,10 @@ file(MAKE_DIRECTORY ${results})
 #               [TIMEOUT seconds] [LABELS ...] [ENVIRONMENT ...] [LOCKS ...] [ALONE]
 #               [PASS regex] [SKIP regex] [DEPENDS ...])
 #
-# Runs the command, or Python with the script, under test_session. Exit status 77 means skipped, and so does output
-# that matches SKIP. LOCKS names what two tests must not use at once: namespaces, slurm. ALONE is for tests that
-# measure: nothing else runs beside them. Rank 0's GoogleTest results go to test-results/NAME.json.
+# Runs the command, or Python with the script, under test_session. Exit status 77 means skipped, and so does
+# output that matches SKIP. LOCKS names resources that two tests must not use at once: namespaces, slurm.
+# ALONE is for tests that measure: no other test runs at the same time. Rank 0's GoogleTest results are
+# written to test-results/NAME.json.
 function(lockstep_test name)
   cmake_parse_arguments(arg "ALONE" "TIMEOUT;PASS;SKIP;PYTHON" "COMMAND;SCRIPT;LABELS;ENVIRONMENT;LOCKS;DEPENDS" ${ARGN})
   if(arg_UNPARSED_ARGUMENTS)
@@ -30,7 +31,7 @@ function(lockstep_test name)
   if(TARGET ${program})
     set(program $<TARGET_FILE:${program}>)
   endif()
-  # A test ends by itself: the limit only ends one that hangs, so it leaves room for a busy machine.
+  # Tests end by themselves. The limit only stops one that hangs, so it leaves room for a busy machine.
   set(timeout 600)
   if(arg_TIMEOUT)
     set(timeout ${arg_TIMEOUT})
@@ -38,7 +39,7 @@ function(lockstep_test name)
   if(LOCKSTEP_SANITIZE)
     math(EXPR timeout "3 * ${timeout}")
   endif()
-  if(LOCKSTEP_SANITIZE MATCHES thread)  # which would wait a second at the end of every process
+  if(LOCKSTEP_SANITIZE MATCHES thread)  # Otherwise every process would wait a second at exit.
     list(APPEND environment TSAN_OPTIONS=atexit_sleep_ms=0:die_after_fork=0)
   endif()
   add_test(NAME ${name} COMMAND $<TARGET_FILE:test_session> --limit ${timeout} ${program} ${command})
@@ -59,13 +60,13 @@ function(lockstep_test name)
   endforeach()
 endfunction()
 
-# lockstep_skipped_test(NAME REASON): a test that cannot run here.
+# lockstep_skipped_test(NAME REASON): declares a test that cannot run here.
 function(lockstep_skipped_test name reason)
   lockstep_test(${name} COMMAND ${CMAKE_COMMAND} -E echo "skipped: ${reason}" SKIP "^skipped: ")
 endfunction()
 
-# lockstep_budget(PREFIX SECONDS): tests whose names begin with PREFIX should take this long together, on 2 quiet
-# cores and summed over tests that ran side by side. ./dev test prints each budget beside the time that was used.
+# lockstep_budget(PREFIX SECONDS): sets the expected total time of the tests whose names begin with PREFIX, on
+# 2 idle cores, summed over tests that ran in parallel. ./dev test prints each budget next to the time used.
 set(budgets "")
 macro(lockstep_budget prefix seconds)
   string(APPEND budgets "${prefix} ${seconds}\n")

@@ -1,4 +1,4 @@
-// Runs the program whose name the binary was started by.
+// Runs the program selected by the name under which the binary was started.
 #include "cmake/multicall.h"
 
 #include <cstdio>

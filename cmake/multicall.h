@@ -1,6 +1,6 @@
-// Programs that scripts and tests start. Several are one binary, because each of them would take as long to compile and
-// link as all of them: the binary has a symbolic link per program and runs the one that it was started as. CMake's
-// lockstep_multicall() declares such a binary.
+// Programs that scripts and tests start. Several are linked into one binary, because each would take as long
+// to compile and link as all of them together. The binary has a symbolic link per program and runs the one
+// named by argv[0]. CMake's lockstep_multicall() declares such a binary.
 #pragma once
 
 namespace lockstep::multicall {
@@ -14,8 +14,8 @@ struct Program {
 
 }  // namespace lockstep::multicall
 
-// MULTICALL_MAIN(name) { ... } is the main() of a program. It stands in a namespace of the program's own, because the
-// sources are compiled in batches.
+// MULTICALL_MAIN(name) { ... } defines the main() of a program. Put it in a namespace of the program's own,
+// because the sources are compiled in batches.
 #define MULTICALL_MAIN(name)                                                     \
   int multicall_main(int argc, char** argv);                                     \
   const ::lockstep::multicall::Program multicall_program(#name, multicall_main); \

@@ -1,4 +1,4 @@
-// Headers of files of numbers: .npy, idx, CIFAR-10. The first byte says which.
+// Parsers of array file headers: .npy, idx and CIFAR-10. The first byte selects one.
 #include <string>
 
 #include <lockstep/base/error.h>
@@ -11,15 +11,16 @@ namespace {
 
 void check(const detail::ArrayHeader& header, std::size_t size) {
   require(header.shape.size() <= 64, "a shape has at most 64 dimensions");
-  require(header.count >= 0, "a number of elements");
+  require(header.count >= 0, "the number of elements is not negative");
   std::int64_t count = 1;
   bool empty = false;
   for (const auto each : header.shape) {
     require(each >= 0, "no dimension is negative");
     empty = empty || each == 0;
-    require(each == 0 || !__builtin_mul_overflow(count, each, &count), "dimensions multiply to a number");
+    require(each == 0 || !__builtin_mul_overflow(count, each, &count),
+            "the product of the dimensions does not overflow");
   }
-  require(header.count == (empty ? 0 : count), "the number of elements is the shape's");
+  require(header.count == (empty ? 0 : count), "the number of elements matches the shape");
   const auto element = detail::bytes_of(header.element);
   require(header.offset <= size && static_cast<std::size_t>(header.count) <= (size - header.offset) / element,
           "the elements are in the file");

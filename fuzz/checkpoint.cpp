@@ -1,6 +1,6 @@
-// A checkpoint's file as somebody else may have made it: its header, and the JSON that the header carries.
+// Checkpoint files from an untrusted source: the header, and the JSON in it.
 //
-// Input: a file from its first byte; and the same bytes again as a manifest alone.
+// Input: a complete file; the same bytes are also parsed as a manifest.
 #include <string>
 
 #include <lockstep/checkpoint/format/format_error.h>
@@ -17,7 +17,7 @@ using namespace detail;
 void manifest(std::string_view text) {
   try {
     const auto encoded = Manifest::decode(text).encode();
-    require(Manifest::decode(encoded).encode() == encoded, "a manifest is encoded as it was decoded");
+    require(Manifest::decode(encoded).encode() == encoded, "a manifest survives a round trip");
   } catch (const FormatError&) {
   }
 }
@@ -30,15 +30,16 @@ void file(std::string_view bytes) {
   std::uint64_t at = 0;
   for (const auto& tensor : header.tensors) {
     require(tensor.begin == at && tensor.end >= at && tensor.end <= data_bytes,
-            "tensors lie side by side in the file");
-    require(tensor.end - tensor.begin == tensor_bytes(tensor.dtype, tensor.shape), "a tensor has its bytes");
+            "tensors are contiguous in the file");
+    require(tensor.end - tensor.begin == tensor_bytes(tensor.dtype, tensor.shape),
+            "a tensor's size matches its shape");
     at = tensor.end;
   }
   require(at == data_bytes, "no bytes are left over");
   auto copy = header;
   const auto encoded = encode(copy);
   require(parse_header(std::string_view(encoded).substr(kLengthBytes), data_bytes) == header,
-          "a header is encoded as it came");
+          "a header survives a round trip");
   if (const auto found = header.metadata.find("lockstep"); found != header.metadata.end())
     manifest(found->second);
 }

@@ -1,6 +1,6 @@
-// Frames as a connection brings them, and every message that a frame may hold.
+// Frames as received from a connection, and every message type that a frame may hold.
 //
-// Input: how many bytes come at a time, then what comes.
+// Input: the number of bytes received at a time, then the bytes.
 #include <string>
 
 #include <lockstep/control/board/flight.h>
@@ -14,9 +14,9 @@ namespace {
 
 using namespace control;
 
-// Each either gives a value, which is encoded as it came, or throws FrameError.
+// Every decoder must either throw FrameError or return a value that encodes to the same bytes.
 void same(const std::string& encoded, std::string_view payload) {
-  require(encoded == payload, "a message is encoded as it came");
+  require(encoded == payload, "a message survives a round trip");
 }
 
 template <typename T>
@@ -27,7 +27,7 @@ void message(std::string_view payload) {
 void numbers_and_texts(std::string_view payload) {
   Reader reader(payload);
   Writer writer;
-  // The payload itself says what is asked of it.
+  // The payload itself selects the fields to read.
   for (const char kind : payload.substr(0, 16))
     if (kind & 1)
       writer.text(reader.text(static_cast<std::size_t>(kind & 0x7e)));
@@ -77,7 +77,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       const auto piece = sent.substr(0, at_a_time);
       sent.remove_prefix(piece.size());
       buffer.append(piece);
-      require(buffer.size() <= all.size(), "no more is held than was sent");
+      require(buffer.size() <= all.size(), "the buffer holds no more than was sent");
       while (auto frame = buffer.next()) {
         again += encode(*frame);
         look_at(*frame);
@@ -85,7 +85,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     }
   } catch (const FrameError&) {
   }
-  require(all.starts_with(again), "frames are encoded as they came");
+  require(all.starts_with(again), "frames survive a round trip");
   return 0;
 }
 

@@ -1,4 +1,4 @@
-// What every target has in common: reading its input piece by piece, and checks that end the process.
+// Shared by all targets: reading the input piece by piece, and checks that abort the process.
 #pragma once
 
 #include <cstddef>
@@ -9,14 +9,14 @@
 
 namespace lockstep::fuzz {
 
-// A failure that libFuzzer reports with the input that led to it.
+// Aborts if the condition is false; libFuzzer then reports the input.
 inline void require(bool condition, const char* what) {
   if (condition) return;
-  std::fprintf(stderr, "not so: %s\n", what);
+  std::fprintf(stderr, "check failed: %s\n", what);
   std::abort();
 }
 
-// Gives the input out piece by piece; zeros and nothing when it is used up.
+// Hands out the input piece by piece; zeros and empty pieces once it is used up.
 class Input {
  public:
   Input(const std::uint8_t* data, std::size_t size) : left_(reinterpret_cast<const char*>(data), size) {}

@@ -1,8 +1,7 @@
-// A caller and a listener, and somebody between them who may hold back, change, cut and invent bytes.
+// A caller, a listener and an attacker between them, who may delay, change, truncate and inject bytes.
 //
-// Input: whether the keys fit, then orders of two bytes, some with bytes that follow. Whatever the one
-// between does, a side that takes a message takes those that the other side sent, in their order, from the
-// first.
+// Input: whether the keys match, then two-byte commands, some followed by bytes. Whatever the attacker does,
+// the messages that one side accepts must be a prefix of those that the other side sent.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -20,7 +19,7 @@ namespace {
 
 using namespace control;
 
-// Random bytes are the same for the same input, so that what was found can be found again.
+// Random bytes depend on the input only, so that findings can be reproduced.
 std::uint64_t random_state = 0;
 
 std::uint32_t next_random() {
@@ -42,8 +41,8 @@ randombytes_implementation repeatable{.implementation_name = [] { return "repeat
 
 struct End {
   SecureLink link;
-  std::string wire;              // what it has said and the other has not got yet
-  std::deque<std::string> sent;  // what the other may still take, in order
+  std::string wire;              // Bytes sent and not yet delivered.
+  std::deque<std::string> sent;  // Messages that the other side may still accept, in order.
   bool failed = false;
 };
 
@@ -55,11 +54,12 @@ void deliver(End& from, End& to, std::size_t most) {
     to.link.receive(piece);
   } catch (const FrameError&) {
     to.failed = true;
-    require(to.link.take_output().empty(), "who gives up says nothing more");
+    require(to.link.take_output().empty(), "a side that failed sends nothing more");
   }
   to.wire += to.link.take_output();
   while (const auto message = to.link.next()) {
-    require(!to.failed && !from.sent.empty() && *message == from.sent.front(), "only what was sent is taken");
+    require(!to.failed && !from.sent.empty() && *message == from.sent.front(),
+            "only messages that were sent are accepted");
     from.sent.pop_front();
   }
 }
@@ -86,7 +86,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   End caller{{SecureLink::Side::caller, key, "job"}, {}, {}};
   End listener{{SecureLink::Side::listener, fits ? key : other, "job"}, {}, {}};
   caller.wire = caller.link.take_output();
-  std::string heard;  // by the one between, for use at another time
+  std::string heard;  // Recorded by the attacker, to be replayed.
   while (!input.empty()) {
     const auto order = input.byte();
     const std::size_t number = input.byte();
@@ -105,7 +105,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       case 6: heard = from.wire.substr(0, number); break;
       case 7: from.wire.insert(0, heard); break;
     }
-    require(fits || (!caller.link.proven() && !listener.link.proven()), "nobody is let in without the key");
+    require(fits || (!caller.link.proven() && !listener.link.proven()),
+            "no side authenticates without the key");
   }
   return 0;
 }

@@ -1,6 +1,7 @@
-// The store, asked by ranks that ask anything.
+// The key-value store under arbitrary requests from ranks.
 //
-// Input: frames. One of kind store is a request of its rank; any other kind means that the rank has gone.
+// Input: frames. A frame of kind store is a request of its rank; any other kind means that the rank has
+// disconnected.
 #include <map>
 #include <string>
 
@@ -15,7 +16,7 @@ using namespace control;
 
 void serve(FrameBuffer& frames) {
   StoreServer server;
-  std::map<int, int> owed;  // answers, by request
+  std::map<int, int> owed;  // Number of replies still due, by request.
   int request = 0;
   std::map<int, std::int32_t> askers;
   while (auto frame = frames.next()) {
@@ -29,7 +30,7 @@ void serve(FrameBuffer& frames) {
     const int number = request++;
     const bool forgets = asked.call == StoreCall::forget;
     const bool waits = asked.call == StoreCall::get || asked.call == StoreCall::wait;
-    if (forgets)  // one that it asked before
+    if (forgets)  // A request that the rank made earlier.
       for (const auto& [earlier, rank] : askers)
         if (rank == frame->rank && earlier == asked.number) owed[earlier] = 0;
     owed[number] = forgets ? 0 : 1;
@@ -37,11 +38,11 @@ void serve(FrameBuffer& frames) {
     server.handle(
         frame->rank, std::move(asked),
         [&owed, number](StoreReply reply) {
-          require(owed[number]-- == 1, "who has asked and has not gone is answered once");
-          require(StoreReply::decode(reply.encode()).values == reply.values, "an answer can be read");
+          require(owed[number]-- == 1, "a rank that is still connected gets one reply per request");
+          require(StoreReply::decode(reply.encode()).values == reply.values, "a reply survives a round trip");
         },
         number);
-    require(waits || owed[number] == 0, "only who asks for a value may have to wait");
+    require(waits || owed[number] == 0, "only get and wait may block");
   }
 }
 

@@ -35,7 +35,7 @@ std::string link_target(const char* path) {
   return size < 0 ? std::string() : std::string(text, static_cast<std::size_t>(size));
 }
 
-// Whoever has the same can be reached by a socket without a file, and shares memory.
+// Identifies the processes that can share memory: those that an abstract socket can reach.
 struct Place {
   std::string host, kernel, network, user;
   static Place own() {
@@ -72,9 +72,9 @@ void check_places(c10d::Store& store, int rank, int size) {
                         fmt::join(each.second, ", "), each.first.host, each.first.user, each.first.network);
   TORCH_CHECK(
       false,
-      "the backend 'lockstep' connects processes that share memory: of one host, one user and one network "
-      "namespace, and the ranks of this group are in several:",
-      text, "\nGroups that span hosts need another backend, such as gloo.");
+      "the backend 'lockstep' connects processes through shared memory, so all ranks must be on one host, of one "
+      "user and in one network namespace. This group has several:",
+      text, "\nFor groups that span hosts use another backend, such as gloo.");
 }
 
 detail::ShmOptions shm_options(const c10d::DistributedBackendOptions& options) {
@@ -139,7 +139,7 @@ const char* TorchBackend::title(const detail::Op& op) const {
                                  "lockstep:all_gather",     "lockstep:gather",     "lockstep:scatter",
                                  "lockstep:reduce_scatter", "lockstep:all_to_all", "lockstep:barrier",
                                  "lockstep:send",           "lockstep:recv"};
-  // Without a profiler, c10d's Work would make the row all the same, which costs as much as a small operation.
+  // Even without a profiler c10d's Work would create the row, which costs as much as a small operation.
   if (!op.refusal.empty() || !at::hasCallbacks()) return nullptr;
   return titles.at(static_cast<std::size_t>(op.call.operation));
 }
@@ -217,8 +217,8 @@ std::function<std::exception_ptr(std::exception_ptr)> TorchBackend::explanation(
   };
 }
 
-// The peers are in the call, or will be: they get the refusal as soon as they come, and the group can be used
-// further. Messages have no such meeting: the peer waits until this rank sends or receives what is right.
+// The peers are in the call or will make it: they get the refusal as soon as they arrive, and the group stays
+// usable. Messages have no such barrier: the peer waits until this rank makes a correct call.
 void TorchBackend::refuse(Operation operation, milliseconds timeout, const std::exception_ptr& error) {
   const auto text = fmt::format("lockstep: rank {} refused {}: {}", rank_, name(operation), text_of(error));
   if (is_own() && !detail::point_to_point(operation)) post_refusal(operation, timeout, text);

@@ -1,4 +1,4 @@
-// The shared-memory transport as PyTorch's programs meet it: init_process_group("lockstep").
+// TorchBackend: the shared-memory transport as a PyTorch backend: init_process_group("lockstep").
 #pragma once
 
 #include <lockstep/comm/transports/shm/backend.h>
@@ -8,7 +8,7 @@ namespace lockstep::python {
 
 class TorchBackend final : public detail::ShmBackend {
  public:
-  // Meets the other ranks. An error where they are not all on this host.
+  // Waits for the other ranks. Throws c10::Error unless all of them are on this host.
   explicit TorchBackend(const c10d::DistributedBackendOptions& options);
   ~TorchBackend() override;
 
@@ -16,16 +16,16 @@ class TorchBackend final : public detail::ShmBackend {
   c10::intrusive_ptr<Options> getBackendOptions() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
   void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
-  void shutdown() override;  // what was posted is done first
+  void shutdown() override;  // completes the posted operations first
   void abort() override;
 
-  // Before the interpreter ends: no thread of ours calls into it afterwards.
+  // Call it before the interpreter shuts down: afterwards no thread of a backend calls into it.
   static void leave_all();
 
  protected:
   std::function<std::exception_ptr(std::exception_ptr)> explanation(const Call& call) override;
   const char* title(const detail::Op& op) const override;
-  bool takes_less() const override { return true; }  // as gloo has it
+  bool takes_less() const override { return true; }  // like gloo
   [[noreturn]] void refuse(Operation operation, std::chrono::milliseconds timeout,
                            const std::exception_ptr& error) override;
 
@@ -33,7 +33,7 @@ class TorchBackend final : public detail::ShmBackend {
   const c10::intrusive_ptr<Options> options_;
 };
 
-// c10d's own ProcessGroup calls every backend that it does not know "custom", and denies it sequence numbers.
+// c10d's own ProcessGroup names every backend that it does not know "custom" and gives it no sequence numbers.
 class TorchGroup final : public c10d::ProcessGroup {
  public:
   TorchGroup(const c10d::DistributedBackendOptions& options, const c10::intrusive_ptr<TorchBackend>& backend);

@@ -21,10 +21,10 @@ c10::intrusive_ptr<c10d::ProcessGroup> create_group(const c10d::DistributedBacke
 
 PYBIND11_MODULE(_C, module) {
   namespace py = pybind11;
-  py::module_::import("torch.distributed");  // knows the types below
+  py::module_::import("torch.distributed");  // registers the types below
   using lockstep::python::TorchBackend;
   using Release = py::call_guard<py::gil_scoped_release>;
-  // c10d's own type has neither.
+  // c10d's own type lacks both.
   py::class_<TorchBackend, c10::intrusive_ptr<TorchBackend>, c10d::Backend>(module, "Backend")
       .def_property_readonly("options", &TorchBackend::getBackendOptions)
       .def("_set_default_timeout", &TorchBackend::setTimeout, py::arg("timeout"), Release());

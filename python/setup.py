@@ -1,4 +1,4 @@
-"""pip install --no-build-isolation ./python: builds the module with CMake for the torch that is there."""
+"""pip install --no-build-isolation ./python: builds the module with CMake for the installed torch."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-# With --no-build-isolation pip does not look at pyproject.toml's requirements.
+# With --no-build-isolation pip does not check the requirements in pyproject.toml.
 MISSING = [
     advice
     for found, advice in (
@@ -23,7 +23,7 @@ MISSING = [
     if not found
 ]
 if MISSING:
-    sys.exit(f"torch_lockstep cannot be built, because {sys.prefix} lacks\n  " + "\n  ".join(MISSING))
+    sys.exit(f"cannot build torch_lockstep: {sys.prefix} lacks\n  " + "\n  ".join(MISSING))
 
 import torch  # noqa: E402
 

@@ -1,6 +1,6 @@
-// Keeps small tensors in thousands when bench_allocator asks for it: reads "CASE STEPS" from standard input,
-// does that many steps and prints how many seconds of processor time they took; for "memory 0", the MiB of
-// memory that the process has. With the argument "own" LibTorch's CPU tensors have their memory from Lockstep's allocator.
+// Keeps thousands of small tensors alive for bench_allocator. Reads "CASE STEPS" from standard input, runs
+// that many steps and prints their processor time in seconds; for "memory 0", prints the resident memory in
+// MiB. With the argument "own", LibTorch's CPU tensors are allocated by Lockstep.
 #include <unistd.h>
 
 #include <condition_variable>
@@ -23,14 +23,14 @@ using Tensors = std::vector<torch::Tensor>;
 
 torch::Tensor small(std::int64_t elements) {
   auto tensor = torch::empty({elements});
-  *tensor.mutable_data_ptr<float>() = 1;  // the rest is as it comes: this measures the allocator
+  *tensor.mutable_data_ptr<float>() = 1;  // The rest stays uninitialised: this measures the allocator.
   return tensor;
 }
 
-// What PPO keeps of one step of one environment: observation, action, log probability, value, reward.
+// One step of one environment in PPO: observation, action, log probability, value, reward.
 constexpr std::int64_t kTransition[] = {84, 6, 1, 1, 1};
 
-// PPO: 4,096 transitions are collected, stacked, and dropped.
+// PPO: collects 4,096 transitions, stacks and drops them.
 void rollout(std::int64_t steps) {
   std::vector<Tensors> kept(std::size(kTransition));
   for (std::int64_t i = 0; i < steps; ++i) {
@@ -43,7 +43,8 @@ void rollout(std::int64_t steps) {
   }
 }
 
-// Off-policy: a ring of 20,000 transitions, of which the oldest is replaced, and every 16th step a batch of 64.
+// Off-policy: a ring of 20,000 transitions, of which the oldest is replaced; every 16th step stacks a batch
+// of 64.
 void replay(std::int64_t steps) {
   static std::vector<Tensors> ring(20'000);
   static std::size_t next = 0;
@@ -61,7 +62,7 @@ void replay(std::int64_t steps) {
   }
 }
 
-// Tree search: 30,000 nodes with tensors of 1 to 2,000 elements, which go in any order.
+// Tree search: 30,000 nodes with tensors of 1 to 2,000 elements, replaced in random order.
 void tree(std::int64_t steps) {
   static Tensors nodes(30'000);
   static std::mt19937 draw(2);
@@ -72,8 +73,8 @@ void tree(std::int64_t steps) {
   }
 }
 
-// A training step, for comparison: 40 tensors of 16 KiB to 4 MiB are kept, then dropped from the last to the
-// first, as backward does. Each page is written to.
+// A training step, for comparison: keeps 40 tensors of 16 KiB to 4 MiB, then drops them from last to first,
+// as backward does. Writes to each page.
 void activations(std::int64_t steps) {
   for (std::int64_t i = 0; i < steps; ++i) {
     Tensors kept;
@@ -87,7 +88,7 @@ void activations(std::int64_t steps) {
   }
 }
 
-// Actors and a learner: what one thread makes another one drops.
+// Actors and a learner: one thread allocates what another drops.
 void handed_over(std::int64_t steps) {
   std::mutex mutex;
   std::condition_variable changed;
@@ -128,7 +129,7 @@ double memory_in_mib() {
   return resident * static_cast<double>(::sysconf(_SC_PAGESIZE)) / (1 << 20);
 }
 
-// Of all threads: what an allocator costs, also where something else has the processors.
+// Processor time of all threads: the cost of an allocator even if other processes use the cores.
 double processor_seconds() {
   timespec now{};
   ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);

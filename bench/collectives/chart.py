@@ -1,4 +1,4 @@
-"""Draws what bench_collectives wrote: GB/s over bytes for each backend, a panel for each operation and number of ranks.
+"""Draw the results of bench_collectives: GB/s over bytes for each backend, one panel per operation and number of ranks.
 
 usage: chart.py ROWS.json CHART.svg [--op all_reduce,...] [--dtype float32]
 """
@@ -8,7 +8,7 @@ import json
 import math
 
 WIDTH, HEIGHT, LEFT, TOP, GAP_X, GAP_Y = 300, 210, 56, 64, 30, 58
-# By backend and memory: the name in the legend, and a hue that is told from the others on white and on black.
+# By backend and memory: the name in the legend, and a colour that is distinct on white and on black.
 LINES = {("shm", "allocated"): ("shm, allocated", "#d55e00"), ("shm", "plain"): ("shm, plain", "#e69f00"),
          ("openmpi", "plain"): ("Open MPI", "#0a9e78"), ("gloo", "plain"): ("gloo", "#3a8fd0"),
          ("memcpy", "plain"): ("memcpy, the floor", "#8a8a8a"), ("lockstep-gloo", "plain"): ("gloo through Group", "#b07cc6"),
@@ -31,7 +31,7 @@ def show_bytes(count):
 
 
 class Scale:
-    """From a number to a place, by its logarithm."""
+    """Maps a number to a position on a logarithmic axis."""
 
     def __init__(self, values, begin, end):
         self.low, self.high = math.log10(min(values)), math.log10(max(values))
@@ -95,8 +95,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows")
     parser.add_argument("svg")
-    parser.add_argument("--op", help="a list; all by default")
-    parser.add_argument("--dtype", help="float32 by default, where there is any")
+    parser.add_argument("--op", help="Comma-separated list of operations (default: all)")
+    parser.add_argument("--dtype", help="Data type to draw (default: float32 if present)")
     options = parser.parse_args()
     with open(options.rows, encoding="utf-8") as file:
         rows = [r for r in json.load(file) if r["bytes"] > 0 and (r["backend"], r["memory"]) in LINES]
@@ -104,7 +104,7 @@ def main():
     dtype = options.dtype or ("float32" if "float32" in dtypes else min(dtypes, default=""))
     rows = [r for r in rows if r["dtype"] == dtype and (not options.op or r["op"] in options.op.split(","))]
     if not rows:
-        raise SystemExit("there is nothing to draw: no row with bytes")
+        raise SystemExit("nothing to draw: no row has bytes")
     with open(options.svg, "w", encoding="utf-8") as file:
         file.write(chart(rows, dtype))
 

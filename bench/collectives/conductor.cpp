@@ -20,26 +20,26 @@
 namespace lockstep::bench {
 namespace {
 
-// To be turned on when there are a transport "shm" and a Group::allocate that gives its memory.
+// Enabled while there are a transport "shm" and a Group::allocate that returns its memory.
 constexpr bool kHasShm = true, kHasAllocate = true;
 
-// Turns of each peer, at least, and how long one is at most: drift of the machine meets all of them alike.
+// Minimum number of turns of each peer, and the maximum length of one: drift of the machine affects all peers
+// equally.
 constexpr int kRounds = 7;
 constexpr double kTurnSeconds = 0.05;
 constexpr int kMostSamplesInTurn = 16;
 constexpr int kLongestBatch = 256;
-constexpr std::int64_t kBatchBytes = 1 << 20;  // so that a batch of small operations stays in the caches
-constexpr double kBatchSeconds = 500e-6;       // then the clock, and who starts a little late, do not count
+constexpr std::int64_t kBatchBytes = 1 << 20;  // Keeps a batch of small operations in the caches.
+constexpr double kBatchSeconds = 500e-6;       // Makes the clock and late starts of ranks negligible.
 
-// Through Group; the name after it is the transport's.
+// Prefix of backends called through Group, before the name of the transport.
 constexpr const char* kThroughGroup = "lockstep-";
 
 bool is_openmpi(const std::string& backend) { return backend == "openmpi"; }
 bool under_mpirun(const std::string& backend) { return is_openmpi(backend) || backend == "lockstep-mpi"; }
 
-// Left to itself the kernel may keep two ranks that spin on one core, which is no fair picture of Open MPI;
-// both launchers bind by default. Gloo works with threads of its own: on one core they are in each other's
-// way.
+// By default the kernel may put two spinning ranks on one core, which would be unfair to Open MPI; both
+// launchers bind by default. Gloo uses threads of its own, which would compete for one core.
 bool binds(const std::string& backend, const Settings& settings) {
   if (settings.bind == "auto") return !backend.ends_with("gloo");
   return settings.bind == "cores";
@@ -53,7 +53,7 @@ std::vector<std::string> command(const std::string& backend, int ranks, const Se
   if (under_mpirun(backend)) {
     words = {settings.mpirun, "-n", count, "--oversubscribe", "--bind-to", bind ? "core" : "none"};
     if (::geteuid() == 0) words.push_back("--allow-run-as-root");
-    // Open MPI spins; without this a rank that waits keeps the core from the one it waits for.
+    // Open MPI spins; without this, a waiting rank would keep the core from the rank that it waits for.
     if (ranks > settings.cores) words.insert(words.end(), {"--mca", "mpi_yield_when_idle", "1"});
   } else {
     words = {settings.lockstep,     "run", "-n", count, "--quiet", "--threads", "1", "--bind",
@@ -82,7 +82,7 @@ pid_t start(std::vector<std::string> words) {
   ::_exit(127);
 }
 
-// The ranks of one peer. They stay for all cells, and sleep between their turns.
+// The ranks of one peer. They live for all cells and sleep between their turns.
 class Ranks {
  public:
   Ranks(std::string backend, int ranks, const Settings& settings) : backend_(std::move(backend)) {
@@ -115,9 +115,9 @@ class Ranks {
     await();
   }
 
-  // Microseconds of each operation: from the first rank's start to the last rank's end, because a training
-  // step goes on when the last rank has its result. It is not the longest time of a rank: where ranks share
-  // cores, one may copy its memory before the next has begun.
+  // Microseconds of each operation, from the first rank's start to the last rank's end, because a training
+  // step continues when the last rank has its result. This can exceed the longest time of any rank: if ranks
+  // share cores, one may finish copying before another begins.
   std::vector<double> measure(Order order) {
     order.kind = Order::Kind::measure;
     carry_out(order);
@@ -146,7 +146,7 @@ class Ranks {
       if (::waitpid(launcher_, nullptr, WNOHANG) == launcher_) {
         launcher_ = -1;
         if (page_->failed == 2) continue;
-        throw std::runtime_error(fmt::format("{}: its ranks have ended", backend_));
+        throw std::runtime_error(fmt::format("{}: its ranks exited", backend_));
       }
       sleep_while(page_->ready, ready);
     }
@@ -154,7 +154,7 @@ class Ranks {
 
   void end() noexcept {
     remove_files();
-    // Time to leave in order, then to be told, then not to be asked.
+    // Wait for a normal exit, then send SIGTERM, then SIGKILL.
     for (const int signal : {0, SIGTERM, SIGKILL}) {
       if (launcher_ > 0) ::kill(launcher_, signal);
       for (int i = 0; launcher_ > 0 && i < 1000; ++i) {
@@ -162,7 +162,7 @@ class Ranks {
         if (launcher_ > 0) std::this_thread::sleep_for(std::chrono::milliseconds(10));
       }
     }
-    remove_files();  // Gloo's store may have made its file again on leaving
+    remove_files();  // Gloo's store may have recreated its file on exit.
   }
 
   void remove_files() noexcept {
@@ -172,7 +172,7 @@ class Ranks {
 
   const std::string backend_;
   std::string path_;
-  Page* page_ = nullptr;  // until this process ends: a few kilobytes
+  Page* page_ = nullptr;  // Mapped until this process exits: a few kilobytes.
   pid_t launcher_ = -1;
 };
 
@@ -183,14 +183,14 @@ int batch_for(const Cell& cell, double us) {
       std::clamp<double>(std::min<double>(wanted, static_cast<double>(fits)), 1, kLongestBatch));
 }
 
-// One row while it is being measured.
+// One row while it is measured.
 struct Contestant {
   Peer peer;
   Ranks* ranks;
   Order order = {};
   std::vector<double> times = {};
 
-  // To take that many seconds in a turn, about.
+  // Chooses batch and sample sizes such that a turn takes about that many seconds.
   void prepare(const Cell& cell, double seconds) {
     order.op = cell.op;
     order.type = cell.type;
@@ -230,7 +230,7 @@ struct Contestant {
   }
 };
 
-// Open MPI has no bfloat16, and to copy nothing takes no time.
+// Open MPI has no bfloat16, and memcpy has no barrier.
 bool takes_part(const Peer& peer, const Cell& cell) {
   if (is_openmpi(peer.backend)) return cell.type == Type::float32;
   if (cell.op == Op::barrier) return peer.backend != "memcpy" && peer.memory == "plain";
@@ -247,8 +247,8 @@ std::vector<Peer> known_peers() {
 bool by_default(const Peer& peer) { return !peer.backend.starts_with(kThroughGroup); }
 
 std::string missing(const Peer& peer, const Settings& settings) {
-  if (peer.backend == "shm" && !kHasShm) return "this version has no such transport yet";
-  if (peer.memory == "allocated" && !kHasAllocate) return "this version has no such memory yet";
+  if (peer.backend == "shm" && !kHasShm) return "this version has no such transport";
+  if (peer.memory == "allocated" && !kHasAllocate) return "this version has no such memory";
   if (under_mpirun(peer.backend) && (settings.openmpi.empty() || settings.mpirun.empty()))
     return "Open MPI was not found when this was built";
   return {};

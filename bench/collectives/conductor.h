@@ -1,4 +1,4 @@
-// Starts the peers' ranks and gives each peer its turns.
+// Starts the ranks of the peers and runs the peers in turn.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@
 
 namespace lockstep::bench {
 
-// What is measured, and by whom.
+// What is measured (Cell), and which backend and memory measure it (Peer).
 struct Cell {
   Op op = Op::all_reduce;
   Type type = Type::float32;
@@ -32,24 +32,25 @@ struct Row {
 };
 
 struct Settings {
-  std::string self, lockstep, openmpi, mpirun;  // programs; the last two are empty without Open MPI
+  std::string self, lockstep, openmpi, mpirun;  // Paths of programs; the last two are empty without Open MPI.
   int cores = 1;
-  // auto: each rank to a core of its own, where there are enough, but for Gloo's; cores: Gloo's, too; none.
+  // auto: bind each rank to a core if there are enough, except Gloo's; cores: also bind Gloo's; none.
   std::string bind = "auto";
-  double seconds = 0.3;  // for each row, about
+  double seconds = 0.3;  // Approximate time per row.
 };
 
-// All backends this program knows, those without a flag first; why one cannot be measured here, else nothing.
+// known_peers() lists all backends, starting with those measured by default. missing() says why a peer cannot
+// be measured here; empty if it can.
 std::vector<Peer> known_peers();
 bool by_default(const Peer& peer);
 std::string missing(const Peer& peer, const Settings& settings);
 
-// Measures the cells, all of which have the same number of ranks, by all peers in turn; done is told after
-// each cell. Throws when a peer fails.
+// Measures the cells, which must all have the same number of ranks, with all peers in turn; calls done()
+// after each cell. Throws if a peer fails.
 void measure(const std::vector<Cell>& cells, const std::vector<Peer>& peers, const Settings& settings,
              const std::function<void(const std::vector<Row>&)>& done);
 
-// A rank of a peer's, started by measure(): returns when it is told to leave.
+// Runs a rank of a peer, started by measure(). Returns on the order to leave.
 void run_rank(const std::string& backend, const std::string& page);
 
 }  // namespace lockstep::bench

@@ -1,11 +1,10 @@
-// The collectives of Lockstep beside those of Gloo and Open MPI, and beside plain copying, in one run.
+// Compares the collectives of Lockstep with those of Gloo and Open MPI, and with plain copying, in one run.
 //
-// Each peer has ranks of its own, started by `lockstep run` or mpirun and alive together. For each operation,
-// size and number of ranks they take turns, some operations each, so that whatever else the machine does
-// meets all of them. Who has no turn sleeps. Tensors are filled anew before each look at the clock, and
-// results are checked after it. Gloo is called through LibTorch's ProcessGroupGloo and Open MPI through MPI,
-// without Lockstep's Group, which would cost them some microseconds; shm is called through Group, as programs
-// call it.
+// Each peer has its own ranks, started by `lockstep run` or mpirun, all alive at the same time. For each
+// operation, size and number of ranks the peers take turns of a few operations, so that other load on the
+// machine affects all of them; the others sleep. Tensors are refilled before each timed batch, and results
+// are checked after it. Gloo is called through LibTorch's ProcessGroupGloo and Open MPI through MPI, without
+// Lockstep's Group, which would add some microseconds; shm is called through Group, as in programs.
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -28,7 +27,7 @@ namespace {
 using namespace lockstep::bench;
 
 constexpr std::int64_t kKiB = 1024, kMiB = 1024 * kKiB;
-constexpr std::int64_t kAimElements = 6553600;  // of the aim that compares bfloat16 with float32
+constexpr std::int64_t kAimElements = 6553600;  // Size used by the aim that compares bfloat16 with float32.
 
 struct Request {
   std::vector<std::string> ops, backends, memories, types;
@@ -55,7 +54,8 @@ std::vector<Cell> cells_of(const Request& request, int ranks) {
   const auto add = [&](Cell cell) {
     const auto whole = cell.op == Op::all_reduce || cell.op == Op::broadcast ? 1 : ranks;
     const std::int64_t unit = std::int64_t{whole} * bytes_of(cell.type);
-    cell.bytes = cell.op == Op::barrier ? 0 : (cell.bytes + unit - 1) / unit * unit;  // every rank has a part
+    // Every rank has an equal part.
+    cell.bytes = cell.op == Op::barrier ? 0 : (cell.bytes + unit - 1) / unit * unit;
     if (std::find(cells.begin(), cells.end(), cell) == cells.end()) cells.push_back(cell);
   };
   for (int op = 0; op < static_cast<int>(std::size(kOps)); ++op) {
@@ -64,7 +64,7 @@ std::vector<Cell> cells_of(const Request& request, int ranks) {
       if (!wanted<std::string>(request.types, kTypes[static_cast<int>(type)])) continue;
       if (static_cast<Op>(op) == Op::barrier && type != Type::float32) continue;
       auto sizes = request.bytes.empty() ? kSizes : request.bytes;
-      // Where nobody asked for bfloat16 it is measured for its aim alone.
+      // Unless requested, bfloat16 is measured for its aim only.
       if (type == Type::bfloat16 && request.types.empty())
         sizes = static_cast<Op>(op) == Op::all_reduce && wanted(request.bytes, kAimElements * 2)
                     ? std::vector{kAimElements * 2}
@@ -84,9 +84,9 @@ std::vector<Peer> peers_of(const Request& request, const Settings& settings) {
     if (const auto why = missing(peer, settings); why.empty())
       peers.push_back(peer);
     else if (told.insert(peer.backend).second)
-      std::cerr << fmt::format("{} is left out: {}\n", peer.backend, why);
+      std::cerr << fmt::format("skipping {}: {}\n", peer.backend, why);
   }
-  if (peers.empty()) throw std::runtime_error("nothing is left to measure");
+  if (peers.empty()) throw std::runtime_error("no backend left to measure");
   return peers;
 }
 
@@ -97,16 +97,15 @@ std::vector<Row> measure_all(const Request& request, const Settings& settings) {
   if (request.ranks.empty() && settings.cores >= 16) counts.push_back(16);
   std::vector<Row> rows;
   if (double load = 0; ::getloadavg(&load, 1) == 1 && load > 0.5 * settings.cores)
-    std::cerr << fmt::format(
-        "others use this machine, too (a load of {:.1f} on {} cores): times are longer\n", load,
-        settings.cores);
+    std::cerr << fmt::format("warning: this machine is busy (load {:.1f} on {} cores), so times are longer\n",
+                             load, settings.cores);
   std::cout << table_head() << std::flush;
   for (const int ranks : counts)
     measure(cells_of(request, ranks), peers, settings, [&](const std::vector<Row>& more) {
       rows.insert(rows.end(), more.begin(), more.end());
       std::cout << table_lines(more) << std::flush;
       if (!request.json.empty())
-        write_json(request.json, rows);  // a run that is cut short leaves what it has
+        write_json(request.json, rows);  // An interrupted run leaves the rows so far.
     });
   return rows;
 }
@@ -133,7 +132,7 @@ void draw(const std::string& json, const std::string& svg) {
   if (status != 0) throw std::runtime_error(fmt::format("{} {} failed", python, script));
 }
 
-// 12.5MiB becomes 13107200; the answer is what is wrong.
+// Converts 12.5MiB to 13107200; returns an error text, or an empty string.
 std::string read_size(std::string& text) {
   const std::map<std::string, std::int64_t> units{
       {"", 1}, {"B", 1}, {"KiB", kKiB}, {"MiB", kMiB}, {"GiB", 1024 * kMiB}};
@@ -141,7 +140,7 @@ std::string read_size(std::string& text) {
   const double number = std::strtod(text.c_str(), &end);
   const auto unit = units.find(end);
   if (end == text.c_str() || unit == units.end() || !(number > 0))
-    return fmt::format("'{}' is not a size: 4, 64KiB, 12.5MiB are", text);
+    return fmt::format("'{}' is not a size; expected a number such as 4, 64KiB or 12.5MiB", text);
   text = std::to_string(static_cast<std::int64_t>(number * static_cast<double>(unit->second)));
   return {};
 }
@@ -162,57 +161,57 @@ void add_options(CLI::App& app, Request& request, Settings& settings) {
     return app.add_option(name, target, text)
         ->delimiter(',')
         ->option_text(value)
-        ->group("What is measured; each takes a list: a,b,c");
+        ->group("Selection; each option takes a comma-separated list");
   };
   list("--op", request.ops, "OPS", "all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, barrier")
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(kOps), std::end(kOps))).description(""));
   list("--backend", request.backends, "NAMES",
-       "shm; gloo: LibTorch's, called directly; openmpi or mpi: Open MPI's own calls;\n"
-       "memcpy: the floor, all ranks copy as many bytes. Only when named:\n"
+       "shm; gloo: LibTorch's, called directly; openmpi or mpi: Open MPI, called directly;\n"
+       "memcpy: lower bound, every rank copies as many bytes. Only on request:\n"
        "lockstep-gloo, lockstep-mpi: through Lockstep's Group")
       ->transform(CLI::Transformer(std::map<std::string, std::string>{{"mpi", "openmpi"}}).description(""))
       ->check(CLI::IsMember(backends).description(""));
-  list("--ranks", request.ranks, "COUNTS", "2,4,8 by default; 16 too where there are 16 cores")
+  list("--ranks", request.ranks, "COUNTS", "Numbers of ranks (default: 2,4,8, and 16 with 16 cores or more)")
       ->check(CLI::Range(2, kMaxRanks).description(""));
   list("--bytes", request.bytes, "SIZES",
-       "Such as 4,4KiB,25MiB; by default ten sizes from 4 B to 100 MiB.\n"
-       "One that the ranks cannot share equally is rounded up")
+       "Sizes such as 4,4KiB,25MiB (default: ten sizes from 4 B to 100 MiB),\n"
+       "rounded up to a multiple that the ranks can share equally")
       ->transform(CLI::Validator(read_size, ""));
   list("--dtype", request.types, "TYPES",
-       "float32 (float), bfloat16 (bf16); by default float32, and bfloat16 for an\n"
+       "float32 (float), bfloat16 (bf16); default: float32, and bfloat16 for an\n"
        "all_reduce of 12.5 MiB")
       ->transform(CLI::Transformer(type_names).description(""))
       ->check(CLI::IsMember(std::vector<std::string>(std::begin(kTypes), std::end(kTypes))).description(""));
-  list("--memory", request.memories, "KINDS", "plain, allocated (by Group::allocate; shm alone has it)")
+  list("--memory", request.memories, "KINDS", "plain, allocated (by Group::allocate; shm only)")
       ->check(CLI::IsMember(std::vector<std::string>{"plain", "allocated"}).description(""));
-  app.add_option("--seconds", settings.seconds,
-                 "How long to measure each row, about; 0.3 by default, at least 7 times")
+  app.add_option("--seconds", settings.seconds, "Approximate time per row (default: 0.3), at least 7 samples")
       ->option_text("S")
       ->check(CLI::Range(0.0, 3600.0).description(""));
   app.add_option("--bind", settings.bind,
-                 "auto: each rank to a core of its own where there are enough, but for Gloo's, which are\n"
-                 "slower then; cores: Gloo's, too; none")
+                 "auto: bind each rank to a core if there are enough, except Gloo's, which would be\n"
+                 "slower; cores: also bind Gloo's; none")
       ->option_text("HOW")
       ->check(CLI::IsMember(std::vector<std::string>{"auto", "cores", "none"}).description(""));
-  app.add_option("--json", request.json, "Write the rows there")->option_text("FILE");
-  app.add_option("--svg", request.svg, "Draw GB/s over bytes there")->option_text("FILE");
-  app.add_option("--from", request.from, "Measure nothing: print, and draw, what --json wrote there")
+  app.add_option("--json", request.json, "Write the rows to FILE")->option_text("FILE");
+  app.add_option("--svg", request.svg, "Draw GB/s over bytes to FILE")->option_text("FILE");
+  app.add_option("--from", request.from, "Do not measure: print and draw rows that --json wrote to FILE")
       ->option_text("FILE");
-  app.add_option("--rank-of", request.rank_of)->group("");  // for ourselves
+  app.add_option("--rank-of", request.rank_of)->group("");  // Internal.
   app.add_option("--page", request.page)->group("");
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("The collectives of Lockstep beside those of Gloo and Open MPI, and beside copying, in turns.",
-               "bench_collectives");
+  CLI::App app(
+      "Compare the collectives of Lockstep with those of Gloo and Open MPI, and with copying, in turns.",
+      "bench_collectives");
   app.footer(
       "Examples:\n"
       "  bench_collectives --json all.json --svg all.svg\n"
       "  bench_collectives --op all_reduce --ranks 2 --bytes 4KiB,25MiB\n");
   app.formatter(std::make_shared<Help>());
-  app.set_help_flag("-h,--help", "This text");
+  app.set_help_flag("-h,--help", "Print this help");
   Request request;
   Settings settings;
   add_options(app, request, settings);

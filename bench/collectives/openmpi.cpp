@@ -1,4 +1,4 @@
-// A rank of the peer Open MPI: MPI's own calls on plain memory, with nothing of ours around them.
+// A rank of the peer Open MPI: calls MPI directly on plain memory.
 #include <cstdio>
 #include <exception>
 
@@ -55,7 +55,7 @@ class MpiEngine final : public Engine {
 int main(int argc, char** argv) {
   using namespace lockstep::bench;
   if (argc != 2) {
-    std::fputs("bench_collectives starts this program; it is not for people\n", stderr);
+    std::fputs("this program is internal: bench_collectives starts it\n", stderr);
     return 2;
   }
   MPI_Init(&argc, &argv);

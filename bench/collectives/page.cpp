@@ -18,8 +18,8 @@ namespace lockstep::bench {
 namespace {
 
 void check_others(const Page& page) {
-  if (page.failed) throw std::runtime_error("another rank has failed");
-  if (::kill(page.conductor, 0) != 0 && errno == ESRCH) throw std::runtime_error("bench_collectives is gone");
+  if (page.failed) throw std::runtime_error("another rank failed");
+  if (::kill(page.conductor, 0) != 0 && errno == ESRCH) throw std::runtime_error("bench_collectives exited");
 }
 
 }  // namespace
@@ -53,7 +53,7 @@ void meet(Page& page) {
   }
   using Clock = std::chrono::steady_clock;
   const auto end = Clock::now() + std::chrono::microseconds(page.spins ? 200 : 0);
-  // The rank that is missing may be on this core.
+  // Yields, because the missing rank may need this core.
   while (page.generation == generation && Clock::now() < end) ::sched_yield();
   while (page.generation == generation) {
     check_others(page);
@@ -75,7 +75,7 @@ void report_failure(Page& page, const std::string& what) {
   static_assert(sizeof page.error > 1);
   if (page.failed.compare_exchange_strong(nobody, 1)) {
     std::strncpy(page.error, what.c_str(), sizeof page.error - 1);
-    page.failed = 2;  // the text is there
+    page.failed = 2;  // The text is complete.
   }
   wake_all(page.generation);
   wake_all(page.turn);

@@ -1,6 +1,6 @@
-// What bench_collectives and the ranks of one peer share: a page of memory with the order that they carry out
-// next, a barrier that starts them together, and the times they took. One page for each peer: whose turn it
-// is not sleeps on its page and takes no processor time. No LibTorch: Open MPI's ranks use it as well.
+// Memory shared by bench_collectives and the ranks of one peer: the next order, a barrier that starts the
+// ranks together, and the measured times. There is one page per peer. Peers wait for their turn asleep and
+// use no processor time. No LibTorch, because Open MPI's ranks use it too.
 #pragma once
 
 #include <sys/types.h>
@@ -26,34 +26,35 @@ struct Order {
   Kind kind = Kind::prepare;
   Op op = Op::all_reduce;
   Type type = Type::float32;
-  bool allocated = false;  // memory from Group::allocate
-  std::int64_t bytes = 0;  // of the whole tensor of one rank
-  int batch = 1;           // operations between two looks at the clock
-  int samples = 1;         // how many such batches
+  bool allocated = false;  // True for memory from Group::allocate.
+  std::int64_t bytes = 0;  // Size of one rank's whole tensor.
+  int batch = 1;           // Number of operations per timed batch.
+  int samples = 1;         // Number of batches.
 };
 
 struct Page {
   pid_t conductor;
   int ranks;
-  bool spins;  // there is a core for every rank
+  bool spins;  // True if there is a core for every rank.
   Order order;
-  std::atomic<std::uint32_t> turn;   // rises with each order
-  std::atomic<std::uint32_t> ready;  // how many ranks have carried it out
+  std::atomic<std::uint32_t> turn;   // Incremented with each order.
+  std::atomic<std::uint32_t> ready;  // Number of ranks that have completed the order.
   std::atomic<std::uint32_t> arrived, generation;
   std::atomic<std::uint32_t> failed;
-  char error[1024];                                                         // of the first rank that failed
-  std::int64_t begin[kMaxSamples][kMaxRanks], end[kMaxSamples][kMaxRanks];  // nanoseconds of the host's clock
+  char error[1024];  // Error of the first rank that failed.
+  // Nanoseconds of the host's clock.
+  std::int64_t begin[kMaxSamples][kMaxRanks], end[kMaxSamples][kMaxRanks];
 };
 
 Page* open_page(const std::string& path, bool make);
 
-// Sleeps while the word has this value, for half a second at most.
+// Sleeps while the word has this value, for at most half a second.
 void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value);
 void wake_all(std::atomic<std::uint32_t>& word);
 
-// Returns when all ranks have come. Throws when one has failed or the conductor is gone.
+// Barrier over the ranks of the page. Throws if a rank has failed or the conductor has exited.
 void meet(Page& page);
-// The next order.
+// Waits for the next order and returns it.
 Order await_order(Page& page, std::uint32_t& turn);
 void report_failure(Page& page, const std::string& what);
 

@@ -21,8 +21,7 @@ std::int64_t stride_of(std::int64_t elements, Type type) {
 }
 
 std::uint16_t to_bfloat16(float value) {
-  return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >>
-                                    16);  // exact for our small numbers
+  return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);  // Exact for small integers.
 }
 
 float element(const void* memory, std::int64_t place, Type type) {
@@ -37,11 +36,12 @@ void fill(void* memory, std::int64_t elements, Type type, float value) {
     std::fill_n(static_cast<std::uint16_t*>(memory), elements, to_bfloat16(value));
 }
 
-// What rank r begins with in a batch; another number in the next one, so that an old result is a wrong one.
+// Input of rank r in a batch. The scale alternates between batches, so that a stale result is detected.
 float value_of(int rank, int scale) { return static_cast<float>((rank + 1) * scale); }
 
 float expected(Op op, std::int64_t place, std::int64_t elements, int operation, int ranks, int scale) {
-  const auto part = static_cast<int>(place * ranks / elements);  // whose part of the output this is
+  // Rank that this part of the output belongs to.
+  const auto part = static_cast<int>(place * ranks / elements);
   switch (op) {
     case Op::all_gather:
     case Op::all_to_all: return value_of(part, scale);
@@ -50,7 +50,7 @@ float expected(Op op, std::int64_t place, std::int64_t elements, int operation, 
   }
 }
 
-// A few elements of the last operation: its ends and where parts of ranks end.
+// Checks a few elements of the last operation: both ends, and the boundaries between ranks' parts.
 void check(const Order& order, const Sizes& sizes, const Engine::Memory& memory, int ranks, int scale) {
   const auto elements = sizes.out > 0 ? sizes.out : sizes.in;
   const auto skipped = (order.batch - 1) * (sizes.out > 0 ? sizes.out_stride : sizes.in_stride);
@@ -59,8 +59,8 @@ void check(const Order& order, const Sizes& sizes, const Engine::Memory& memory,
     const float is = element(memory.out != nullptr ? memory.out : memory.in, skipped + place, order.type);
     const float should = expected(order.op, place, elements, order.batch - 1, ranks, scale);
     if (!(std::abs(is - should) <= 0.01F * should))
-      throw std::runtime_error("wrong result: element " + std::to_string(place) + " is " +
-                               std::to_string(is) + " and should be " + std::to_string(should));
+      throw std::runtime_error("wrong result: element " + std::to_string(place) + ": expected " +
+                               std::to_string(should) + ", got " + std::to_string(is));
   }
 }
 
@@ -109,7 +109,7 @@ std::unique_ptr<std::byte, PlainMemory::Free> PlainMemory::make(std::int64_t byt
   void* memory = nullptr;
   if (bytes > 0 && ::posix_memalign(&memory, kLine, static_cast<std::size_t>(bytes)) != 0)
     throw std::bad_alloc();
-  if (memory != nullptr) std::memset(memory, 0, static_cast<std::size_t>(bytes));  // the pages are there then
+  if (memory != nullptr) std::memset(memory, 0, static_cast<std::size_t>(bytes));  // Faults the pages in.
   return std::unique_ptr<std::byte, Free>(static_cast<std::byte*>(memory));
 }
 
@@ -135,7 +135,7 @@ void serve(Page& page, Engine& engine) {
     page.ready.fetch_add(1);
     wake_all(page.ready);
   };
-  for (finish();; finish()) {  // the first time: this rank has come
+  for (finish();; finish()) {  // The first call reports that this rank has started.
     const Order order = await_order(page, turn);
     switch (order.kind) {
       case Order::Kind::leave: return;

@@ -1,4 +1,4 @@
-// A rank of any peer: carries out what its page says. No LibTorch.
+// A rank of any peer: carries out the orders on its page. No LibTorch.
 #pragma once
 
 #include <cstddef>
@@ -9,33 +9,33 @@
 
 namespace lockstep::bench {
 
-// Of one operation on one rank, in elements. all_reduce and broadcast are in place: they have no output.
+// Sizes of one operation on one rank, in elements. all_reduce and broadcast are in place and have no output.
 struct Sizes {
   std::int64_t in = 0, out = 0;
-  // From one operation of a batch to the next: each has memory of its own, on a cache line of its own.
+  // Distance between the operations of a batch: each has its own memory, aligned to cache lines.
   std::int64_t in_stride = 0, out_stride = 0;
 };
 Sizes sizes_of(const Order& order, int ranks);
 
-// One way of doing the operations.
+// Performs the operations with one backend.
 class Engine {
  public:
   struct Memory {
     void* in = nullptr;
-    void* out = nullptr;  // where there is no output: null
+    void* out = nullptr;  // Null if there is no output.
   };
 
   virtual ~Engine() = default;
   virtual int rank() const = 0;
   // Memory for order.batch operations.
   virtual Memory prepare(const Order& order, const Sizes& sizes) = 0;
-  // Operation i of the batch, from start to end. Its root, where it has one, is i % ranks: were it always
-  // the same, it could run ahead, and what is measured would not be how long an operation takes.
+  // Runs operation i of the batch to completion. Its root, if it has one, is i % ranks: a fixed root could
+  // run ahead, and the time would not be that of an operation.
   virtual void run(int i) = 0;
   virtual void release() = 0;
 };
 
-// Plain memory as at::empty aligns it.
+// Plain memory, aligned like at::empty's.
 class PlainMemory {
  public:
   Engine::Memory get(const Order& order, const Sizes& sizes);
@@ -52,10 +52,10 @@ class PlainMemory {
   std::int64_t in_stride_ = 0, out_stride_ = 0;
 };
 
-// The floor: every rank copies as many bytes from its own memory to its own memory.
+// The lower bound: every rank copies as many bytes within its own memory.
 std::unique_ptr<Engine> make_memcpy_engine(int rank);
 
-// Until the order to leave comes. Throws when a result is wrong.
+// Runs until the order to leave. Throws if a result is wrong.
 void serve(Page& page, Engine& engine);
 
 }  // namespace lockstep::bench

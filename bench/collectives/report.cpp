@@ -21,13 +21,13 @@ const Row* find(const Rows& rows, const Cell& cell, const Peer& peer) {
   return nullptr;
 }
 
-// How many times as fast as that peer.
+// Speed relative to that peer.
 std::string times_as_fast(const Row& row, const Row* other) {
   return other == nullptr || other == &row ? "-" : fmt::format("{:.3g}x", other->us_median / row.us_median);
 }
 
-// An aim: shm, with this memory, against another row. Either `at_least` times as fast as it, or in `at_most`
-// of its time.
+// An aim: shm with this memory, compared with another row. Either `at_least` times as fast, or `at_most` of
+// its time.
 struct Aim {
   Cell cell;
   std::string memory;
@@ -73,7 +73,7 @@ std::string show(const Cell& cell, const std::string& memory) {
 
 std::string verdict(bool reached) { return reached ? "reached" : "MISSED"; }
 
-// Where there are 16 cores: ahead of gloo and Open MPI everywhere, and so many GB/s.
+// With 16 cores: faster than gloo and Open MPI in every row, and a minimum of GB/s.
 std::string aims_on_sixteen_cores(const std::vector<Row>& rows) {
   std::string text;
   int compared = 0, behind = 0;
@@ -109,7 +109,7 @@ std::string aims_on_sixteen_cores(const std::vector<Row>& rows) {
 template <std::size_t N>
 int place_of(const char* const (&names)[N], const std::string& name) {
   const auto found = std::find(std::begin(names), std::end(names), name);
-  if (found == std::end(names)) throw std::runtime_error("'" + name + "' is not known");
+  if (found == std::end(names)) throw std::runtime_error("unknown name '" + name + "'");
   return static_cast<int>(found - std::begin(names));
 }
 
@@ -125,9 +125,9 @@ std::string show_bytes(std::int64_t bytes) {
 
 std::string table_head() {
   return fmt::format(
-      "Times are microseconds of an operation, until the last rank has it; x gloo: how many times as fast as "
-      "gloo;\n"
-      "/ memcpy: in how many times the time that all ranks take to copy as many bytes.\n\n"
+      "Times are microseconds per operation, until the last rank has its result. x gloo: speed relative to "
+      "gloo.\n"
+      "/ memcpy: time relative to that in which all ranks copy as many bytes.\n\n"
       "{:14} {:8} {:>5} {:>9}  {:13} {:9} {:>10} {:>10} {:>10} {:>8} {:>9} {:>9} {:>8}\n",
       "op", "dtype", "ranks", "bytes", "backend", "memory", "median", "p10", "p90", "GB/s", "x gloo",
       "x openmpi", "/ memcpy");
@@ -172,8 +172,8 @@ std::string aims(const std::vector<Row>& rows, int cores) {
   }
   if (cores >= 16) text += aims_on_sixteen_cores(rows);
   if (unmeasured > 0)
-    text += fmt::format("{} aims are not measured: their rows are not in this run\n", unmeasured);
-  return fmt::format("\nAims, on {} cores (those for 4 and 8 ranks are meant for 2 cores)\n{}", cores, text);
+    text += fmt::format("{} aims were not measured: their rows are not in this run\n", unmeasured);
+  return fmt::format("\nAims, on {} cores (those for 4 and 8 ranks assume 2 cores)\n{}", cores, text);
 }
 
 void write_json(const std::string& path, const std::vector<Row>& rows) {

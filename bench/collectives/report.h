@@ -1,4 +1,4 @@
-// What bench_collectives says of its rows.
+// Prints the rows of bench_collectives as a table, as aims and as JSON.
 #pragma once
 
 #include <string>
@@ -10,10 +10,10 @@ namespace lockstep::bench {
 
 std::string show_bytes(std::int64_t bytes);  // 25 MiB
 
-// One line for each row of a cell: the times, and how the others compare.
+// One line per row of a cell: the times, and comparisons with the other rows.
 std::string table_head();
 std::string table_lines(const std::vector<Row>& cell);
-// What was aimed at, and what came of it; only aims whose rows are there, and a word about the rest.
+// Compares the rows with the aims; counts the aims whose rows are missing.
 std::string aims(const std::vector<Row>& rows, int cores);
 
 void write_json(const std::string& path, const std::vector<Row>& rows);

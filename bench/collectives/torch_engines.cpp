@@ -11,7 +11,7 @@
 namespace lockstep::bench {
 namespace {
 
-// Tensors for each operation of a batch.
+// Separate tensors for each operation of a batch.
 class TensorEngine : public Engine {
  public:
   Memory prepare(const Order& order, const Sizes& sizes) override {
@@ -25,7 +25,7 @@ class TensorEngine : public Engine {
       }
       const auto whole =
           order.allocated ? allocate(stride * order.batch, type) : at::empty({stride * order.batch}, type);
-      whole.zero_();  // the pages are there then
+      whole.zero_();  // Faults the pages in.
       for (int i = 0; i < order.batch; ++i) parts.push_back(whole.narrow(0, i * stride, elements));
       return whole.data_ptr();
     };

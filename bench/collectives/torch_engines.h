@@ -1,4 +1,4 @@
-// Ranks that LibTorch is needed for: Lockstep's transports and LibTorch's Gloo.
+// Ranks that need LibTorch: Lockstep's transports and LibTorch's Gloo.
 #pragma once
 
 #include <memory>
@@ -8,9 +8,9 @@
 
 namespace lockstep::bench {
 
-// Through Group, as programs use it.
+// Through Group, as in programs.
 std::unique_ptr<Engine> make_group_engine(const std::string& backend);
-// LibTorch's ProcessGroupGloo itself. The ranks meet in the file `store`.
+// LibTorch's ProcessGroupGloo itself. The ranks rendezvous through the file `store`.
 std::unique_ptr<Engine> make_gloo_engine(int rank, int ranks, const std::string& store);
 
 }  // namespace lockstep::bench

@@ -1,9 +1,9 @@
-// A training step of DataParallel beside the same step on one device, and beside LibTorch's own
-// data_parallel, which clones the module at every step. On CPU each replica has one thread and so has the one
-// device. A CPU-only LibTorch has no data_parallel that could be linked: there its parts run, replicate and
-// parallel_apply, between chunk and cat, with as many threads in all.
+// Compares a training step of DataParallel with the same step on one device and with LibTorch's own
+// data_parallel, which clones the module at every step. On the CPU each replica has one thread, and so does
+// the single device. A CPU-only LibTorch has no data_parallel to link, so its parts, replicate and
+// parallel_apply, run between chunk and cat, with as many threads in total.
 //
-// A step: gradients to none, forward, loss, backward, SGD. Contestants take turns; data is fresh at each step
+// A step: clear gradients, forward, loss, backward, SGD. Contestants take turns; each step uses fresh data,
 // and denormals are flushed.
 #include <malloc.h>
 #include <time.h>
@@ -38,16 +38,16 @@ struct EncoderImpl : nn::Cloneable<EncoderImpl> {
         "layers", nn::TransformerEncoder(nn::TransformerEncoderOptions(
                       nn::TransformerEncoderLayerOptions(128, 4).dim_feedforward(512).dropout(0), 2)));
   }
-  // The batch first, which TransformerEncoder has second.
+  // Batch first; TransformerEncoder expects it second.
   Tensor forward(const Tensor& x) { return layers(x.transpose(0, 1)).transpose(0, 1); }
   nn::TransformerEncoder layers{nullptr};
 };
 TORCH_MODULE(Encoder);
 
-// Every case is a Sequential from one tensor to one.
+// Every case is a Sequential that maps one tensor to one tensor.
 struct Case {
   std::string name;
-  std::vector<std::int64_t> input;  // the batch first
+  std::vector<std::int64_t> input;  // With the batch first.
   nn::Sequential model;
 };
 
@@ -70,7 +70,8 @@ std::vector<Case> all_cases() {
 
 using Forward = std::function<Tensor(const Tensor&)>;
 
-// LibTorch's: clones, runs them with parallel_for, joins; backward is one graph on the calling thread.
+// LibTorch's data_parallel: clones the module, runs the clones with parallel_for and joins the results.
+// Backward is one graph on the calling thread.
 class TorchDataParallel {
  public:
   TorchDataParallel(nn::Sequential model, std::vector<at::Device> devices)
@@ -95,7 +96,7 @@ class TorchDataParallel {
     return at::cat(results);
   }
 
-  // What its ReduceAdd nodes do inside backward.
+  // Does the work of its ReduceAdd nodes in backward.
   void sum_gradients() {
     torch::NoGradGuard no_grad;
     auto parameters = model_->parameters();
@@ -120,7 +121,7 @@ class TorchDataParallel {
 
 struct Contestant {
   std::string name;
-  int threads;  // of the calling thread
+  int threads;  // Number of threads of the calling thread.
   Forward forward;
   std::vector<double> milliseconds = {}, cpu_milliseconds = {};
 };
@@ -156,7 +157,7 @@ class Bench {
     for (int block = 0; block < 3 || Clock::now() < end; ++block)
       for (auto& each : contestants_) {
         at::set_num_threads(each.threads);
-        step(each);  // caches and threads of the others
+        step(each);  // Warms up caches and threads after another contestant.
         const auto begin = Clock::now();
         const double cpu_begin = cpu_seconds();
         int steps = 0;
@@ -212,17 +213,17 @@ class Bench {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("DataParallel beside one device and beside LibTorch's data_parallel");
+  CLI::App app("Compare DataParallel with one device and with LibTorch's data_parallel");
   std::vector<std::string> cases, devices = {"cpu", "cpu"};
   double seconds = 5;
   std::string json;
-  app.add_option("--case", cases, "mlp, conv, encoder, seed; all by default")->delimiter(',');
-  app.add_option("--devices", devices, "cpu,cpu by default")->delimiter(',');
-  app.add_option("--seconds", seconds, "For each case");
-  app.add_option("--json", json, "Write the rows there")->option_text("FILE");
+  app.add_option("--case", cases, "mlp, conv, encoder or seed (default: all)")->delimiter(',');
+  app.add_option("--devices", devices, "Devices (default: cpu,cpu)")->delimiter(',');
+  app.add_option("--seconds", seconds, "Time per case");
+  app.add_option("--json", json, "Write the rows to FILE")->option_text("FILE");
   CLI11_PARSE(app, argc, argv);
 
-  // Freed memory stays with the process, on every side: else the kernel's work is what is measured.
+  // Keep freed memory in the process for every contestant; otherwise this would measure the kernel.
   ::mallopt(M_MMAP_THRESHOLD, 1 << 30);
   ::mallopt(M_TRIM_THRESHOLD, 1 << 30);
   ::mallopt(M_TOP_PAD, 64 << 20);
@@ -246,7 +247,7 @@ int main(int argc, char** argv) {
     if (!json.empty()) std::ofstream(json) << rows.dump(1) << '\n';
   }
   if (rows.empty()) {
-    std::cerr << "no case of that name: mlp, conv, encoder, seed\n";
+    std::cerr << "unknown case; expected mlp, conv, encoder or seed\n";
     return 2;
   }
 }

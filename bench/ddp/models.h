@@ -1,11 +1,11 @@
-// The cases of bench_ddp; step.py has the same models for PyTorch.
+// The models of bench_ddp; step.py has the same for PyTorch.
 #pragma once
 
 #include <torch/torch.h>
 
 namespace lockstep::bench {
 
-// at::linear, which is what Python's nn.Linear calls; torch::nn::Linear multiplies, then adds the bias.
+// Uses at::linear, like Python's nn.Linear; torch::nn::Linear multiplies and then adds the bias.
 struct DenseImpl : torch::nn::LinearImpl {
   using LinearImpl::LinearImpl;
   at::Tensor forward(const at::Tensor& x) { return at::linear(x, weight, bias); }
@@ -70,7 +70,7 @@ struct GptImpl : torch::nn::Module {
 };
 TORCH_MODULE(Gpt);
 
-// For --allocator alone: step.py does not have it.
+// Used only by --allocator, so step.py does not have it.
 struct ConvImpl : torch::nn::Module {
   torch::nn::Conv2d a{torch::nn::Conv2dOptions(3, 32, 3).padding(1)},
       b{torch::nn::Conv2dOptions(32, 64, 3).padding(1)}, c{torch::nn::Conv2dOptions(64, 64, 3).padding(1)};
@@ -97,7 +97,7 @@ struct SeedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Seed);
 
-// A batch of the case, and the loss of a model's call on it.
+// A batch of the case. loss_of() computes the loss of a model's output.
 struct Batch {
   at::Tensor inputs, targets;
 };

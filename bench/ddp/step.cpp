@@ -1,6 +1,6 @@
-// One rank of bench_ddp: says "ready", then answers each line it is told, "local 10" or "ddp 10", with the
-// milliseconds of a step, "memory 0" with the peak of the process's memory in MiB, "pss 0" with its share of
-// the memory that there is now. The conductor, ddp.py, tells every rank.
+// One rank of bench_ddp. Prints "ready", then answers the conductor, ddp.py, which sends the same lines to
+// every rank: "local 10" or "ddp 10" with the milliseconds per step, "memory 0" with the peak memory of the
+// process in MiB, "pss 0" with its current share of memory.
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
@@ -23,7 +23,7 @@ double mib_in(const char* file, const std::string& what) {
   return 0;
 }
 
-// By the optimizer that every rank repeats, or by the one that they share.
+// Makes the optimizer that every rank runs itself, or the one that the ranks share.
 template <typename Inner, typename M, typename Options>
 std::unique_ptr<torch::optim::Optimizer> optimizer_of(DistributedDataParallel<M>& ddp, const Options& options,
                                                       const std::string& variant) {
@@ -37,9 +37,9 @@ template <typename M>
 void run(World& world, M model, const std::string& name, const std::string& optimizer_name,
          const std::string& variant) {
   auto group = world.group();
-  // The bare model is another: hooks stay with the one that has them. Which one lies where in memory can
-  // make a difference, so they change places from one process to the next.
-  M bare = std::getenv("BENCH_STATE") != nullptr ? model : M();  // with it, memory is that of one model
+  // The bare model is a separate one, because hooks stay on DDP's model. Their addresses can affect the
+  // times, so they swap places from one process to the next.
+  M bare = std::getenv("BENCH_STATE") != nullptr ? model : M();  // With BENCH_STATE, measure one model only.
   if (std::getenv("BENCH_SWAP") != nullptr) std::swap(model, bare);
   DistributedDataParallel ddp(model, group, {.zero_copy = variant != "plain"});
   const SGDOptions sgd{.lr = 1e-3};
@@ -69,7 +69,7 @@ void run(World& world, M model, const std::string& name, const std::string& opti
   bench::serve(group, [&](const std::string& kind, int steps) {
     if (kind == "memory") return mib_in("/proc/self/status", "VmHWM:");
     if (kind == "pss") {
-      empty_cpu_cache();  // what the model has, not what is kept for its next step
+      empty_cpu_cache();  // Counts the model's memory only, not the cache for its next step.
       return mib_in("/proc/self/smaps_rollup", "Pss:");
     }
     return milliseconds_of_a_step(steps, kinds.at(kind));

@@ -1,4 +1,4 @@
-"""One rank of bench_ddp in PyTorch: as step.cpp, with torch.nn.parallel.DistributedDataParallel on gloo."""
+"""One rank of bench_ddp in PyTorch: the same as step.cpp, with torch.nn.parallel.DistributedDataParallel on gloo."""
 
 import os
 import sys

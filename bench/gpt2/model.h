@@ -1,4 +1,4 @@
-// GPT-2 of the layers in lockstep/nn: what one adds to the residual goes to the next norm together with it.
+// GPT-2 built from the layers in lockstep/nn. The next norm adds a layer's output to the residual.
 #pragma once
 
 #include <cmath>
@@ -43,7 +43,7 @@ struct Gpt2Impl : torch::nn::Module {
     for (std::int64_t i = 0; i < shape.layers; ++i)
       blocks.push_back(register_module("block" + std::to_string(i), Block(shape)));
     register_module("last", last);
-    // As step.py draws them. Smaller where a block adds to what goes past it.
+    // Same initialisation as step.py, with a smaller deviation for layers that add to the residual.
     torch::manual_seed(2);
     at::NoGradGuard no_grad;
     const double residual = 0.02 / std::sqrt(2.0 * static_cast<double>(shape.layers));
@@ -57,7 +57,7 @@ struct Gpt2Impl : torch::nn::Module {
       }
   }
 
-  // The loss; the head's weight is that of the tokens.
+  // Returns the loss. The head shares the weight of the token embedding.
   at::Tensor forward(const at::Tensor& text, const at::Tensor& targets) {
     auto residual = tokens(text) + positions->weight.narrow(0, 0, text.size(1));
     at::Tensor added, normed;

@@ -1,7 +1,6 @@
-// One rank of bench_gpt2: says "ready", then answers each line that the conductor, gpt2.py, tells it: "ddp
-// 10", "local 10" with the milliseconds of a step, "loss 0" with the last one, "memory 0" with the peak of
-// the device's memory in GiB, "kernels 5" with the milliseconds of a step's kernels, which it lists on
-// stderr.
+// One rank of bench_gpt2. Prints "ready", then answers the conductor, gpt2.py: "ddp 10" and "local 10" with
+// the milliseconds per step, "loss 0" with the last loss, "memory 0" with the peak of the device's memory in
+// GiB, "kernels 5" with the milliseconds of a step's kernels, which it lists on stderr.
 #include <lockstep/lockstep.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 #include <torch/torch.h>
@@ -31,7 +30,7 @@ double peak_gib() {
          (1 << 30);
 }
 
-// By LibTorch's own profiler.
+// Uses LibTorch's own profiler.
 double list_kernels(int steps, const std::function<void()>& step) {
   namespace profiler = torch::autograd::profiler;
   const profiler::ProfilerConfig config(profiler::ProfilerState::KINETO);
@@ -105,7 +104,7 @@ void run(const Shape& shape, std::int64_t batch, bool captured) {
   auto group = world.group();
   Learner with(shape, device, cuda && captured);
   DistributedDataParallel ddp(with.model, group);
-  std::optional<Learner> without;  // made when asked for: it takes as much memory
+  std::optional<Learner> without;  // Constructed on demand, because it takes as much memory.
   at::Tensor loss;
   std::int64_t count = 0;
   StepGraph graph([&](const at::Tensor& x, const at::Tensor& y) { return with.step(ddp, x, y); });
@@ -126,13 +125,13 @@ void run(const Shape& shape, std::int64_t batch, bool captured) {
     const auto ms = milliseconds_of_a_step(1, [&] {
       for (int i = 0; i < steps; ++i) {
         kinds.at(kind)();
-        world.step(++count);  // for a profile
+        world.step(++count);  // Lets a profiler record the steps.
       }
       settle();
     });
-    // Past the warm-up: what is measured must be what was asked for.
+    // After the warm-up, make sure that the requested variant is measured.
     if (captured && cuda && !graph.captured() && count > 10)
-      throw Error(fmt::format("the step was to be a CUDA graph and is none: {}", graph.reason()));
+      throw Error(fmt::format("the step was not captured as a CUDA graph: {}", graph.reason()));
     return ms / steps;
   });
 }

@@ -1,5 +1,5 @@
-"""One rank of bench_gpt2 in PyTorch: as step.cpp, with autocast to bfloat16, a fused AdamW and DistributedDataParallel on NCCL (gloo
-where there is no GPU); "compile" is torch.compile of the model inside it."""
+"""One rank of bench_gpt2 in PyTorch: the same as step.cpp, with autocast to bfloat16, a fused AdamW and DistributedDataParallel on NCCL
+(gloo without a GPU). "compile" applies torch.compile to the model inside it."""
 
 import collections
 import os
@@ -37,7 +37,7 @@ class Gpt2(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape["layers"]))
         self.last = nn.LayerNorm(width)
         self.head = nn.Linear(width, shape["vocabulary"], bias=False)
-        torch.manual_seed(2)  # as model.h draws them
+        torch.manual_seed(2)  # Same initialisation as model.h.
         residual = 0.02 / (2 * shape["layers"]) ** 0.5
         for each in (self.tokens, self.positions):
             nn.init.normal_(each.weight, 0, 0.02)
@@ -117,7 +117,7 @@ def main():
             settle()
             answer = (time.perf_counter() - begin) / steps * 1e3
         print(answer, flush=True)
-    os._exit(0)  # NCCL's threads are not worth waiting for
+    os._exit(0)  # Do not wait for NCCL's threads.
 
 
 if __name__ == "__main__":

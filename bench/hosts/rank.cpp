@@ -1,5 +1,6 @@
-// What bench_hosts starts: all_reduce over all ranks by each transport in turn, a World for each turn, so
-// that whatever else the machine does meets all of them. Rank 0 prints "transport bytes memory microseconds".
+// Started by bench_hosts: runs all_reduce over all ranks with each transport in turn, in a new World each
+// time, so that other load on the machine affects all of them. Rank 0 prints "transport bytes memory
+// microseconds".
 //
 //   hosts_rank ROUNDS BYTES[,BYTES...] TRANSPORT...
 #include <algorithm>

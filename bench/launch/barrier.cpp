@@ -1,4 +1,4 @@
-// What bench_launch starts: one barrier. With the argument "floor" it does not communicate at all.
+// Started by bench_launch: runs one barrier. With the argument "floor" it does not communicate.
 #include <cstring>
 
 #include <ATen/ATen.h>

@@ -1,4 +1,4 @@
-"""What bench_launch gives torchrun: one barrier."""
+"""Started by bench_launch under torchrun: runs one barrier."""
 
 import torch.distributed as dist
 

@@ -1,5 +1,5 @@
-// Goes through a dataset when bench_loader asks for it: reads "CONTESTANT CASE WORKERS SAMPLES" from standard
-// input, goes through passes until that many samples have come, and prints how many seconds that took.
+// Iterates over a dataset for bench_loader. Reads "CONTESTANT CASE WORKERS SAMPLES" from standard input, runs
+// passes until that many samples have been loaded, and prints the seconds taken.
 #include <chrono>
 #include <iostream>
 #include <map>
@@ -18,14 +18,14 @@ struct Data {
   torch::Tensor x, y;
 };
 
-// The cases of loader.py.in, of the same shapes there.
+// The cases of loader.py.in, with the same shapes.
 Data make(const std::string& name) {
   if (name == "seed") return {torch::randn({65536, 10}), torch::randn({65536, 1})};
   if (name == "images") return {torch::randn({8192, 3, 32, 32}), torch::randint(10, {8192}, torch::kLong)};
-  throw lockstep::ConfigError("no case '" + name + "'");
+  throw lockstep::ConfigError("unknown case '" + name + "'");
 }
 
-// What a user of torch::data writes for two tensors; its own TensorDataset has one.
+// A typical torch::data dataset of two tensors; its own TensorDataset has one tensor.
 class Pairs : public torch::data::datasets::Dataset<Pairs> {
  public:
   explicit Pairs(const Data& data) : data_(data) {}
@@ -60,10 +60,10 @@ void run(const std::string& contestant, const Data& data, int workers, std::int6
     auto loader = torch::data::make_data_loader<torch::data::samplers::RandomSampler>(
         Pairs(data).map(torch::data::transforms::Stack<>()),
         torch::data::DataLoaderOptions().batch_size(kBatch).workers(static_cast<std::size_t>(workers)));
-    // A loader of torch::data is in the middle of its pass until the end: whole passes alone.
+    // torch::data cannot restart a loader in the middle of a pass, so only whole passes are possible.
     while (samples > 0)
       for (auto& batch : *loader) samples -= batch.data.size(0);
-  } else if (contestant == "index_select") {  // the floor: no loader, the same rows
+  } else if (contestant == "index_select") {  // The upper bound: the same rows without a loader.
     const auto order = torch::randperm(data.x.size(0), torch::kLong).split(kBatch);
     while (samples > 0)
       for (const auto& indices : order) {
@@ -72,7 +72,7 @@ void run(const std::string& contestant, const Data& data, int workers, std::int6
         if (samples <= 0) break;
       }
   } else {
-    throw lockstep::ConfigError("no contestant '" + contestant + "'");
+    throw lockstep::ConfigError("unknown contestant '" + contestant + "'");
   }
 }
 

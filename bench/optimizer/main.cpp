@@ -1,8 +1,8 @@
-// What a step of an optimizer costs: ours, LibTorch's and Python's, in turns in one run, on one thread.
-// Models: "seed", Linear 10 to 1, 11 parameters in 2 tensors; "mlp", 1024-2048-2048-2048-10, 10.5M parameters
-// in 8. The floor is a memcpy that moves as many bytes as the update reads and writes.
+// Cost of an optimizer step: Lockstep's, LibTorch's and Python's, in turns in one run, on one thread. Models:
+// "seed", Linear 10 to 1, 11 parameters in 2 tensors; "mlp", 1024-2048-2048-2048-10, 10.5M parameters in 8
+// tensors. The lower bound is a memcpy of as many bytes as the update reads and writes.
 //
-// Freed memory is kept on all sides (M_MMAP_THRESHOLD), and denormals are flushed.
+// Freed memory is kept by all contestants (M_MMAP_THRESHOLD), and denormals are flushed.
 #include <malloc.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,12 +24,12 @@ namespace {
 
 using torch::optim::Optimizer;
 
-// A child that is asked for one measurement at a time.
+// A child process that runs one measurement per request.
 class Python {
  public:
   Python() {
     int to[2], from[2];
-    if (::pipe(to) != 0 || ::pipe(from) != 0) throw std::runtime_error("no pipe");
+    if (::pipe(to) != 0 || ::pipe(from) != 0) throw std::runtime_error("cannot create a pipe");
     child_ = ::fork();
     if (child_ == 0) {
       ::dup2(to[0], 0);
@@ -58,7 +58,8 @@ class Python {
     std::fprintf(asks_, "%s %s %d\n", model.c_str(), kind.c_str(), steps);
     std::fflush(asks_);
     double nanoseconds = 0;
-    if (std::fscanf(answers_, "%lf", &nanoseconds) != 1) throw std::runtime_error("Python ended");
+    if (std::fscanf(answers_, "%lf", &nanoseconds) != 1)
+      throw std::runtime_error("the Python process exited");
     return nanoseconds;
   }
 
@@ -139,7 +140,7 @@ std::vector<Contestant> contestants(const std::string& model, Python* python) {
   });
   add_python("SGD", "Python", "SGD");
   add_python("SGD", "Python fused", "SGD-fused");
-  // Adam reads 4 rows and writes 3; a copy of 3.5 rows moves as much. SGD reads 2 and writes 1.
+  // Adam reads 4 rows and writes 3; a copy of 3.5 rows moves as many bytes. SGD reads 2 and writes 1.
   const auto numbers = made(model, adam(Implementation::single))->net->parameters();
   std::int64_t count = 0;
   for (const auto& p : numbers) count += p.numel();
@@ -165,14 +166,17 @@ double quantile(std::vector<double> values, double part) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app{"What a step of an optimizer costs"};
+  CLI::App app{"Measure the cost of an optimizer step"};
   int rounds = 15;
   std::string json_file;
   std::vector<std::string> models = {"seed", "mlp"};
   bool without_python = std::string(PYTHON).empty();
-  app.add_option("--rounds", rounds, "each measures everybody once")->check(CLI::PositiveNumber);
-  app.add_option("--models", models, "seed, mlp")->delimiter(',')->check(CLI::IsMember({"seed", "mlp"}));
-  app.add_option("--json", json_file, "rows {model, optimizer, who, ns_median, ns_p10, ns_p90}");
+  app.add_option("--rounds", rounds, "Number of measurements of each contestant")->check(CLI::PositiveNumber);
+  app.add_option("--models", models, "Models: seed, mlp")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"seed", "mlp"}));
+  app.add_option("--json", json_file,
+                 "Write rows {model, optimizer, who, ns_median, ns_p10, ns_p90} to this file");
   app.add_flag("--without-python", without_python);
   CLI11_PARSE(app, argc, argv);
 
@@ -193,7 +197,8 @@ int main(int argc, char** argv) {
       for (auto& each : all) each.times.push_back(each.measure(steps));
     for (const char* optimizer : {"Adam", "SGD"}) {
       std::printf(
-          "%s, %s: one step, microseconds (10th and 90th percentile of %d rounds), over lockstep single\n",
+          "%s, %s: microseconds per step (10th and 90th percentile of %d rounds), relative to lockstep "
+          "single\n",
           model.c_str(), optimizer, rounds);
       double base = 0;
       for (const auto& each : all) {

@@ -1,4 +1,4 @@
-"""Python's side of bench_optimizer: for each line "MODEL OPTIMIZER STEPS" it prints the nanoseconds of one step."""
+"""Python's side of bench_optimizer: answers each line "MODEL OPTIMIZER STEPS" with the nanoseconds per step."""
 
 import sys
 import time

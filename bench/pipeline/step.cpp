@@ -1,9 +1,10 @@
-// One rank of bench_pipeline: says "ready", then answers each line it is told. "1f1b 10": the milliseconds of
-// a step of that schedule. "bubble:1f1b 10": of as many steps, the part of the ranks' time that they idle,
-// less what the simulator says with each step's own durations, in points; rank 0's answer counts, the others
-// say 0.
-// "split:linear 10" and "split:blocks 10": how many times as long the two parts of a backward pass take as
-// the whole, of as many passes in turns, through nothing but nn::Linear, and through transformer blocks.
+// One rank of bench_pipeline. Prints "ready", then answers each line it reads.
+//
+// "1f1b 10": the milliseconds per step of that schedule.
+// "bubble:1f1b 10": the idle fraction of the ranks' time over as many steps, minus that of a simulation with
+// each step's own durations, in percentage points. Rank 0's answer counts; the other ranks answer 0.
+// "split:linear 10" and "split:blocks 10": time of the two parts of a backward pass relative to a whole one,
+// over as many passes in turns, through nn::Linear only and through transformer blocks.
 #include <lockstep/lockstep.h>
 #include <lockstep/parallel/pipeline/backward.h>
 #include <torch/torch.h>
@@ -47,7 +48,7 @@ struct Contestant {
 
 bool computes(PipelineAction action) { return action.op < PipelineOp::send_forward; }
 
-// Every rank's moments on every rank, of those actions that compute.
+// Gathers every rank's timings of computing actions on every rank.
 std::vector<std::vector<ActionTiming>> gather(Group group, const std::vector<ActionTiming>& mine) {
   std::string bytes;
   for (const auto& each : mine)

@@ -1,4 +1,4 @@
-"""One rank of bench_pipeline in PyTorch: as step.cpp, with torch.distributed.pipelining on gloo."""
+"""One rank of bench_pipeline in PyTorch: the same as step.cpp, with torch.distributed.pipelining on gloo."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-// One rank of bench_tensor_parallel: says "ready", then answers each line it is told, "plain 10" (split
-// layers), "sequence 10" (split along the sequence between them too) or "floor 10" (the same slices, nobody
-// talks) with the milliseconds of a step.
+// One rank of bench_tensor_parallel. Prints "ready", then answers each line with the milliseconds per step:
+// "plain 10" (split layers), "sequence 10" (also split along the sequence between layers) or "floor 10" (the
+// same slices without communication).
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::int64_t kWidth = 256, kHead = 64, kBlocks = 4, kBatch = 8, kTokens = 128;
 
-// width: of what goes past; inner: of what attention and the MLP have inside, a slice of it perhaps.
+// slices: number of ranks that split the inner features of attention and the MLP; the outer width is whole.
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(std::int64_t slices = 1)
       : first(torch::nn::LayerNormOptions({kWidth})),
@@ -86,7 +86,7 @@ MULTICALL_MAIN(tensor_parallel_step) {
     nets.emplace(name, std::pair(net, std::make_unique<SGD>(net->parameters(), SGDOptions{.lr = 1e-3})));
   serve(group, [&](const std::string& kind, int steps) {
     auto& [net, optimizer] = nets.at(kind);
-    torch::manual_seed(2);  // every rank has the same data
+    torch::manual_seed(2);  // Every rank has the same data.
     return milliseconds_of_a_step(steps, [&, &net = net, &optimizer = optimizer] {
       auto inputs = torch::randn({kBatch, kTokens, kWidth}),
            targets = torch::randn({kBatch, kTokens, kWidth});

@@ -1,4 +1,4 @@
-"""One rank of bench_tensor_parallel in PyTorch: as step.cpp, with torch.distributed.tensor on gloo."""
+"""One rank of bench_tensor_parallel in PyTorch: the same as step.cpp, with torch.distributed.tensor on gloo."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ WIDTH, HEAD, BLOCKS, BATCH, TOKENS = 256, 64, 4, 8, 128
 
 
 class Block(nn.Module):
-    """q, k and v apart, as DTensor splits them; one product of three times the width would not be split by heads."""
+    """Has separate q, k and v, because DTensor would not split one layer of three times the width by heads."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def plan(kind):
                 "down": RowwiseParallel()}
     from torch.distributed.tensor import Replicate
 
-    # One gather for q, k and v.
+    # One all-gather for q, k and v.
     enter = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     return {"first": SequenceParallel(), "second": SequenceParallel(), "attention_input": enter, "mlp_input": enter, "q": ColwiseParallel(),
             "k": ColwiseParallel(), "v": ColwiseParallel(), "out": RowwiseParallel(output_layouts=Shard(1)), "up": ColwiseParallel(),

@@ -1,4 +1,4 @@
-// Every rank tells what it sees, and they add up a tensor together.
+// Every rank reports where it runs, and all ranks sum a tensor.
 //
 //   lockstep run -n 4 build/bin/00_hello        or alone: build/bin/00_hello
 #include <iostream>
@@ -21,7 +21,7 @@ int main() {
   line << "rank " << world.rank() << " of " << world.size() << " (local " << world.local_rank() << ", "
        << world.device() << ", " << group.backend(world.device().type()) << "): mine "
        << mine[0].item<double>() << ", the sum of all " << sum[0].item<double>();
-  // In the order of the ranks: each prints its line when the one before it has.
+  // Rank 0 prints all lines, so that they appear in rank order.
   for (const auto& each : group.all_gather_values(line.str()))
     if (world.is_main()) std::cout << each << '\n';
 }

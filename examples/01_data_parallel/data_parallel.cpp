@@ -1,8 +1,8 @@
-// A linear model on random data, trained on one device or on several at once. README.md shows the Python
-// program that prints the same lines.
+// A linear model on random data, trained on one device or on several. README.md shows the Python program that
+// prints the same lines.
 //
-//   build/bin/01_data_parallel --seed 0                      every CUDA device where there are several, else
-//   one build/bin/01_data_parallel --seed 0 --devices cpu,cpu    two workers on the CPU
+//   build/bin/01_data_parallel --seed 0                     all CUDA devices, or one CPU worker without CUDA
+//   build/bin/01_data_parallel --seed 0 --devices cpu,cpu   two CPU workers
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
@@ -35,11 +35,11 @@ Arguments parse(int argc, char** argv) {
       if (i + 1 == argc) throw std::invalid_argument(flag + " needs a value");
       std::stringstream value(argv[i + 1]);
       if (flag == "--seed") {
-        if (!(value >> result.seed) || !value.eof()) throw std::invalid_argument("--seed takes a number");
+        if (!(value >> result.seed) || !value.eof()) throw std::invalid_argument("--seed: expected a number");
       } else if (flag == "--devices") {
         for (std::string name; std::getline(value, name, ',');) result.devices.emplace_back(name);
       } else {
-        throw std::invalid_argument("no option " + flag);
+        throw std::invalid_argument("unknown option " + flag);
       }
     }
   } catch (const std::exception& e) {
@@ -66,7 +66,7 @@ int main(int argc, char** argv) {
   const auto device = devices[0];
   SimpleModel model;
   model->to(device);
-  ls::DataParallel parallel(model, devices);  // on one device it is the model itself
+  ls::DataParallel parallel(model, devices);  // With one device, it calls the model directly.
 
   ls::Adam optimizer(model->parameters(), {.lr = 1e-3});
   for (int epoch = 0; epoch < 10; ++epoch) {

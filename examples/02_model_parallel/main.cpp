@@ -1,5 +1,5 @@
-// A model in two parts, each on a device of its own: the second example of the article. README.md shows the
-// Python program that prints the same values.
+// A model in two parts, each on its own device: the second example of the article. README.md shows the Python
+// program that prints the same values.
 //
 //   build/bin/02_model_parallel --seed 0                      two CUDA devices, or one, or the CPU
 //   build/bin/02_model_parallel --seed 0 --devices cuda:0,cpu
@@ -42,12 +42,13 @@ Arguments parse(int argc, char** argv) {
     if (i + 1 == argc) throw std::invalid_argument(flag + " needs a value");
     std::stringstream value(argv[i + 1]);
     if (flag == "--seed") {
-      if (!(value >> result.seed) || !value.eof()) throw std::invalid_argument("--seed takes a number");
+      if (!(value >> result.seed) || !value.eof()) throw std::invalid_argument("--seed: expected a number");
     } else if (flag == "--devices") {
       for (std::string name; std::getline(value, name, ',');) result.devices.emplace_back(name);
-      if (result.devices.size() != 2) throw std::invalid_argument("--devices takes two, such as cuda:0,cpu");
+      if (result.devices.size() != 2)
+        throw std::invalid_argument("--devices: expected two devices, such as cuda:0,cpu");
     } else {
-      throw std::invalid_argument("no option " + flag);
+      throw std::invalid_argument("unknown option " + flag);
     }
   }
   if (result.devices.empty()) {
@@ -75,7 +76,7 @@ int main(int argc, char** argv) try {
   ls::Placed model_part2(ModelPart2(), devices[1]);
 
   auto inputs = torch::randn({100, 10});
-  auto output = model_part2(model_part1(inputs)).cpu();  // moved to the first device, then to the second
+  auto output = model_part2(model_part1(inputs)).cpu();  // Moves to the first device, then to the second.
   for (int i = 0; i < 100; ++i) std::printf("%.4f\n", output[i].item<double>());
 } catch (const c10::Error& error) {
   return refuse(error.what_without_backtrace());

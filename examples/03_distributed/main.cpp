@@ -1,9 +1,9 @@
-// Distributed training of a small model: the third example of the article, with its gradients averaged.
+// Distributed training of a small model: the third example of the article, with averaged gradients.
 //
 //   lockstep run -n 2 03_distributed --seed 1
 //
-// Rank 0 prints the lines that the same in Python prints (DistributedDataParallel, DistributedSampler). With
-// --forget-ddp it does what the article does, trains two models that never hear of each other, and says so.
+// Rank 0 prints the same lines as the Python version (DistributedDataParallel, DistributedSampler). With
+// --forget-ddp it does what the article does: it trains two models that do not communicate, and reports that.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -1,4 +1,4 @@
-"""Trains the digits on 2 ranks and shows it, then says what one rank and PyTorch need for the same.
+"""Train the digits on 2 ranks and show it, then compare with one rank and with PyTorch.
 
 usage: compare.py --bin DIR --data DIR [--epochs N]
 """
@@ -16,7 +16,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def show(command):
-    """Runs it; what it prints is shown, on a terminal with its progress, and returned."""
+    """Run a command, showing its output, with progress on a terminal. Return the output."""
     kept = bytearray()
     if sys.stdout.isatty():
         def read(fd):
@@ -36,13 +36,13 @@ def show(command):
 
 
 def quietly(command):
-    # torchrun's ranks and their errors go to a file, because a pipe that nobody reads would stop them.
+    # The output of torchrun's ranks goes to a file, because an unread pipe would block them.
     with tempfile.TemporaryFile("w+") as out:
         status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT).returncode
         out.seek(0)
         text = out.read()
     if status:
-        sys.exit(f"{' '.join(command)} ended with {status}:\n{text[-4000:]}")
+        sys.exit(f"{' '.join(command)} failed with status {status}:\n{text[-4000:]}")
     return text
 
 
@@ -83,7 +83,7 @@ def main():
     for name, took, rate, loss, right in results:
         print(f"{name:20}{took:10.1f} s{rate:11}  {loss:>6}  {right:>6} %")
     if not python:
-        print("PyTorch is not here: no python with torch")
+        print("PyTorch was not measured: no Python with torch found")
 
 
 main()

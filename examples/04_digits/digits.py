@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def read_npy(path, dtype):
-    """Without NumPy, which torch does without too."""
+    """Reads without NumPy, which torch does not require."""
     with open(path, "rb") as file:
         data = file.read()
     begin = 10 + int.from_bytes(data[8:10], "little")
@@ -92,14 +92,14 @@ def main():
         if ranks > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
-        # Every rank has all of the test digits: PyTorch's sampler would count some of them twice.
+        # Every rank tests on all samples, because PyTorch's sampler would count some of them twice.
         right = accuracy(model, images[tested], labels[tested])
         if rank == 0:
             print(f"epoch {epoch + 1:2}/{options.epochs}  loss {last:.4f}  test {right:.2f} %  {done / (time.monotonic() - begin):.0f} samples/s",
                   flush=True)
     if ranks > 1:
         dist.barrier()
-        os._exit(0)  # destroy_process_group() aborts now and then in 2.13
+        os._exit(0)  # destroy_process_group() sometimes aborts in 2.13.
 
 
 main()

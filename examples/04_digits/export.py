@@ -1,4 +1,4 @@
-"""Writes the handwritten digits that scikit-learn's wheel carries as images.npy (1797 x 8 x 8 float32, 0 to 1) and labels.npy
+"""Extract the handwritten digits from scikit-learn's wheel, as images.npy (1797 x 8 x 8 float32, 0 to 1) and labels.npy
 (int64).
 
 usage: export.py WHEEL FOLDER
@@ -27,7 +27,7 @@ def main():
         text = gzip.decompress(archive.read("sklearn/datasets/data/digits.csv.gz")).decode()
     rows = [[float(x) for x in row] for row in csv.reader(io.StringIO(text))]
     if len(rows) != 1797 or any(len(row) != 65 for row in rows):
-        sys.exit(f"{wheel} has {len(rows)} digits where 1797 were expected")
+        sys.exit(f"{wheel}: expected 1797 digits, got {len(rows)}")
     os.makedirs(folder, exist_ok=True)
     write_npy(os.path.join(folder, "images.npy"), "<f4", "f", (1797, 8, 8), [x / 16 for row in rows for x in row[:64]])
     write_npy(os.path.join(folder, "labels.npy"), "<i8", "q", (1797,), [int(row[64]) for row in rows])

@@ -1,9 +1,8 @@
-// Handwritten digits: a small convolutional network with BatchNorm and augmentation, trained on any number of
+// Handwritten digits: trains a small convolutional network with BatchNorm and augmentation, on any number of
 // ranks.
 //
 //   lockstep run -n 2 04_digits
-//   lockstep run -n 2 --max-restarts 1 04_digits --save digits.safetensors   # goes on where it was when it
-//   is killed
+//   lockstep run -n 2 --max-restarts 1 04_digits --save digits.safetensors   # resumes if it is killed
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -44,8 +43,8 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-// Moved by up to one pixel, with a little noise. The numbers follow from seed, step and rank alone: a run
-// that goes on after a restart draws the same.
+// Shifts images by up to one pixel and adds a little noise. The random numbers depend only on seed, step and
+// rank, so a run that resumes after a restart draws the same.
 torch::Tensor augmented(const torch::Tensor& images, std::uint64_t seed) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   const auto padded = torch::constant_pad_nd(images, {1, 1, 1, 1});
@@ -57,7 +56,7 @@ torch::Tensor augmented(const torch::Tensor& images, std::uint64_t seed) {
   return torch::stack(moved) + 0.03 * at::randn(images.sizes(), generator);
 }
 
-// The share of right answers in percent, each sample counted once whatever the number of ranks.
+// The percentage of correct answers. Counts each sample once, for any number of ranks.
 template <typename Dataset>
 double accuracy(Net& model, const Dataset& dataset, ls::Group group) {
   torch::NoGradGuard no_grad;
@@ -110,7 +109,7 @@ int main(int argc, char** argv) {
   auto group = world.group();
   torch::manual_seed(options.seed);
 
-  // Five of six to train with, the sixth to test.
+  // Trains on five of six samples and tests on the sixth.
   const auto images = ls::read_npy(options.data + "/images.npy").unsqueeze(1),
              labels = ls::read_npy(options.data + "/labels.npy");
   const auto tested = torch::arange(images.size(0)) % 6 == 5;
@@ -124,7 +123,7 @@ int main(int argc, char** argv) {
   ls::DataLoader loader(train, sampler, {.batch_size = options.batch_size / world.size()});
   ls::CosineAnnealingLR schedule(optimizer, {.T_max = options.epochs});
 
-  std::int64_t step = 0;  // of the whole training, whatever the number of restarts
+  std::int64_t step = 0;  // Counts over the whole training, across restarts.
   if (!options.save.empty() && fs::exists(options.save))
     step = ls::load(options.save, {.model = model,
                                    .optimizer = optimizer,

@@ -1,4 +1,4 @@
-// How far a training is: a bar on a terminal, a line per epoch elsewhere.
+// Shows the progress of training: a bar on a terminal, a line per epoch elsewhere.
 #pragma once
 
 #include <unistd.h>
@@ -10,7 +10,7 @@
 
 class Progress {
  public:
-  // total: samples of the whole training; done: those of an earlier start.
+  // total: number of samples in the whole training. done: number already processed before a restart.
   Progress(std::int64_t total, std::int64_t done, bool quiet)
       : total_(total), before_(done), done_(done), quiet_(quiet), terminal_(isatty(STDOUT_FILENO) == 1) {}
 

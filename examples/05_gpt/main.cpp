@@ -1,11 +1,11 @@
-// A small GPT, trained on any number of ranks: the loss does not depend on how they share the work.
+// A small GPT, trained on any number of ranks. The loss does not depend on how the ranks share the work.
 //
 //   05_gpt                                            one rank
-//   lockstep run -n 2 05_gpt --dp 2                   each has half of every batch
-//   lockstep run -n 8 05_gpt --pp 2 --dp 2 --tp 2     and half of the layers, and half of each of those
+//   lockstep run -n 2 05_gpt --dp 2                   each rank takes half of every batch
+//   lockstep run -n 8 05_gpt --pp 2 --dp 2 --tp 2     also half of the layers, and half of each layer
 //   05_gpt --data book.txt --layers 6 --width 256     any text
 //
-// tests/parity/gpt_twin.py is the same in PyTorch, and goes on from what --dump writes.
+// tests/parity/gpt_twin.py is the same training in PyTorch; it starts from the output of --dump.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -34,36 +34,37 @@ struct Options {
   int dp = 0, tp = 1, pp = 1, microbatches = 1;
 };
 
-constexpr std::size_t kMadeUp = 1 << 18;  // bytes of text
+constexpr std::size_t kMadeUp = 1 << 18;  // Bytes of synthetic text.
 
 Options parse(int argc, char** argv) {
   Options options;
-  CLI::App app("trains a small GPT on bytes of text");
+  CLI::App app("Train a small GPT on bytes of text");
   app.option_defaults()->always_capture_default();
-  app.add_option("--data", options.data, "a text file; without it the text is made up");
+  app.add_option("--data", options.data, "Text file to train on (default: synthetic text)");
   app.add_option("--steps", options.steps)->check(CLI::Range(1, 1'000'000'000));
-  app.add_option("--batch", options.batch, "samples of a step, over all ranks")
+  app.add_option("--batch", options.batch, "Samples per step, over all ranks")
       ->check(CLI::Range(1, 1'000'000'000));
-  app.add_option("--context", options.model.context, "bytes of a sample");
+  app.add_option("--context", options.model.context, "Bytes per sample");
   app.add_option("--layers", options.model.layers);
   app.add_option("--heads", options.model.heads);
   app.add_option("--width", options.model.width);
   app.add_option("--dropout", options.model.dropout);
-  app.add_flag("!--untied", options.model.tied, "the head has a weight of its own");
+  app.add_flag("!--untied", options.model.tied, "Give the head its own weight");
   app.add_option("--lr", options.lr);
-  app.add_option("--clip", options.clip, "the largest norm of the gradients; 0: any")
+  app.add_option("--clip", options.clip, "Maximum norm of the gradients; 0 disables clipping")
       ->check(CLI::Range(0.0, 1e30));
-  app.add_option("--seed", options.seed, "of the text, the batches and the first weights");
+  app.add_option("--seed", options.seed, "Seed of the text, the batches and the initial weights");
   app.add_option("--dtype", options.dtype)->check(CLI::IsMember({"float", "double"}));
-  app.add_option("--dp", options.dp, "ranks that share a batch; 0: as many as there are");
-  app.add_option("--tp", options.tp, "ranks that share a layer; heads and 256 bytes must divide by it")
+  app.add_option("--dp", options.dp, "Number of ranks that share a batch; 0: all remaining ranks");
+  app.add_option("--tp", options.tp, "Number of ranks that share a layer; must divide the heads and 256")
       ->check(CLI::Range(1, 1'000'000'000));
-  app.add_option("--pp", options.pp, "ranks that share the layers")->check(CLI::Range(1, 1'000'000'000));
+  app.add_option("--pp", options.pp, "Number of pipeline ranks, which share the layers")
+      ->check(CLI::Range(1, 1'000'000'000));
   app.add_option("--schedule", options.schedule,
-                 "of the pipeline: gpipe, 1f1b, interleaved1f1b, loopedbfs, zbh1, zbv, dualpipev");
-  app.add_option("--microbatches", options.microbatches, "into which a rank's part of a batch is cut")
+                 "Pipeline schedule: gpipe, 1f1b, interleaved1f1b, loopedbfs, zbh1, zbv or dualpipev");
+  app.add_option("--microbatches", options.microbatches, "Number of micro-batches per rank and step")
       ->check(CLI::Range(1, 1'000'000'000));
-  app.add_option("--dump", options.dump, "a folder for the first weights and all batches");
+  app.add_option("--dump", options.dump, "Write the initial weights and all batches to this folder");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -77,23 +78,24 @@ void check_layout(Options& options, int ranks) {
   if (options.dp == 0 && others <= ranks) options.dp = static_cast<int>(ranks / others);
   if (options.dp * others != ranks)
     throw ls::ConfigError(
-        fmt::format("--pp {} --dp {} --tp {} is not allowed with {} ranks: their product must be that",
-                    options.pp, options.dp, options.tp, ranks));
+        fmt::format("--pp {} --dp {} --tp {}: expected a product of {}, the number of ranks", options.pp,
+                    options.dp, options.tp, ranks));
   if (options.batch % (std::int64_t{options.dp} * options.microbatches) != 0)
     throw ls::ConfigError(
         fmt::format("--batch {} cannot be divided among {} ranks with {} micro-batches each", options.batch,
                     options.dp, options.microbatches));
   if (!(options.clip >= 0))
-    throw ls::ConfigError(fmt::format("--clip {} is not allowed: 0 or more is", options.clip));
+    throw ls::ConfigError(fmt::format("--clip: expected at least 0, got {}", options.clip));
   if (!options.dump.empty() && options.model.dropout > 0)
     throw ls::ConfigError(fmt::format(
-        "--dump with --dropout {}: the twin in PyTorch has other random numbers", options.model.dropout));
+        "--dump cannot be combined with --dropout {}, because PyTorch draws different random numbers",
+        options.model.dropout));
   if (options.model.heads % options.tp != 0)
     throw ls::ConfigError(
         fmt::format("{} heads cannot be divided among --tp {} ranks", options.model.heads, options.tp));
 }
 
-// What of each layer is whose: attention by heads, the MLP by its inner features, embedding and head by the
+// How each layer is split: attention by heads, the MLP by its inner features, embedding and head by the
 // vocabulary.
 ls::ParallelPlan plan() {
   return {{"tokens", ls::Rowwise{}},
@@ -104,7 +106,7 @@ ls::ParallelPlan plan() {
           {"head", ls::Colwise{}}};
 }
 
-// Everything that the twin needs to do the same.
+// Writes everything that the PyTorch twin needs to repeat the training.
 void dump(const Options& options, const std::string& text, gpt::Gpt model) {
   std::filesystem::create_directories(options.dump);
   ls::save(options.dump + "/model.safetensors", {.model = model,
@@ -139,7 +141,7 @@ void train(Options options) {
   ls::parallelize_module(*model, tp, plan());
   ls::Pipeline pipeline(model->pieces(), mesh["pp"],
                         ls::ScheduleNamed{options.schedule, options.microbatches});
-  model = nullptr;  // the pipeline keeps this rank's part of it
+  model = nullptr;  // The pipeline keeps this rank's pieces.
   ls::DistributedDataParallel ddp(pipeline.module(), dp, {.reduce_in_backward = false});
   ls::AdamW optimizer(pipeline.parameters(), {.lr = options.lr});
   const auto counted = ls::own_parameters(*pipeline.module(), tp, pipeline.own_parameters());

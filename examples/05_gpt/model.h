@@ -1,13 +1,13 @@
-// A GPT in plain LibTorch: token and position embedding, blocks of attention and MLP with the norm before
-// each (GPT-2's layout), a last norm, and a head that is the token embedding again.
+// A GPT in plain LibTorch: token and position embeddings, pre-norm blocks of attention and MLP (GPT-2's
+// layout), a final norm, and a head that shares its weight with the token embedding.
 //
 //   gpt::Gpt model(gpt::Config{.layers = 4, .heads = 4, .width = 128});
 //   auto logits = model(tokens);   // [batch, length] int64 -> [batch, length, vocabulary]
 //
-// It knows nothing of ranks. Layers are held as lockstep::Unit, so that a technique has a place around their
-// calls; attention takes the number of its heads from what qkv gives, so that qkv may give some of them only.
-// The model is the sequence of its pieces (an input, each block, an output), of which a pipeline's stages
-// are made.
+// The model does not depend on ranks. Layers are held as lockstep::Unit, so that techniques can intercept
+// their calls. Attention derives the number of its heads from the output of qkv, which may compute only some
+// of them. The model is a sequence of pieces (an input, each block, an output), from which pipeline stages
+// are built.
 #pragma once
 
 #include <algorithm>
@@ -29,34 +29,34 @@ namespace gpt {
 using at::Tensor;
 namespace nn = torch::nn;
 
-// Exchanged here for all of the model.
+// Change these to use other layers throughout the model.
 using Linear = lockstep::Unit<lockstep::nn::Linear>;
 using LayerNorm = lockstep::Unit<nn::LayerNorm>;
 using Embedding = lockstep::Unit<nn::Embedding>;
-using Dropout = lockstep::Unit<lockstep::nn::Dropout>;  // whose masks do not depend on who has which samples
+// Its masks depend on the sample, not on the rank that processes it.
+using Dropout = lockstep::Unit<lockstep::nn::Dropout>;
 
 struct Config {
   std::int64_t layers = 4;
   std::int64_t heads = 4;
-  std::int64_t width = 128;       // of what goes from block to block
-  std::int64_t context = 128;     // tokens that the model sees at most
-  std::int64_t vocabulary = 256;  // bytes
+  std::int64_t width = 128;       // Number of features passed from block to block.
+  std::int64_t context = 128;     // Maximum number of tokens in a sequence.
+  std::int64_t vocabulary = 256;  // Bytes.
   double dropout = 0;
-  bool tied = true;  // the head's weight is that of the token embedding
+  bool tied = true;  // The head shares the weight of the token embedding.
 };
 
 inline const Config& checked(const Config& config) {
   for (const auto& [name, value] : {std::pair("layers", config.layers), std::pair("heads", config.heads),
                                     std::pair("width", config.width), std::pair("context", config.context),
                                     std::pair("vocabulary", config.vocabulary)})
-    if (value < 1)
-      throw lockstep::ConfigError(fmt::format("{} = {} is not allowed: 1 or more is", name, value));
+    if (value < 1) throw lockstep::ConfigError(fmt::format("{}: expected at least 1, got {}", name, value));
   if (config.width % config.heads != 0)
     throw lockstep::ConfigError(
-        fmt::format("a width of {} cannot be divided among {} heads", config.width, config.heads));
+        fmt::format("width {} cannot be divided among {} heads", config.width, config.heads));
   if (!(config.dropout >= 0 && config.dropout < 1))
     throw lockstep::ConfigError(
-        fmt::format("dropout = {} is not allowed: from 0 to below 1 is", config.dropout));
+        fmt::format("dropout: expected at least 0 and below 1, got {}", config.dropout));
   return config;
 }
 
@@ -69,9 +69,9 @@ struct AttentionImpl : nn::Module {
     register_module("qkv", qkv), register_module("out", out), register_module("dropout", dropout);
   }
 
-  // Each token looks at those up to itself.
+  // Causal attention: each token attends to itself and the tokens before it.
   Tensor forward(const Tensor& x) {
-    const auto all = qkv(x);  // queries, keys, values; of each the heads that are here, side by side
+    const auto all = qkv(x);  // Queries, keys and values of this rank's heads, concatenated.
     const auto heads = all.size(-1) / (3 * head_dim);
     const auto parts =
         all.view({all.size(0), all.size(1), 3, heads, head_dim}).permute({2, 0, 3, 1, 4}).unbind();
@@ -98,7 +98,7 @@ struct MlpImpl : nn::Module {
 };
 TORCH_MODULE(Mlp);
 
-// The pieces: one tensor in, one tensor out.
+// The pieces: each takes one tensor and returns one.
 
 struct InputImpl : nn::Module {
   explicit InputImpl(const Config& config)
@@ -137,8 +137,8 @@ struct BlockImpl : nn::Module {
 };
 TORCH_MODULE(Block);
 
-// A Linear whose weight can be another layer's. `head->weight = tokens->weight` alone would leave its own
-// registered, and trained by nobody.
+// A Linear whose weight can be another layer's. `head->weight = tokens->weight` alone would leave the head's
+// own weight registered but never trained.
 struct TiedLinearImpl : nn::LinearImpl {
   using nn::LinearImpl::LinearImpl;
   void tie(const Tensor& other) { weight = parameters_["weight"] = other; }
@@ -177,7 +177,7 @@ struct GptImpl : nn::Module {
     return output(x);
   }
 
-  // All of it, in order, for a pipeline: layers keep the names that they have here.
+  // The pieces in order, for a pipeline. Layers keep the names that they have here.
   std::vector<lockstep::PipelineStage> pieces() {
     std::vector<lockstep::PipelineStage> result = {{input, ""}};
     for (std::size_t i = 0; i < blocks.size(); ++i)
@@ -186,7 +186,7 @@ struct GptImpl : nn::Module {
     return result;
   }
 
-  // As in Python, a tensor that two layers share is listed once.
+  // Lists a tensor that two layers share once, as in Python.
   std::vector<Tensor> parameters() const {
     std::vector<Tensor> result;
     for (const auto& each : nn::Module::parameters())
@@ -196,8 +196,8 @@ struct GptImpl : nn::Module {
     return result;
   }
 
-  // GPT-2's: normal numbers, smaller where a block adds to what goes past it, so that their sum over all
-  // blocks is no larger than what each other layer gives.
+  // GPT-2's initialisation: normal, with a smaller deviation for layers whose output is added to the residual
+  // stream, so that the sum over all blocks does not exceed the scale of a single layer.
   void reset_parameters() {
     constexpr double kDeviation = 0.02;
     const double residual = kDeviation / std::sqrt(2.0 * static_cast<double>(blocks.size()));

@@ -14,14 +14,14 @@
 namespace gpt {
 namespace {
 
-// Each bit of the result depends on each bit of x (the last step of SplitMix64).
+// The last step of SplitMix64: each bit of the result depends on every bit of x.
 std::uint64_t mixed(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
   return x ^ (x >> 31);
 }
 
-// One number for several: what it is of comes in turn.
+// Combines three numbers into one; their order matters.
 std::uint64_t mixed(std::uint64_t seed, std::uint64_t a, std::uint64_t b) {
   return mixed(mixed(mixed(seed + 0x9e3779b97f4a7c15U) + a) + b);
 }
@@ -31,7 +31,7 @@ constexpr std::array<std::string_view, 16> kNames = {"Ada",   "Boris", "Clara", 
                                                      "Mira",  "Nils",  "Olga",  "Pavel"};
 constexpr std::array<std::string_view, 12> kNouns = {"cat",  "dog",   "bird",  "farmer", "sailor", "girl",
                                                      "king", "baker", "horse", "doctor", "child",  "clock"};
-// A plural is made by an s, and so is the singular of a verb.
+// Plurals of these nouns end in s, and so does the singular of a verb.
 constexpr std::array<std::string_view, 8> kAlone = {"sleep", "laugh", "wait", "sing",
                                                     "run",   "work",  "fall", "dream"};
 constexpr std::array<std::string_view, 8> kOnOthers = {"see",  "know", "like", "follow",
@@ -62,7 +62,7 @@ class Writer {
   void add(std::string_view word) { out_ += word; }
   void ends_with_s(std::string_view word, bool s) { add(word), add(s ? "s" : ""); }
 
-  // Two to four people with a thing each, some sentences, and who had what.
+  // Introduces two to four people with one thing each, then some sentences, then questions about the things.
   void paragraph() {
     const auto people = 2 + below(3), first = below(kNames.size()), thing = below(kThings.size());
     const auto name = [&](std::uint64_t i) { return kNames[(first + 5 * i) % kNames.size()]; };
@@ -79,7 +79,7 @@ class Writer {
     out_.back() = '\n';
   }
 
-  // A subject and its verb, sometimes with a remark in brackets between them, and remarks in that.
+  // A subject and its verb, sometimes with a clause in brackets between them, nested up to three deep.
   void clause(int depth) {
     const bool plural = noun(depth);
     if (depth < 3 && one_in(3)) {
@@ -92,7 +92,7 @@ class Writer {
     ends_with_s(any(kAlone), !plural);
   }
 
-  // Whether it is of several: what else comes after it has a number of its own.
+  // Writes a noun phrase. Returns true if it is plural; nouns in its relative clauses have their own number.
   bool noun(int depth) {
     const bool plural = one_in(2);
     add("the ");
@@ -123,20 +123,20 @@ std::string synthetic_text(std::uint64_t seed, std::size_t size) { return Writer
 std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
-  if (!file || !(text << file.rdbuf()))  // which fails where there is nothing, too
-    throw lockstep::ConfigError(fmt::format("{}: cannot be read, or there is nothing in it", path));
+  if (!file || !(text << file.rdbuf()))  // Inserting an empty file's buffer fails too.
+    throw lockstep::ConfigError(fmt::format("{}: cannot be read, or is empty", path));
   return std::move(text).str();
 }
 
 at::Tensor batch(const std::string& text, const BatchOptions& options) {
   const auto length = static_cast<std::uint64_t>(options.context) + 1;
   if (text.size() < length)
-    throw lockstep::ConfigError(
-        fmt::format("the text has {} bytes: a context of {} needs {}", text.size(), options.context, length));
+    throw lockstep::ConfigError(fmt::format("the text has {} bytes, but a context of {} needs {}",
+                                            text.size(), options.context, length));
   auto tokens = at::empty({options.count, options.context + 1}, at::kLong);
   auto* next = tokens.mutable_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < options.count; ++i) {
-    const auto sample = static_cast<std::uint64_t>(options.first + i) + 1;  // 0 is for the text itself
+    const auto sample = static_cast<std::uint64_t>(options.first + i) + 1;  // 0 is used for the text itself.
     const auto place =
         mixed(options.seed, sample, static_cast<std::uint64_t>(options.step)) % (text.size() - length + 1);
     for (const char each : std::string_view(text).substr(place, length))

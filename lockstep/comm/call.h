@@ -1,5 +1,6 @@
-// What one rank asked of a group: compared between the ranks before data moves, shown in errors,
-// handed to observers. No LibTorch: the transports' cores and their tests use it as it is.
+// Call: the description of one rank's operation on a group. Ranks compare calls before data moves; errors
+// show them and observers receive them. Does not use LibTorch, so the transports' engines and their tests can
+// use it.
 #pragma once
 
 #include <chrono>
@@ -57,23 +58,24 @@ std::string_view name(Dtype dtype);
 struct Call {
   Operation operation{};
   Dtype dtype = Dtype::other;
-  ReduceOp reduction = ReduceOp::SUM;  // of all_reduce, reduce, reduce_scatter
-  int root = -1;                       // of reduce, broadcast, gather, scatter; the peer of send and recv
-  int rank = 0;                        // who calls, and in which group
+  ReduceOp reduction = ReduceOp::SUM;  // for all_reduce, reduce, reduce_scatter
+  int root = -1;                       // for reduce, broadcast, gather, scatter; the peer of send and recv
+  int rank = 0;                        // the calling rank, within the group
   int size = 1;
-  std::uint64_t sequence = 0;  // collectives of a group count from 0; so do sends and receives, apart
-  std::int64_t count = 0;      // elements of this rank's tensor
+  // number of the operation, from 0; collectives and messages are counted separately
+  std::uint64_t sequence = 0;
+  std::int64_t count = 0;  // number of elements of this rank's tensor
   std::int64_t bytes = 0;
   std::vector<std::int64_t> shape = {};
-  // Elements to and from each rank, where ranks may differ: to of scatter's root, reduce_scatter and
-  // all_to_all; from of gather's root, all_gather and all_to_all.
+  // Number of elements to and from each rank, if these may differ. `to` is set for scatter's root,
+  // reduce_scatter and all_to_all; `from` for gather's root, all_gather and all_to_all.
   std::vector<std::int64_t> to = {}, from = {};
   std::string tag = {};
-  std::chrono::milliseconds timeout{};  // of send and recv, where one was given: c10d's have no room for it
+  std::chrono::milliseconds timeout{};  // of send and recv, if one was given: c10d's calls cannot carry it
   std::string group = {};
-  std::int64_t group_key = 0;  // the same on every member, and of no other group
+  std::int64_t group_key = 0;  // the same on every member; different for every group
   std::source_location site = std::source_location::current();
-  std::string far_site = {};  // instead of site, where another process made the call
+  std::string far_site = {};  // used instead of site if another process made the call
 };
 
 namespace detail {
@@ -85,7 +87,7 @@ constexpr bool rooted(Operation o) {
   return o == Operation::reduce || o == Operation::broadcast || o == Operation::gather ||
          o == Operation::scatter;
 }
-// Each pair of ranks has a size of its own, which both of them know and nobody else.
+// True if each pair of ranks has its own size, which only the two know.
 constexpr bool pairwise(Operation o) {
   return o == Operation::gather || o == Operation::scatter || o == Operation::all_to_all;
 }
@@ -94,17 +96,18 @@ constexpr bool point_to_point(Operation o) { return o == Operation::send || o ==
 // "all_reduce(float32 [10, 4], sum, tag 'grads') at train.cpp:42"
 std::string describe(const Call& call);
 std::string tensor_text(const Call& call);  // "float32 [10, 4]"
-std::string site_text(const Call& call);    // "train.cpp:42", the path's last part
+std::string site_text(const Call& call);    // "train.cpp:42": file name and line
 
-// What two ranks' calls to one collective must share and do not, naming both.
+// Describes the first attribute of a collective in which two ranks' calls differ, naming both ranks.
 std::optional<std::string> find_difference(const Call& a, const Call& b);
-// The same over all ranks, and the sizes that they exchange; calls[r] is rank r's. Every rank that asks
-// gets the same answer.
+// Compares the calls of all ranks, and the sizes that they exchange; calls[r] is rank r's. Every rank gets
+// the same answer.
 std::optional<std::string> find_mismatch(std::span<const Call* const> calls);
-// Of a send and the receive that met it.
+// Compares a send with the receive that matched it.
 std::optional<std::string> find_mismatch(const Call& send, const Call& recv);
 
-// A number for what ranks must agree on: where two differ, so do the calls, or something else that was added.
+// Hash of what ranks must agree on: if two digests differ, so do the calls or the other values that were
+// added.
 class Digest {
  public:
   Digest& add(std::uint64_t value) {
@@ -114,25 +117,25 @@ class Digest {
   }
   Digest& add(const std::vector<std::int64_t>& values);
   Digest& add(const std::string& text);
-  Digest& add(const Call& call);  // what all ranks' calls share: not the sizes of pairs
+  Digest& add(const Call& call);  // only what all ranks' calls share, without the sizes of pairs
   std::uint64_t value() const { return hash_; }
 
  private:
   std::uint64_t hash_ = 0x2545F4914F6CDD1Du;
 };
 
-// For transports that do not compare calls themselves: Group gathers these. Every rank's has the same
-// length, which depends on the group's size alone.
+// Serialised calls, which Group gathers for transports that do not compare calls themselves. The size depends
+// only on the group's size, so it is the same on every rank.
 std::size_t packed_size(int group_size);
 std::vector<std::uint8_t> pack(const Call& call);
 Call unpack(std::span<const std::uint8_t> bytes, int group_size);
 
-// The call that this thread is making, for a transport that compares calls: c10d's interface has no
-// room for tag and call site. Null when c10d is used directly.
+// The call that this thread is making, for a transport that compares calls: c10d's interface cannot carry tag
+// and call site. Null when c10d is used directly.
 const Call* current_call();
 class CallScope {
  public:
-  explicit CallScope(const Call* call);  // null: as where c10d is used directly
+  explicit CallScope(const Call* call);  // null: as if c10d were used directly
   ~CallScope();
   CallScope(const CallScope&) = delete;
   CallScope& operator=(const CallScope&) = delete;

@@ -17,7 +17,7 @@
 namespace lockstep {
 namespace {
 
-// Shared memory as a source of it.
+// Source of memory that other ranks can reach.
 class SharedSource final : public memory::Source {
  public:
   char* take(std::size_t bytes, bool grow) override {
@@ -31,7 +31,7 @@ class SharedSource final : public memory::Source {
   std::size_t held() const override { return shm::Arena::instance().figures().held; }
 };
 
-// The sizes, and autograd's number of the pass that they are for.
+// The sizes, and autograd's number of the pass they apply to.
 struct SharedPass {
   const std::set<std::size_t>* sizes = nullptr;
   int task = -1;
@@ -46,11 +46,12 @@ bool is_to_be_shared(std::size_t bytes) {
 
 class CpuAllocator final : public c10::Allocator {
  public:
-  // Made when it is first installed.
+  // Null until the allocator is first installed.
   static CpuAllocator* made() { return made_.load(std::memory_order_acquire); }
   static CpuAllocator& make() {
     static CpuAllocator* const allocator = [] {
-      shm::Arena::instance();  // at a fork its lock is to be taken after the caches': handlers run last first
+      // first: fork handlers run last first, and its lock must be taken after the caches' locks
+      shm::Arena::instance();
       auto* fresh = new CpuAllocator;
       made_.store(fresh, std::memory_order_release);
       ::pthread_atfork(nullptr, nullptr, [] { made()->shared.disown(); });
@@ -80,11 +81,12 @@ class CpuAllocator final : public c10::Allocator {
 
   CpuAllocator() : own(*new memory::System, &usage), shared(*new SharedSource, &usage) {}
 
-  // Not in a child after fork, which shares them with its parent; nor soon after there was no more of it.
+  // False in a child after fork, which shares the segments with its parent, and shortly after shared memory
+  // ran out.
   bool may_share() const {
     return !shared.is_disowned() && Clock::now().time_since_epoch().count() >= no_more_until_.load();
   }
-  // Null where there is none: a tensor is staged then, as others are.
+  // Returns null if there is none. The tensor is then staged, as other tensors are.
   void* allocate_shared(std::size_t bytes) {
     try {
       return shared.allocate(bytes);
@@ -106,7 +108,7 @@ class CpuAllocator final : public c10::Allocator {
     c10::profiledCPUMemoryReporter().Delete(memory);
     memory::Cache::free(memory);
   }
-  // In a child after fork the parent may have given the memory to others meanwhile.
+  // In a child after fork this does nothing: the parent may have reused the memory.
   static void release_shared(void* memory) {
     if (!made()->shared.is_disowned()) release(memory);
   }
@@ -125,11 +127,11 @@ bool use_caching_cpu_allocator() {
   if (detail::caching_cpu_allocator_is_used()) return true;
   if (c10::GetCPUAllocator() != c10::GetDefaultCPUAllocator()) {
     detail::log(LogLevel::info,
-                "this program has a CPU allocator of its own, which stays: Lockstep's is not used");
+                "keeping the CPU allocator that the program installed; Lockstep's allocator is not used");
     return false;
   }
   c10::SetCPUAllocator(&CpuAllocator::make(), /*priority=*/0);
-  // One of a higher priority is not displaced.
+  // Does not displace an allocator of higher priority.
   return detail::caching_cpu_allocator_is_used();
 }
 

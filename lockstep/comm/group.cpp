@@ -13,7 +13,7 @@
 namespace lockstep {
 namespace {
 
-// A small value travels in one message of this size, a large one in a second message.
+// A small value travels in one message of this size. A large one needs a second message.
 constexpr std::int64_t kSlot = 256;
 constexpr std::int64_t kInSlot = kSlot - static_cast<std::int64_t>(sizeof(std::int64_t));
 
@@ -28,7 +28,7 @@ std::string text_of(const at::Tensor& bytes) {
   return {static_cast<const char*>(here.const_data_ptr()), static_cast<std::size_t>(here.numel())};
 }
 
-// The length, and as much of the text as fits.
+// The length, followed by as much of the text as fits.
 at::Tensor slot_of(std::string_view text) {
   std::string slot(static_cast<std::size_t>(kSlot), '\0');
   const auto length = static_cast<std::int64_t>(text.size());
@@ -117,14 +117,14 @@ at::Tensor Group::allocate(at::IntArrayRef sizes, at::ScalarType dtype, std::opt
   std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (auto size : sizes)
     if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes))
-      throw ConfigError(fmt::format(
-          "sizes=[{}] are not allowed: numbers from 0 on are, of elements that can be counted in bytes",
-          fmt::join(sizes, ", ")));
+      throw ConfigError(
+          fmt::format("Group::allocate: expected non-negative sizes whose bytes fit into 64 bits, got [{}]",
+                      fmt::join(sizes, ", ")));
   const auto own = state_->world().device();
   const auto device = wanted.value_or(own);
   auto options = at::TensorOptions(dtype).device(device);
   auto engine = state_->transport(device.type());
-  // Of the GPUs the transport knows this rank's.
+  // The transport allocates only on this rank's own GPU.
   if (!engine || (device.is_cuda() && device.has_index() && device != own) ||
       !engine->backend().supportsTensorAlloc(device.has_index() ? device.index() : 0))
     return at::empty(sizes, options);
@@ -135,8 +135,8 @@ Group Group::subgroup(const std::vector<int>& members, GroupOptions options) {
   std::vector<int> world_ranks;
   for (int member : members) {
     if (member < 0 || member >= size())
-      throw ConfigError(fmt::format("rank {} is not allowed in a subgroup: group '{}' has ranks 0 to {}",
-                                    member, name(), size() - 1));
+      throw ConfigError(fmt::format("subgroup: expected ranks from 0 to {} of group '{}', got rank {}",
+                                    size() - 1, name(), member));
     world_ranks.push_back(ranks()[static_cast<std::size_t>(member)]);
   }
   return Group(state_->world().make_group(std::move(world_ranks), std::move(options)));
@@ -151,7 +151,7 @@ Group Group::called_at(Site site) const {
 Group Group::split(int color, int key, GroupOptions options, Site site) {
   if (color < 0)
     throw ConfigError(fmt::format(
-        "color={} is not allowed: from 0 on is; a rank that is to be alone takes a colour of its own",
+        "split: expected a colour of 0 or more, got {}; to leave a rank alone, give it a colour of its own",
         color));
   struct Choice {
     int color, key;

@@ -1,4 +1,5 @@
-// Sees every operation of a World: watchdogs, profilers and byte counters are observers.
+// Observer: receives a callback for every operation of a World. Use it for watchdogs, profilers and byte
+// counters.
 //
 //   struct Bytes : lockstep::Observer {
 //     void finished(const lockstep::Call& call, std::chrono::nanoseconds) noexcept override {
@@ -17,19 +18,19 @@
 
 namespace lockstep {
 
-// Called on the thread that starts, waits for or polls the operation, possibly from several threads at
+// Callbacks run on the thread that starts, waits for or polls the operation, possibly on several threads at
 // once. An observer is local: it must not communicate, block or throw.
 class Observer {
  public:
   virtual ~Observer() = default;
   virtual void started(const Call& /*call*/) noexcept {}
-  // When its completion is seen; elapsed counts from the start.
+  // Called when completion is noticed. elapsed counts from the start of the operation.
   virtual void finished(const Call& /*call*/, std::chrono::nanoseconds /*elapsed*/) noexcept {}
   virtual void failed(const Call& /*call*/, std::chrono::nanoseconds /*elapsed*/,
                       std::string_view /*cause*/) noexcept {}
-  // The program has said where it is in its training (World::step), or made its way through a step.
+  // The program reported a step (World::step) or progress within one.
   virtual void stepped(std::int64_t /*step*/) noexcept {}
-  // The World is about to be left.
+  // The World is about to leave the job.
   virtual void leaving() noexcept {}
 };
 

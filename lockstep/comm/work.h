@@ -1,11 +1,11 @@
-// An operation under way.
+// Handle to an asynchronous operation.
 //
 //   auto work = group.all_reduce(gradients);   // started
 //   ...                                        // compute meanwhile
 //   work.wait();                               // here the sum is in gradients
 //
-// A Work may be dropped: that does not block, the tensors stay alive until the operation ends, and an
-// error surfaces at the group's next call.
+// A Work may be dropped without waiting. Dropping does not block, the tensors stay alive until the operation
+// ends, and the group's next call reports an error.
 #pragma once
 
 #include <chrono>
@@ -27,18 +27,19 @@ class [[nodiscard("call .wait(), or keep the Work and wait later")]] Work {
   Work& operator=(Work&& other) noexcept;
   ~Work();
 
-  // Returns when the operation is complete: results are in the tensors (on CUDA: for everything that the
-  // current stream does from here on). Throws CommError at the deadline, at a failure verdict, or when
-  // the engine failed, whichever comes first; the group is of no use then. May be called again: it
-  // returns or throws the same. Any thread; waits of several threads for one Work follow one another.
+  // Waits until the operation is complete and its results are in the tensors (on CUDA: for everything that
+  // the current stream does from here on). Throws CommError at the deadline, when the job fails, or when the
+  // engine fails, whichever is first; the group cannot be used afterwards. May be called again: it returns or
+  // throws the same. Thread-safe; concurrent waits for one Work run one after another.
   void wait();
-  // With a deadline of its own for this wait, if that is earlier; as final as the other. done() only looks.
+  // The same with its own deadline, if that is earlier. When it passes the operation fails. To poll, use
+  // done().
   void wait(std::chrono::milliseconds timeout);
 
-  // Whether the operation has ended, well or not; wait() tells which. Never blocks.
+  // True once the operation has ended, with or without an error; wait() reports which. Never blocks.
   bool done();
 
-  // The rank that a receive from any rank came from, after wait().
+  // Rank that a receive from any rank came from. Available after wait().
   std::optional<int> source() const;
 
   const Call& call() const;

@@ -12,7 +12,7 @@
 namespace lockstep {
 namespace {
 
-// One World at a time in a process: a second would meet the others under the first one's names.
+// Only one World at a time in a process: a second one would use the names of the first.
 std::atomic<bool> process_has_world = false;
 
 void (*joined)(const std::shared_ptr<detail::WorldState>&) = nullptr;
@@ -20,7 +20,7 @@ void (*joined)(const std::shared_ptr<detail::WorldState>&) = nullptr;
 World join_as(detail::Identity identity, WorldOptions options) {
   if (process_has_world.exchange(true))
     throw ConfigError(
-        "this process has a World already: one at a time is allowed, groups of it as many as needed");
+        "this process already has a World; make one at a time, and as many groups of it as you need");
   try {
     auto state = std::make_shared<detail::WorldState>(std::move(identity), std::move(options));
     state->join();
@@ -51,7 +51,7 @@ World::World(std::shared_ptr<detail::WorldState> state)
 World::~World() {
   if (!state_) return;  // moved from
   const bool unwinding = std::uncaught_exceptions() > exceptions_at_birth_;
-  // `lockstep run` says it itself. Who leaves because another rank has failed is not to blame.
+  // `lockstep run` reports it itself. A rank that leaves because another rank has failed is not to blame.
   auto* client = state_->client();
   if (unwinding && !(client && (client->is_launched() || client->failure())))
     detail::log(LogLevel::error, "rank {} leaves the job because of an exception", rank());
@@ -81,7 +81,7 @@ void World::fail(const std::string& cause, std::optional<int> rank) { state_->fa
 
 void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOptions options) {
   if (num_ranks < 1 || num_ranks > 1024)
-    throw ConfigError(fmt::format("num_ranks={} is not allowed: from 1 to 1024 is", num_ranks));
+    throw ConfigError(fmt::format("run_threads: expected 1 to 1024 ranks, got {}", num_ranks));
   auto job = std::make_shared<detail::ThreadsJob>(num_ranks);
   std::vector<std::shared_ptr<detail::WorldState>> states;
   for (int r = 0; r < num_ranks; ++r) {
@@ -112,13 +112,13 @@ void run_threads(int num_ranks, const std::function<void(World&)>& body, WorldOp
       state->join();
       {
         World world(state);
-        // Told before ~World, which would only say that this rank is leaving.
+        // Before ~World, which would report only that this rank is leaving.
         try {
           body(world);
         } catch (const std::exception& error) {
           fail(rank, error.what());
         } catch (...) {
-          fail(rank, "something that is not a std::exception");
+          fail(rank, "an exception that is not a std::exception");
         }
       }
       if (const auto unheard = state->unheard()) std::rethrow_exception(unheard);

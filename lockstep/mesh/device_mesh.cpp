@@ -15,32 +15,33 @@ namespace lockstep {
 struct DeviceMesh::State {
   explicit State(Group all) : world(std::move(all)) {}
 
-  Group world;  // of all ranks, from which the others are made
+  Group world;  // Group of all ranks, from which the other groups are made.
   std::vector<std::string> axes;
   std::vector<int> sizes, coordinates;
-  std::vector<int> ranks;  // of the world, row-major over the axes
-  std::map<std::vector<std::size_t>, std::shared_future<Group>> groups;  // by axes
+  std::vector<int> ranks;  // World ranks, row-major over the axes.
+  std::map<std::vector<std::size_t>, std::shared_future<Group>> groups;  // Keyed by axes.
   std::mutex mutex;
 
   std::size_t index(std::string_view axis) const {
     auto found = std::find(axes.begin(), axes.end(), axis);
     if (found == axes.end())
-      throw ConfigError(fmt::format("the mesh has no axis '{}': it has {}", axis, fmt::join(axes, ", ")));
+      throw ConfigError(
+          fmt::format("DeviceMesh: unknown axis '{}'; expected one of {}", axis, fmt::join(axes, ", ")));
     return static_cast<std::size_t>(found - axes.begin());
   }
 
-  // The chosen axes' places in the mesh's own order.
+  // Indices of the chosen axes, in the mesh's own order.
   std::vector<std::size_t> indices(const std::vector<std::string>& chosen) const {
     std::vector<std::size_t> result;
     for (const auto& axis : chosen) result.push_back(index(axis));
     std::sort(result.begin(), result.end());
     if (result.empty() || std::adjacent_find(result.begin(), result.end()) != result.end())
-      throw ConfigError(fmt::format("axes [{}] are not allowed: different axes of {} are",
+      throw ConfigError(fmt::format("DeviceMesh: expected distinct axes of [{1}], got [{0}]",
                                     fmt::join(chosen, ", "), fmt::join(axes, ", ")));
     return result;
   }
 
-  // World ranks that share this rank's coordinates but for the chosen axes.
+  // World ranks whose coordinates equal this rank's on all axes but the chosen ones.
   std::vector<int> members(const std::vector<std::size_t>& chosen) const {
     std::vector<int> result;
     for (std::size_t place = 0; place < ranks.size(); ++place) {
@@ -57,7 +58,8 @@ struct DeviceMesh::State {
     return result;
   }
 
-  // The first who asks makes it, without the lock: its members may be making others at the same time.
+  // The first caller makes the group, without holding the lock, because other threads may be making other
+  // groups.
   Group group(const std::vector<std::size_t>& chosen) {
     std::vector<std::string> names;
     for (auto axis : chosen) names.push_back(axes[axis]);
@@ -81,7 +83,7 @@ struct DeviceMesh::State {
 
   void place(int world_rank) {
     auto found = std::find(ranks.begin(), ranks.end(), world_rank);
-    LOCKSTEP_ASSERT(found != ranks.end(), "a mesh without this rank");
+    LOCKSTEP_ASSERT(found != ranks.end(), "the mesh does not contain this rank");
     auto rest = static_cast<int>(found - ranks.begin());
     coordinates.resize(axes.size());
     for (std::size_t axis = axes.size(); axis-- > 0;) {
@@ -95,18 +97,18 @@ DeviceMesh::DeviceMesh(World& world, Axes axes) : state_(std::make_shared<State>
   std::vector<std::string> texts;
   for (const auto& [name, size] : axes) texts.push_back(fmt::format("{}={}", name, size));
   auto refuse = [&](std::string_view why) {
-    return ConfigError(fmt::format("a mesh of [{}] over {} ranks is not allowed: {}", fmt::join(texts, ", "),
+    return ConfigError(fmt::format("DeviceMesh: invalid mesh [{}] over {} ranks: {}", fmt::join(texts, ", "),
                                    world.size(), why));
   };
-  if (axes.empty()) throw refuse("at least one axis is needed");
+  if (axes.empty()) throw refuse("expected at least one axis");
   std::int64_t known = 1;
   int open = 0;
   for (const auto& [name, size] : axes) {
-    if (name.empty()) throw refuse("an axis needs a name");
+    if (name.empty()) throw refuse("an axis has an empty name");
     if (std::find(state_->axes.begin(), state_->axes.end(), name) != state_->axes.end())
-      throw refuse("names must differ");
+      throw refuse("axis names must be distinct");
     if (size != -1 && (size < 1 || size > world.size()))
-      throw refuse("a size is from 1 to the number of ranks, or -1 for what is left");
+      throw refuse("sizes must be from 1 to the number of ranks, or -1 for the rest");
     if (size == -1)
       ++open;
     else
@@ -114,7 +116,7 @@ DeviceMesh::DeviceMesh(World& world, Axes axes) : state_(std::make_shared<State>
     state_->axes.push_back(name);
     state_->sizes.push_back(size);
   }
-  if (open > 1) throw refuse("one size at most may be -1");
+  if (open > 1) throw refuse("at most one size may be -1");
   if (open == 1 ? world.size() % known != 0 : known != world.size())
     throw refuse(fmt::format("the sizes multiply to {}", known));
   for (int& size : state_->sizes)

@@ -1,10 +1,11 @@
-// Ranks on a grid with named axes, and a Group for each axis.
+// DeviceMesh: arranges ranks in a grid with named axes and provides a Group for each axis.
 //
 //   DeviceMesh mesh(world, {{"pp", 2}, {"dp", 2}, {"tp", 2}});
-//   mesh["tp"].all_reduce(t).wait();      // with the ranks that differ from this one in "tp" alone
-//   mesh.group({"dp", "tp"})              // with those that share this one's "pp"
+//   mesh["tp"].all_reduce(t).wait();      // among the ranks that differ from this one only in "tp"
+//   mesh.group({"dp", "tp"})              // the ranks with this rank's "pp" coordinate
 //
-// The last axis varies fastest: rank = (pp * 2 + dp) * 2 + tp. One size may be -1: what is left.
+// The last axis varies fastest: rank = (pp * 2 + dp) * 2 + tp. One size may be -1: it is computed from the
+// rest.
 #pragma once
 
 #include <memory>
@@ -21,21 +22,23 @@ class DeviceMesh {
  public:
   using Axes = std::vector<std::pair<std::string, int>>;
 
-  // Every rank of the world calls it with the same axes. ConfigError when the sizes do not multiply to
-  // the world's, or names repeat or are empty.
+  // Collective: every rank of the world must call it with the same axes. Throws ConfigError if the sizes do
+  // not multiply to the world size, or if a name is empty or repeated.
   DeviceMesh(World& world, Axes axes);
 
   const std::vector<std::string>& axes() const;
-  int size() const;                             // of the whole mesh
-  int size(std::string_view axis) const;        // ConfigError for an unknown axis names those there are
-  int coordinate(std::string_view axis) const;  // of this rank
-  const std::vector<int>& ranks() const;        // of the world, in the mesh's order
+  int size() const;  // number of ranks in the mesh
+  // Throws ConfigError for an unknown axis, with the valid names.
+  int size(std::string_view axis) const;
+  int coordinate(std::string_view axis) const;  // this rank's coordinate
+  const std::vector<int>& ranks() const;        // world ranks, in the mesh's order
 
-  // The ranks that differ from this one in that axis alone, in its order.
+  // Group of the ranks that differ from this one only on that axis, ordered along it.
   Group operator[](std::string_view axis) const;
-  // In those axes alone, in the order of the mesh. Made at the first call, which all its ranks make.
+  // Group of the ranks that differ only on these axes, in the order of the mesh. The first call is
+  // collective: every rank of the group must make it.
   Group group(const std::vector<std::string>& axes) const;
-  // The part of the mesh that this rank shares in those axes, as a mesh of its own. Local.
+  // The part of the mesh that differs from this rank only on these axes, as a mesh. Does not communicate.
   DeviceMesh slice(const std::vector<std::string>& axes) const;
 
  private:

@@ -10,7 +10,7 @@
 #include <lockstep/base/error.h>
 #include <lockstep/modules/detail/flat_views.h>
 
-#define XXH_INLINE_ALL  // nothing to link
+#define XXH_INLINE_ALL  // Header-only: nothing to link.
 #include <xxhash.h>
 
 namespace lockstep {
@@ -25,8 +25,8 @@ std::string ranks_text(const std::vector<int>& ranks) {
   return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "));
 }
 
-// "rank 1's 'fc.weight' is not that of ranks 0, 2, 3": those who are not as most are, or as the first, are
-// named.
+// Text such as "'fc.weight' on rank 1 differs from ranks 0, 2, 3". Names the ranks that differ from the
+// majority; on a tie, those that differ from the first rank.
 std::string difference(const std::string& name, const std::vector<std::uint64_t>& hashes) {
   std::map<std::uint64_t, std::vector<int>> by_hash;
   for (std::size_t rank = 0; rank < hashes.size(); ++rank)
@@ -38,11 +38,10 @@ std::string difference(const std::string& name, const std::vector<std::uint64_t>
   for (const auto& [hash, ranks] : by_hash)
     if (hash != most->first) others.insert(others.end(), ranks.begin(), ranks.end());
   std::sort(others.begin(), others.end());
-  return fmt::format("'{}' on {} is not what it is on {}", name, ranks_text(others),
-                     ranks_text(most->second));
+  return fmt::format("'{}' on {} differs from {}", name, ranks_text(others), ranks_text(most->second));
 }
 
-// Of one dtype and device, in pieces: few operations, bounded memory.
+// Tensors of one dtype and device, in large pieces: few operations and bounded memory.
 void broadcast_alike(Group& group, const std::vector<at::Tensor>& tensors, int root) {
   constexpr std::int64_t kPiece = 64 << 20;
   for (std::size_t begin = 0; begin < tensors.size();) {
@@ -95,7 +94,7 @@ void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasO
 
   const auto all = group.all_gather_values(std::string_view(bytes), {.tag = "check_replicas"});
   if (std::any_of(all.begin(), all.end(), [&](const auto& each) { return each.size() != bytes.size(); }))
-    throw DriftError("replicas are not equal: the ranks' models have different numbers of tensors");
+    throw DriftError("replicas differ: the ranks' models have different numbers of tensors");
   std::vector<std::uint64_t> at_tensor(all.size());
   std::string first;
   std::size_t more = 0;
@@ -111,12 +110,10 @@ void check_replicas(const torch::nn::Module& module, Group group, CheckReplicasO
       ++more;
   }
   throw DriftError(fmt::format(
-      "replicas are not equal: {}{}. Gradients that were not averaged, a seed or data that "
-      "changed weights on one rank alone, "
-      "or an optimizer with other settings there do that",
+      "replicas differ: {}{}. Possible causes: gradients that were not averaged, a seed or data that "
+      "changed weights on one rank only, or different optimizer settings",
       first,
-      more == 0 ? ""
-                : fmt::format(", nor {} {} other{}", more == 1 ? "is" : "are", more, more == 1 ? "" : "s")));
+      more == 0 ? "" : fmt::format(", and {} more tensor{}", more, more == 1 ? " differs" : "s differ")));
 }
 
 namespace detail {
@@ -129,8 +126,7 @@ std::optional<std::string> listed(const std::vector<std::string>& list, const st
 
 void broadcast_tensors(Group& group, const std::vector<at::Tensor>& tensors, int root) {
   at::NoGradGuard no_grad;
-  // Those of one dtype and device together, in the order of the first of each: numbers of devices are each
-  // rank's own.
+  // Grouped by dtype and device, ordered by first appearance, because device indices differ between ranks.
   std::vector<std::pair<std::pair<at::ScalarType, at::Device>, std::vector<at::Tensor>>> kinds;
   for (const auto& tensor : tensors) {
     const std::pair key(tensor.scalar_type(), tensor.device());
@@ -154,7 +150,7 @@ void require_same_lines(Group group, const std::vector<std::string>& lines, cons
       if (at >= lines.size() || theirs != lines[at] || end == first.size()) break;
       start = end + 1;
     }
-    if (at < lines.size() && theirs == lines[at]) ++at, theirs.clear();  // rank 0's end here
+    if (at < lines.size() && theirs == lines[at]) ++at, theirs.clear();  // Rank 0's lines end here.
     const auto shown = [](const std::string& line) {
       return line.empty() ? std::string("nothing more") : line;
     };

@@ -12,7 +12,8 @@ namespace {
 class RegisteredScript : public torch::nn::Module {
  public:
   explicit RegisteredScript(torch::jit::Module script) : script_(std::move(script)) {
-    torch::nn::Module::train(script_.is_training());  // first: it would pass it on to submodules
+    // Before submodules are registered, because train() is passed on to them.
+    torch::nn::Module::train(script_.is_training());
     for (const auto& item : script_.named_parameters(/*recurse=*/false))
       register_parameter(item.name, item.value, item.value.requires_grad());
     for (const auto& item : script_.named_buffers(/*recurse=*/false)) register_buffer(item.name, item.value);
@@ -32,7 +33,7 @@ class RegisteredScript : public torch::nn::Module {
 bool holds_nothing(const torch::jit::Module& script) {
   try {
     return script._ivalue() == nullptr;
-  } catch (const c10::Error&) {  // LibTorch has no other way to ask
+  } catch (const c10::Error&) {  // LibTorch offers no other check.
     return true;
   }
 }
@@ -47,7 +48,7 @@ std::shared_ptr<torch::nn::Module> registered(const torch::jit::Module& script) 
 void collect_tensors_of(const c10::IValue& value, std::vector<at::Tensor>& found) {
   value.visit([&](const c10::IValue& each) {
     if (each.isTensor()) found.push_back(each.toTensor());
-    return false;  // go on into it
+    return false;  // Descend into the value.
   });
 }
 

@@ -1,4 +1,4 @@
-// TorchScript modules where torch::nn::Module is wanted.
+// Adapts TorchScript modules to interfaces that take a torch::nn::Module.
 #pragma once
 
 #include <memory>
@@ -18,11 +18,11 @@ struct Module;
 
 namespace lockstep::detail {
 
-// A module that registers the parameters, buffers and submodules of a TorchScript module under their names,
-// the same tensors, and passes train() on. Null for a torch::jit::Module that holds nothing.
+// Returns a module that registers the parameters, buffers and submodules of a TorchScript module under their
+// names, as the same tensors, and passes train() on. Returns null for an empty torch::jit::Module.
 std::shared_ptr<torch::nn::Module> registered(const torch::jit::Module& script);
 
-// Appends the tensors in a value, also those in its lists, tuples and dictionaries.
+// Appends the tensors in a value, including those in its lists, tuples and dictionaries.
 void collect_tensors_of(const c10::IValue& value, std::vector<at::Tensor>& found);
 
 }  // namespace lockstep::detail

@@ -18,7 +18,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// [C] against [N, C, ...].
+// Reshapes [C] to broadcast against [N, C, ...].
 at::Tensor along_channels(const at::Tensor& values, const at::Tensor& input) {
   std::vector<std::int64_t> shape(static_cast<std::size_t>(input.dim()), 1);
   shape[1] = values.size(0);
@@ -31,12 +31,12 @@ std::vector<std::int64_t> other_dims(const at::Tensor& input) {
   return dims;
 }
 
-// A group that serves the device: small numbers go where the transport is.
+// Moves small values to the CPU if the group has no transport for their device.
 at::Tensor exchangeable(const at::Tensor& values, Group& group) {
   return group.backend(values.device().type()).empty() ? values.cpu() : values;
 }
 
-// Mean and sum of squared deviations of all ranks' values, from each rank's own: one exchange of 2C + 1
+// Mean and sum of squared deviations over all ranks, combined from each rank's own in one exchange of 2C + 1
 // numbers.
 struct GlobalMoments {
   at::Tensor mean, deviations;  // double
@@ -64,20 +64,19 @@ GlobalMoments global_moments(const at::Tensor& input, Group& group) {
 }
 
 struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
-  using Optional = std::optional<at::Tensor>;  // autograd's Function takes no undefined ones
+  using Optional = std::optional<at::Tensor>;  // Function does not accept undefined tensors.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& given, const Optional& given_weight,
                             const Optional& given_bias, const Optional& given_mean, const Optional& given_var,
                             double factor, double eps, Group group) {
     const auto weight = given_weight.value_or(at::Tensor()), bias = given_bias.value_or(at::Tensor());
     const auto running_mean = given_mean.value_or(at::Tensor()),
                running_var = given_var.value_or(at::Tensor());
-    // Half-precision numbers are summed as floats.
+    // Half-precision values are summed as floats.
     const auto input = given.scalar_type() == at::kDouble ? given : given.to(at::kFloat);
     const auto moments = global_moments(input, group);
     if (moments.count <= 1)
       throw ConfigError(
-          fmt::format("SyncBatchNorm in training needs more than one value per channel over all ranks; "
-                      "there are {}",
+          fmt::format("SyncBatchNorm: training needs more than one value per channel over all ranks, got {}",
                       moments.count));
     const auto variance = moments.deviations / moments.count;
     if (running_mean.defined()) {
@@ -97,13 +96,13 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     return output.to(given.scalar_type());
   }
 
-  // dx = (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / var) * weight / std, means over all ranks; the
-  // gradients of weight and bias are this rank's part, as those of every parameter are.
+  // dx = (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / var) * weight / std, with means over all
+  // ranks. The gradients of weight and bias are this rank's part, like those of every parameter.
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     if (at::GradMode::is_enabled())
       throw ConfigError(
-          "backward() with create_graph reached SyncBatchNorm, whose gradient has no gradient: use BatchNorm "
-          "where those are needed");
+          "backward() with create_graph reached SyncBatchNorm, which has no second derivative: use "
+          "BatchNorm to compute it");
     const auto saved = context->get_saved_variables();
     const auto &given = saved[0], &weight = saved[1], &mean = saved[2], &inverse = saved[3];
     auto& group = static_cast<HeldGroup&>(*context->saved_data["group"].toCapsule()).group;
@@ -149,20 +148,20 @@ class SyncedCall final : public Attachment, public CommunicatesInForward {
     return sync_batch_norm(input, state_of(module_, dims_), group_);
   }
 
-  Impl& module_;  // which holds us
+  Impl& module_;  // The owner of this object.
   int dims_;
   Group group_;
 };
 
-// One BatchNorm of a model, and who holds it.
+// A BatchNorm of a model and its holder.
 struct Found {
   std::string name;
   std::shared_ptr<torch::nn::Module> module;
-  torch::nn::SequentialImpl* sequence;  // null: a Unit, or nothing that can be intercepted
-  std::string key;                      // there
+  torch::nn::SequentialImpl* sequence;  // The Sequential that contains it; null: a Unit or a plain member.
+  std::string key;                      // Key in the Sequential.
   int dims;
-  bool synced;          // already
-  bool shared = false;  // a Sequential has it too, and a call through that is no call round its Unit
+  bool synced;          // True if it is already synchronised.
+  bool shared = false;  // True if a Sequential holds it too; calls through it do not bypass its Unit.
 };
 
 int dims_of(const torch::nn::Module& module) {
@@ -215,10 +214,9 @@ at::Tensor sync_batch_norm(const at::Tensor& input, const BatchNormState& state,
   const bool fits = state.dims == 1 ? input.dim() == 2 || input.dim() == 3 : input.dim() == state.dims + 2;
   if (!fits || input.size(1) != state.options.num_features())
     throw ConfigError(fmt::format(
-        "SyncBatchNorm{}d of {} features was given a tensor of [{}]: {} dimensions with {} in the second are "
-        "allowed",
-        state.dims, state.options.num_features(), fmt::join(input.sizes(), ", "),
-        state.dims == 1 ? "2 or 3" : std::to_string(state.dims + 2), state.options.num_features()));
+        "SyncBatchNorm{}d({}): expected a tensor of {} dimensions with {} channels in dim 1, got shape [{}]",
+        state.dims, state.options.num_features(), state.dims == 1 ? "2 or 3" : std::to_string(state.dims + 2),
+        state.options.num_features(), fmt::join(input.sizes(), ", ")));
   double factor = state.options.momentum().value_or(0.0);
   if (state.training && state.num_batches_tracked.defined()) {
     auto tracked = state.num_batches_tracked;
@@ -226,7 +224,7 @@ at::Tensor sync_batch_norm(const at::Tensor& input, const BatchNormState& state,
     if (!state.options.momentum()) factor = 1.0 / tracked.item<double>();
   }
   const bool batch = state.training || !state.running_mean.defined();
-  // In evaluation every rank is for itself.
+  // In evaluation the ranks do not communicate.
   if (!state.training || group.size() == 1)
     return at::batch_norm(input, state.weight, state.bias, state.running_mean, state.running_var, batch,
                           factor, state.options.eps(), /*cudnn_enabled=*/true);
@@ -241,7 +239,7 @@ at::Tensor sync_batch_norm(const at::Tensor& input, const BatchNormState& state,
 
 template <int D, typename Base>
 void SyncBatchNormImpl<D, Base>::share(const Base& other) {
-  // LibTorch lets no one at a module's buffers: of those the memory is shared.
+  // LibTorch does not allow replacing a module's buffers, so their memory is shared.
   for (const auto& [name, mine, theirs] :
        {std::tuple{"weight", &this->weight, &other.weight}, {"bias", &this->bias, &other.bias}}) {
     *mine = *theirs;
@@ -291,24 +289,25 @@ int convert_sync_batchnorm(torch::nn::Module& module, Group group, Site site) {
       unreachable.push_back(fmt::format("{} (BatchNorm{}d)", each.name, each.dims));
   if (!unreachable.empty())
     throw ConfigError(fmt::format(
-        "convert_sync_batchnorm cannot reach {}: C++ binds the call of a plain member statically. Hold it as "
-        "lockstep::Unit<torch::nn::BatchNorm...>, put it in a torch::nn::Sequential, or write "
-        "lockstep::SyncBatchNorm",
+        "convert_sync_batchnorm: cannot intercept {}, because C++ binds the call of a plain member "
+        "statically. Hold it as lockstep::Unit<torch::nn::BatchNorm...>, put it in a "
+        "torch::nn::Sequential, or use lockstep::SyncBatchNorm",
         fmt::join(unreachable, ", ")));
   for (auto& each : found)
     each.shared = std::any_of(found.begin(), found.end(), [&](const auto& other) {
       return other.sequence && other.module == each.module;
     });
-  // Of its own, so that its order and that of gradients do not depend on one another.
+  // A separate group, so that its collectives and those of gradients need no common order.
   std::vector<int> ranks(static_cast<std::size_t>(group.size()));
   for (std::size_t i = 0; i < ranks.size(); ++i) ranks[i] = static_cast<int>(i);
   auto own = group.subgroup(ranks, {.name = group.name() + " sync_batch_norm"}).called_at(site);
-  std::map<torch::nn::Module*, std::shared_ptr<torch::nn::Module>> made;  // one that is held twice stays one
+  // A module that is held twice stays one.
+  std::map<torch::nn::Module*, std::shared_ptr<torch::nn::Module>> made;
   int converted = 0;
   for (const auto& each : found) {
     if (each.synced) continue;
     auto& twin = made[each.module.get()];
-    if (!each.sequence && detail::slot_of(each.module.get())->attachment) continue;  // held twice
+    if (!each.sequence && detail::slot_of(each.module.get())->attachment) continue;  // Held twice.
     if (!twin) ++converted;
     auto synced =
         each.dims == 1   ? detail::convert<SyncBatchNorm1dImpl, torch::nn::BatchNorm1dImpl>(each, own, twin)

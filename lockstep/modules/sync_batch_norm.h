@@ -1,11 +1,12 @@
-// Batch normalisation over all ranks' batches: N ranks normalise as one rank with the global batch does.
+// Batch normalisation over all ranks' batches: N ranks normalise like one rank with the global batch.
 //
 //   lockstep::SyncBatchNorm2d norm(torch::nn::BatchNorm2dOptions(16), world.group());
 //   lockstep::convert_sync_batchnorm(*model, world.group());   // every BatchNorm in a Unit or a Sequential
 //
-// Forward in training and backward communicate: every rank calls them equally often and in the same order.
-// Batches may differ in size, and be empty. In evaluation, and on one rank, it is BatchNorm. Give it a group
-// of its own (group.split(0)) where DistributedDataParallel has find_unused_parameters; the conversion does.
+// Forward in training and backward communicate: every rank must call them equally often and in the same
+// order. Batches may differ in size and may be empty. In evaluation, and on one rank, it is BatchNorm. If
+// DistributedDataParallel uses find_unused_parameters, give it a group of its own (group.split(0)), as
+// convert_sync_batchnorm does.
 #pragma once
 
 #include <concepts>
@@ -24,7 +25,7 @@ struct BatchNormState {
   at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;
   torch::nn::BatchNormOptions options;
   bool training;
-  int dims;  // 1, 2, 3
+  int dims;  // 1, 2 or 3.
 };
 at::Tensor sync_batch_norm(const at::Tensor& input, const BatchNormState& state, Group& group);
 
@@ -39,7 +40,7 @@ class SyncBatchNormImpl : public Base, public CommunicatesInForward {
       const std::optional<at::Device>& device = std::nullopt) const override;
   void pretty_print(std::ostream& stream) const override;
 
-  // The parameters and statistics of another, which has the same options, not copies of them.
+  // Shares the parameters and statistics of another module with the same options; does not copy them.
   void share(const Base& other);
 
  private:
@@ -94,9 +95,10 @@ class SyncBatchNorm3d : public detail::SyncBatchNormHolder<SyncBatchNorm3dImpl> 
   using SyncBatchNormHolder::SyncBatchNormHolder;
 };
 
-// Every BatchNorm1d, 2d and 3d below (and including) the module; parameters stay the same tensors. Every rank
-// calls it. A ConfigError lists those held as plain members, where C++ has no place to intercept a call;
-// nothing is changed then. Returns how many were converted.
+// Converts every BatchNorm1d, 2d and 3d of the module and its submodules; the parameters stay the same
+// tensors. Collective: every rank must call it. Returns the number of converted layers. Throws ConfigError,
+// which lists layers held as plain members, because C++ calls of those cannot be intercepted; the module is
+// then unchanged.
 int convert_sync_batchnorm(torch::nn::Module& module, Group group, Site site = Site::current());
 
 }  // namespace lockstep

@@ -12,9 +12,9 @@
 
 namespace lockstep::detail {
 namespace {
-std::atomic<int> weight_parts = 0;  // backward of other devices runs on threads of its own
+std::atomic<int> weight_parts = 0;  // Atomic, because backward on other devices runs on threads of its own.
 
-// One component: '*' stands for any text.
+// Matches one component of a name: '*' stands for any text.
 bool matches_component(std::string_view pattern, std::string_view name) {
   if (pattern.empty()) return name.empty();
   if (pattern[0] != '*')
@@ -27,7 +27,7 @@ bool matches_component(std::string_view pattern, std::string_view name) {
 }  // namespace
 
 bool name_matches(std::string_view pattern, std::string_view name) {
-  if (name.empty()) return pattern.empty();  // the module itself
+  if (name.empty()) return pattern.empty();  // The module itself.
   const auto pattern_dot = pattern.find('.'), name_dot = name.find('.');
   if (!matches_component(pattern.substr(0, pattern_dot), name.substr(0, name_dot))) return false;
   if (pattern_dot == pattern.npos || name_dot == name.npos) return pattern_dot == name_dot;
@@ -37,14 +37,14 @@ bool name_matches(std::string_view pattern, std::string_view name) {
 WeightPart::WeightPart() { ++weight_parts; }
 WeightPart::~WeightPart() { --weight_parts; }
 
-// Whose gradient a parameter's may be. Layers may share it: then it has come through one of them.
-// Attachment::Watch, which has linkage, contains it: it is not in an unnamed namespace.
+// Attachments whose module uses a parameter. If layers share it, its gradient must have passed through one of
+// them. Not in the unnamed namespace, because Attachment::Watch, which has linkage, contains it.
 struct Sharers {
   std::mutex mutex;
   std::vector<const Attachment*> attachments;
 };
 
-// The same for all that share the accumulator.
+// Returns the same object for all that share the accumulator.
 static std::shared_ptr<Sharers> sharers_of(const torch::autograd::Node* accumulator) {
   static std::mutex mutex;
   static std::map<const torch::autograd::Node*, std::weak_ptr<Sharers>> known;
@@ -56,7 +56,7 @@ static std::shared_ptr<Sharers> sharers_of(const torch::autograd::Node* accumula
   return sharers;
 }
 
-// A parameter of the module: its gradient must have come through the attachment.
+// Watches one parameter of the module: its gradient must have passed through the attachment.
 struct Attachment::Watch {
   const Attachment* attachment;
   std::shared_ptr<Sharers> sharers;
@@ -93,7 +93,7 @@ bool meets_in_forward(torch::nn::Module& module) {
     return dynamic_cast<CommunicatesInForward*>(&each) != nullptr ||
            (slot && dynamic_cast<CommunicatesInForward*>(slot->attachment.get()) != nullptr);
   };
-  const auto below = module.modules(/*include_self=*/false);  // a module object has no pointer to itself
+  const auto below = module.modules(/*include_self=*/false);  // A module object has no shared_ptr to itself.
   return meets(module) ||
          std::any_of(below.begin(), below.end(), [&](const auto& each) { return meets(*each); });
 }
@@ -117,9 +117,9 @@ UnitSlot* slot_of(torch::nn::Module* module) { return dynamic_cast<UnitSlot*>(mo
 void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<Attachment> attachment,
             bool watch) {
   auto* slot = slot_of(&module);
-  LOCKSTEP_ASSERT(slot, "attached to a module that no Unit made");
+  LOCKSTEP_ASSERT(slot, "attached to a module that was not made by a Unit");
   if (slot->attachment)
-    throw ConfigError(fmt::format("'{}' has {} attached: {} cannot be attached too", name,
+    throw ConfigError(fmt::format("'{}' already has {} attached, so {} cannot be attached", name,
                                   slot->attachment->what(), attachment->what()));
   for (const auto& parameter : module.parameters(/*recurse=*/false)) {
     if (!watch || !parameter.defined() || !parameter.requires_grad()) continue;
@@ -135,9 +135,9 @@ void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<
           if (weight_parts == 0 &&
               !Attachment::Watch::passed(*sharers, torch::autograd::get_current_graph_task_id()))
             throw ConfigError(fmt::format(
-                "'{0}' was called round its Unit, so that {1} had no part in it: call it as "
-                "{0}(x), not {0}->forward(x). (If it was not, this backward is of its parameters alone, "
-                "such as of a penalty on them: add that to the loss)",
+                "'{0}' bypassed its Unit ({0}->forward(x)), so {1} was not applied: call {0}(x). If the "
+                "Unit was called, this backward pass covers its parameters only, as for a penalty on them: "
+                "add the penalty to the loss",
                 name, watched->what()));
           return outputs;
         }));
@@ -148,22 +148,21 @@ void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<
 }
 
 void refuse_call(const torch::nn::Module& module) {
-  throw ConfigError(fmt::format("'{}' cannot be called with one tensor for one tensor, which is needed here",
-                                module.name()));
+  throw ConfigError(
+      fmt::format("'{}' must take one tensor and return one tensor to be called here", module.name()));
 }
 
 void refuse_clone(const Attachment& attachment) {
   throw ConfigError(
-      fmt::format("a Unit with {0} attached cannot be cloned, because its clone would be without: clone "
-                  "first, then attach {0} to both",
+      fmt::format("a Unit with {0} attached cannot be cloned, because the clone would lack it; clone the "
+                  "Unit first, then attach {0} to both",
                   attachment.what()));
 }
 
 void refuse_arguments(const Attachment& attachment, std::size_t count) {
   throw ConfigError(
-      fmt::format("a Unit was called with {} arguments or another result than a tensor, and has {} attached, "
-                  "which takes one "
-                  "tensor and gives one",
+      fmt::format("a Unit with {1} attached must take one tensor and return one, but was called with {0} "
+                  "arguments or returns another type",
                   count, attachment.what()));
 }
 

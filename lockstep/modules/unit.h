@@ -1,4 +1,4 @@
-// A module holder whose call can be intercepted: the place around a call that techniques need.
+// Unit: a module holder whose call can be intercepted. Several techniques build on it.
 //
 //   struct NetImpl : torch::nn::Module {
 //     lockstep::Unit<torch::nn::BatchNorm2d> norm{16};   // instead of torch::nn::BatchNorm2d norm{16}
@@ -6,11 +6,11 @@
 //     at::Tensor forward(const at::Tensor& x) { return norm(x); }
 //   };
 //
-// C++ binds module calls statically: LinearImpl::forward is not virtual, and replacing a registered child
-// changes nothing. Unit<M> is M (it derives from the holder) in every respect but its call, which passes
-// through until something is attached to the module. What is attached belongs to the module: every copy of
-// the holder sees it. A call round the holder (norm->forward(x)) is not intercepted; when its gradient
-// reaches the module's parameters, that is a ConfigError.
+// C++ binds module calls statically: LinearImpl::forward is not virtual, and replacing a registered child has
+// no effect. Unit<M> behaves like M, from which it derives, except for its call, which is forwarded to the
+// module until something is attached to it. An attachment belongs to the module, so every copy of the holder
+// sees it. A call that bypasses the holder (norm->forward(x)) is not intercepted; when its gradient reaches
+// the module's parameters, backward() throws ConfigError.
 #pragma once
 
 #include <atomic>
@@ -34,27 +34,28 @@
 namespace lockstep {
 namespace detail {
 
-// A module, or what is attached to one, whose forward waits for the other ranks.
+// A module, or an attachment of one, whose forward communicates and so waits for the other ranks.
 class CommunicatesInForward {
  public:
   virtual ~CommunicatesInForward() = default;
 };
-bool meets_in_forward(torch::nn::Module& module);  // it, or one below it
+// True if the module or one of its submodules communicates in forward.
+bool meets_in_forward(torch::nn::Module& module);
 
-// A module, or what is attached to one, whose parameters are this rank's slices of whole ones.
+// A module, or an attachment of one, whose parameters are this rank's slices of whole ones.
 class HoldsSlices {
  public:
   virtual ~HoldsSlices() = default;
   virtual const Group& slices_over() const = 0;
 };
-// The first such module, it or below it, whose group has more than one rank.
+// The first such module, among the module and its submodules, whose group has more than one rank.
 struct SplitModule {
   std::string name;
   Group group;
 };
 std::optional<SplitModule> find_split(const torch::nn::Module& module);
 
-// What a technique puts around a module's call.
+// Intercepts a module's call on behalf of a technique.
 class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
   explicit Attachment(std::string what);
@@ -63,7 +64,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   virtual ~Attachment();
 
   const std::string& what() const { return what_; }  // "SyncBatchNorm"
-  // In place of the module's forward, and watched.
+  // Replaces the module's forward. Notes the backward passes that come through.
   at::Tensor operator()(const at::Tensor& input);
 
  protected:
@@ -73,19 +74,19 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   friend void attach(torch::nn::Module&, const std::string&, std::shared_ptr<Attachment>, bool);
   struct Watch;
   std::string what_;
-  std::atomic<int> pass_ = -1;  // the last backward pass that came through here
+  std::atomic<int> pass_ = -1;  // Id of the last backward pass that came through here.
   std::vector<std::unique_ptr<Watch>> watches_;
 };
 
-// What a Unit's module has beside LibTorch's.
+// The state that a Unit adds to a LibTorch module.
 class UnitSlot {
  public:
   virtual ~UnitSlot() = default;
-  // As the holder's call, for who does not know the module's type. ConfigError where it takes more than a
-  // tensor.
+  // Same as a call of the holder, for code that does not know the module's type. Throws ConfigError if
+  // forward does not take one tensor and return one.
   virtual at::Tensor call(const at::Tensor& input) = 0;
-  virtual const std::type_info& forward_of()
-      const = 0;  // the class whose forward it is, of those it derives from
+  // The class, of those it derives from, that defines its forward.
+  virtual const std::type_info& forward_of() const = 0;
   std::shared_ptr<Attachment> attachment;
 };
 
@@ -123,15 +124,15 @@ class UnitImpl final : public Impl, public UnitSlot {
     if constexpr (requires { typename MemberOf<decltype(&Impl::forward)>::type; })
       return typeid(typename MemberOf<decltype(&Impl::forward)>::type);
     else
-      return typeid(Impl);  // overloads, or a template
+      return typeid(Impl);  // Overloaded, or a template.
   }
 
-  // A Unit's too; what is attached knows the module that it belongs to.
+  // Clones to a Unit's module. Throws if something is attached, because attachments refer to their module.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override {
     if (attachment) refuse_clone(*attachment);
     auto copy = Impl::clone(device);
-    // A class that is derived from LibTorch's modules and has no clone() of its own comes as one of theirs.
+    // If a class derived from LibTorch's modules does not override clone(), it is cloned as its base class.
     if constexpr (std::is_copy_constructible_v<Impl>)
       if (const auto same = std::dynamic_pointer_cast<Impl>(copy)) return std::make_shared<UnitImpl>(*same);
     return copy;
@@ -141,16 +142,16 @@ class UnitImpl final : public Impl, public UnitSlot {
 // '*' stands for any text without a dot.
 bool name_matches(std::string_view pattern, std::string_view name);
 
-// Null where the module was not made by a Unit.
+// Null if the module was not made by a Unit.
 UnitSlot* slot_of(torch::nn::Module* module);
 
-// name is the module's, for errors. ConfigError where something else is attached. watch: a gradient that did
-// not come through the attachment is an error.
+// Attaches to a Unit's module. name: the module's name, for errors. watch: treat a gradient that did not come
+// through the attachment as an error. Throws ConfigError if something is already attached.
 void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<Attachment> attachment,
             bool watch = true);
 
-// While it lives gradients may be those of weights alone, whose way through the attachment was gone before,
-// in another backward pass. They are not watched.
+// While an object exists, gradients of weights are not watched: in the weight part of a backward pass, the
+// path through the attachment belongs to an earlier pass.
 class WeightPart {
  public:
   WeightPart();
@@ -172,7 +173,7 @@ class Unit : public M {
 
   Unit() : Unit(std::shared_ptr<Impl>(std::make_shared<detail::UnitImpl<Impl>>())) {}
   Unit(std::nullptr_t) : M(nullptr) {}
-  // What register_module returns. A module that was not made by a Unit cannot have anything attached.
+  // Takes the result of register_module. Nothing can be attached to a module that was not made by a Unit.
   Unit(std::shared_ptr<Impl> module) : M(std::move(module)), slot_(detail::slot_of(this->get())) {}
   template <typename Head, typename... Tail>
     requires(!std::is_base_of_v<M, std::remove_cvref_t<Head>> &&

@@ -1,15 +1,15 @@
-// One process, several devices: a call splits its batch among replicas of the module, runs them at once and
-// joins what they return. Backward runs at once too, and leaves in the module's own parameters the gradients
-// of the whole batch.
+// DataParallel: one process, several devices. A call splits its batch among replicas of the module, runs them
+// in parallel and joins their results. Backward also runs in parallel and leaves the gradients of the whole
+// batch in the module's own parameters.
 //
 //   Net model;                                                  // a plain torch::nn module holder
 //   lockstep::DataParallel dp(model, {at::kCPU, at::kCPU});     // or dp(model): all CUDA devices
 //   auto loss = torch::mse_loss(dp(inputs), labels);
 //   loss.backward();
-//   optimizer.step();                                           // on model->parameters(), as ever
+//   optimizer.step();                                           // on model->parameters(), unchanged
 //
-// As torch.nn.DataParallel, but that replicas and their threads stay from call to call, and that several
-// at::kCPU are as many worker threads. Where a replica's device is the module's it shares the module's
+// Like torch.nn.DataParallel, except that replicas and their threads persist between calls, and that several
+// at::kCPU devices mean as many worker threads. A replica on the module's own device shares the module's
 // memory.
 #pragma once
 
@@ -34,17 +34,18 @@ class Module;
 namespace lockstep {
 
 struct DataParallelOptions {
-  std::int64_t dim = 0;  // tensors are split and joined along it
-  // Where results go. Unset: the first device.
+  std::int64_t dim = 0;  // Dimension along which tensors are split and joined.
+  // Device of the results. Unset: the first device.
   std::optional<at::Device> output_device = {};
-  // Threads that operations of one replica may use. 0: those of the thread that makes the DataParallel,
-  // divided.
+  // Number of threads that the operations of one replica may use. 0: the constructing thread's number of
+  // threads, divided among the replicas.
   int threads_per_replica = 0;
-  // Makes a module like the original, for modules that have no clone(). Called once for each device.
+  // Makes a module like the original, for modules without clone(). Called once per device.
   std::function<std::shared_ptr<torch::nn::Module>()> make_replica = {};
 };
 
-// A replica's forward or backward threw; the exception is nested in this one (std::rethrow_if_nested).
+// Thrown if a replica's forward or backward throws. The exception is nested in this one
+// (std::rethrow_if_nested).
 class ReplicaError : public Error {
  public:
   ReplicaError(const std::string& text, std::size_t replica, at::Device device)
@@ -85,23 +86,23 @@ using ModuleOf = typename decltype(module_of(std::declval<const Holder&>()))::el
 
 }  // namespace detail
 
-// Copies share replicas and threads. Calls from several threads take turns in forward. Results outlive it:
-// their backward runs when it is gone, too.
+// Copies share replicas and threads. Thread-safe: concurrent calls run forward one after another. Results may
+// outlive the object, and so may their backward.
 template <typename M>
 class DataParallel {
  public:
-  // Devices are of one type, the module's tensors on the first of them. No devices: every CUDA device; with
-  // one device, or none, calls go straight to the module. ConfigError for anything else, and for a module
-  // that cannot be replicated.
+  // All devices must be of one type, with the module's tensors on the first. Without devices, every CUDA
+  // device is used. With one device, or none, calls go straight to the module. Throws ConfigError for other
+  // arguments, and for a module that cannot be replicated.
   template <typename Holder, typename = detail::ModuleOf<Holder>>
   explicit DataParallel(const Holder& module, std::vector<at::Device> devices = {},
                         DataParallelOptions options = {})
       : module_(detail::module_of(module)),
         state_(detail::make_data_parallel(module_, std::move(devices), std::move(options))) {}
 
-  // Tensors in the arguments, also those in tuples, pairs, vectors, maps and optionals, are split as
-  // torch.chunk does; a batch smaller than the number of devices uses fewer of them. What else there is goes
-  // to every replica as it is. Returns what forward returns, joined; scalars become a vector. Throws
+  // Splits the tensors in the arguments, including those in tuples, pairs, vectors, maps and optionals, as
+  // torch.chunk does. A batch smaller than the number of devices uses fewer of them. Other values are passed
+  // to every replica unchanged. Returns the joined results of forward; scalars become a vector. Throws
   // ReplicaError.
   template <typename... Args>
   auto operator()(Args&&... args) {
@@ -109,7 +110,7 @@ class DataParallel {
         std::decay_t<decltype(std::declval<M&>().forward(std::declval<detail::ArgumentWith<Args>&>()...))>;
     using Results = detail::TensorsIn<Output>;
     static_assert(Results::only,
-                  "forward must return tensors, or tuples, vectors, maps of nothing but tensors");
+                  "forward must return tensors, or tuples, vectors or maps that contain only tensors");
     detail::TensorsOf inputs;
     (detail::TensorsIn<std::remove_cvref_t<Args>>::list(args, inputs), ...);
     std::optional<Output> first;
@@ -133,9 +134,8 @@ class DataParallel {
   const std::shared_ptr<M>& module() const { return module_; }
   const std::vector<at::Device>& devices() const { return detail::data_parallel_devices(*state_); }
 
-  // Makes the replicas anew. Parameters, buffers, train() and eval(), and submodules that are added or
-  // replaced are followed without it; a member of another kind that is changed later (Dropout's p, say) is
-  // not.
+  // Makes new replicas. Not needed for changes of parameters, buffers, submodules, train() or eval(), which
+  // replicas follow; needed after a change of any other member, such as Dropout's p.
   void replicate() { detail::replicate_data_parallel(*state_); }
 
  private:

@@ -1,22 +1,23 @@
-// Data parallelism over processes: every rank has the whole model and a part of the data, and backward()
-// leaves on each the average of all ranks' gradients.
+// Data parallelism over processes. Every rank holds the whole model and processes its own share of the data;
+// backward() leaves the average of all ranks' gradients on every rank.
 //
 //   Net model;
 //   lockstep::DistributedDataParallel ddp(model, world.group());
-//   auto loss = torch::mse_loss(ddp(inputs), labels);   // as model(inputs)
+//   auto loss = torch::mse_loss(ddp(inputs), labels);   // called like model(inputs)
 //   loss.backward();                                    // p.grad() is the average over the ranks
 //   optimizer.step();                                   // any optimizer, unchanged
 //
-// Every rank makes it with the same model and options, and then does the same synchronised backward passes.
-// The model is a module holder, a shared_ptr to a module, an AnyModule or a torch::jit::Module. A module object
-// (`Net` derived from torch::nn::Module) is not copied: it must outlive this, and a temporary does not compile.
-// The model keeps its parameters: an optimizer may be made before or after. Gradients lie in buckets that
-// the transport reaches; communication overlaps the rest of backward, and is complete when it returns. Do not
-// keep a handle to p.grad() across steps: its memory is used again. One thread at a time.
+// Construct it on every rank, with the same model and options; afterwards every rank must run the same
+// synchronised backward passes. The model is a module holder, a shared_ptr to a module, an AnyModule or a
+// torch::jit::Module. A module object (`Net` derived from torch::nn::Module) is not copied: it must outlive
+// the DDP object, and a temporary does not compile. The model keeps its parameter tensors, so an optimizer
+// may be constructed before or after DDP. Gradients live in buckets that the transport can reach directly.
+// Communication overlaps the rest of backward and is complete when backward() returns. Do not keep a handle
+// to p.grad() across steps, because its memory is reused. Not thread-safe: use it from one thread at a time.
 //
-// Throws ConfigError, naming parameters: what differs between ranks at the start; one that got no gradient;
-// one that was reduced twice in a backward pass; create_graph. CommError as Group does; its call site is the line
-// that made the DistributedDataParallel.
+// Throws ConfigError, with the names of the parameters, if the ranks differ at construction, if a parameter
+// gets no gradient, if one is reduced twice in a backward pass, or if backward() uses create_graph. Throws
+// CommError as Group does.
 #pragma once
 
 #include <cstdint>
@@ -38,44 +39,48 @@ namespace lockstep {
 
 struct DdpOptions {
   std::int64_t bucket_bytes = 25 << 20;
-  std::int64_t first_bucket_bytes = 1 << 20;  // small, so that communication starts early
-  bool init_sync = true;                      // rank 0's parameters and buffers to all, at the start
-  bool broadcast_buffers = true;              // rank 0's buffers to all, before each forward that trains
-  // Parameters may get no gradient in a step; those that got none on any rank keep what they had.
+  std::int64_t first_bucket_bytes = 1 << 20;  // Small, so that communication starts early.
+  bool init_sync = true;                      // Broadcast rank 0's parameters and buffers at construction.
+  bool broadcast_buffers = true;              // Broadcast rank 0's buffers before each forward in training.
+  // Allow parameters without a gradient in a step. A parameter unused on every rank keeps its previous
+  // gradient.
   bool find_unused_parameters = false;
-  // The same parameters get gradients in every step, equally often: learned in the first.
+  // Promise that every step produces gradients for the same parameters, equally often. The first step records
+  // them.
   bool static_graph = false;
-  // Of the step's gradient this rank computes so many parts, one backward pass each, added by the tree that
-  // adds ranks: one rank with 4 gives the bits of 4 ranks with 1. The pass that ends a step leaves gradients;
-  // before it they cannot be read, so that step() in the middle of a sum is an error.
+  // Number of backward passes that make up one step on this rank. Their gradients are summed by the same tree
+  // that sums over ranks, so one rank with 4 gives the same bits as 4 ranks with 1. Gradients become readable
+  // only after the last pass of a step; until then, reading them, as optimizer.step() does, is an error.
   int micro_batches = 1;
-  // Gradients of 256 KiB and more are reduced where they lie, without a copy: on shared memory, where CPU
-  // tensors have their memory from Lockstep (cpu_memory.h). Smaller ones, and all of them elsewhere, go to
-  // buckets.
+  // Reduce gradients of 256 KiB and more in place, without a copy. Takes effect on shared memory, if CPU
+  // tensors are allocated by Lockstep (cpu_memory.h). Smaller gradients, and all gradients on other
+  // transports, go through buckets.
   bool zero_copy = true;
-  // Otherwise gradients are averaged when reduce() is called: for steps that have several backward passes, or
-  // passes in parts, as a Pipeline's have.
+  // If false, gradients are averaged by reduce() instead: for steps that run several backward passes, or
+  // passes in pieces, as a Pipeline does.
   bool reduce_in_backward = true;
-  int check_replicas_every = 0;          // steps between checks that replicas are still equal; 0: never
-  std::vector<std::string> ignore = {};  // names of parameters and buffers that are left alone
+  int check_replicas_every = 0;          // Steps between checks that the replicas are still equal; 0: never.
+  std::vector<std::string> ignore = {};  // Names of parameters and buffers to leave alone.
 };
 
-// How gradients were reduced, so far: where they lay, in shared memory; by way of staging, since they lay
-// elsewhere (a function of the user's own returned foreign memory); after a copy to shared memory, since
-// something else had theirs too, or there was none; in buckets.
+// Number of gradients reduced so far, by method. in_place: where autograd allocated them, in shared memory.
+// staged: through a staging buffer, because a user function returned memory from another allocator. copied:
+// after a copy into shared memory, because the gradient's memory was also held elsewhere, or there was no
+// gradient. in_buckets: through a bucket.
 struct DdpCounts {
   std::int64_t in_place = 0, staged = 0, copied = 0, in_buckets = 0;
 };
 
 struct JoinOptions {
-  // What a step does after backward, for ranks that ran out of data while others go on: they get the same
-  // gradients, so that their replica and optimizer stay equal. Without it parameters are
-  // sent to them at the end, and the optimizer's state is not.
+  // Runs after backward on ranks that have run out of data, once per step of the remaining ranks. They get
+  // the same gradients, so their replica and optimizer stay equal. Without it, parameters are sent to these
+  // ranks at the end, but the optimizer's state is not.
   std::function<void()> step = {};
-  bool throw_on_early_termination = false;  // a ConfigError on every rank when the first one runs out
-  // The dimension of forward's first tensor that counts samples. Unset: 0, with a ConfigError on every rank where
-  // that looks wrong: recurrent and attention layers that take sequences first, inputs of different sizes in dim 0,
-  // first inputs that differ between ranks in another dimension.
+  bool throw_on_early_termination = false;  // Throw ConfigError on every rank when the first rank runs out.
+  // Dimension of forward's first tensor that counts samples. If unset, 0; join() then throws ConfigError on
+  // every rank if that looks wrong: for recurrent and attention layers that expect the sequence first, for
+  // inputs with different sizes in dim 0, and for first inputs that differ between ranks in another
+  // dimension.
   std::optional<std::int64_t> batch_dim = {};
 };
 
@@ -86,13 +91,14 @@ class ParameterShards;
 std::shared_ptr<DdpReducer> make_reducer(std::shared_ptr<torch::nn::Module> module, Group group,
                                          DdpOptions options);
 
-// What DistributedDataParallel has that does not depend on the type of the module.
+// The part of DistributedDataParallel that does not depend on the type of the module.
 class DdpBase {
  public:
-  // Backward passes whose forward ran while the guard lives add to gradients without communication.
+  // While the guard exists, backward passes whose forward ran under it accumulate gradients without
+  // communication.
   class [[nodiscard]] NoSync {
    public:
-    explicit NoSync(std::shared_ptr<DdpReducer> reducer);  // null: a guard of nothing
+    explicit NoSync(std::shared_ptr<DdpReducer> reducer);  // Null makes a guard that does nothing.
     NoSync(NoSync&&) noexcept = default;
     NoSync& operator=(NoSync&& other) noexcept;
     ~NoSync();
@@ -102,7 +108,7 @@ class DdpBase {
   };
   NoSync no_sync(bool enabled = true) { return NoSync(enabled ? reducer_ : nullptr); }
 
-  // The model's own, so that code written for a module or a module holder takes this too.
+  // Forwarded to the model, so that code written for a module or a module holder works here too.
   void train(bool on = true) { model_->train(on); }
   void eval() { model_->eval(); }
   bool is_training() const { return model_->is_training(); }
@@ -120,38 +126,41 @@ class DdpBase {
   void to(at::ScalarType dtype, bool non_blocking = false) { model_->to(dtype, non_blocking); }
   void to(at::Device device, bool non_blocking = false) { model_->to(device, non_blocking); }
   void zero_grad(bool set_to_none = true) { model_->zero_grad(set_to_none); }
-  // The model as LibTorch's base class; of a torch::jit::Module, a module with its parameters and buffers.
+  // The model as LibTorch's base class; for a torch::jit::Module, a module with its parameters and buffers.
   const std::shared_ptr<torch::nn::Module>& ptr() const { return model_; }
 
-  // With {.reduce_in_backward = false}: averages what backward passes have left in p.grad() since the last
-  // time. Every rank.
+  // With {.reduce_in_backward = false}: averages the gradients that backward passes have accumulated in
+  // p.grad() since the previous call. Collective: every rank must call it.
   void reduce();
 
-  // Drops the incomplete sum of micro-batches: the next backward pass is the first of a step. p.grad() holds what it
-  // held before the sum. Every rank calls it; nothing is sent.
+  // Drops an incomplete sum of micro-batches: the next backward pass is then the first of a step, and
+  // p.grad() is restored to its value before the sum. Every rank must call it; it does not communicate.
   void discard_micro_batches();
 
-  // After a backward pass that ended with an exception on some ranks and not on others: drops what it has left, on
-  // every rank, so that the next step begins clean. p.grad() is undefined then. Every rank calls it. Until then each
-  // step is an error. Throws DriftError if a rank has updated its parameters with what was left. It needs a group that lives: on transports other than shared memory such a pass fails the group.
+  // Recovers from a backward pass that threw on some ranks but not on all: drops what it left behind, so that
+  // the next step starts clean. p.grad() is undefined afterwards. Every rank must call it; until then every
+  // step is an error. The group must still work: on transports other than shared memory such a pass fails the
+  // group.
   void discard();
 
-  // Runs the body, in which this rank may make fewer steps than others, then takes part in what they still
-  // do. Gradients are weighted by samples: those of batch_dim of the first tensor that went into forward, or
-  // samples(). Inside, every rank that still has data makes the same kind of steps.
+  // Runs the body, in which this rank may make fewer steps than its peers, then takes part in their remaining
+  // steps. Gradients are weighted by samples: the size of dimension batch_dim of the first tensor passed to
+  // forward, or the count given to samples(). Inside, every rank that still has data must make the same kind
+  // of steps.
   void join(const std::function<void()>& body, const JoinOptions& options = {});
-  void samples(std::int64_t count);  // of the next backward pass; before it
+  // Sets the number of samples of the next backward pass. Call it before that pass.
+  void samples(std::int64_t count);
 
-  // In place of the average: see ddp_hooks.h. Every rank, before the first backward pass and before a
-  // DistributedOptimizer is made.
+  // Replaces the average by a communication hook: see ddp_hooks.h. Every rank must call it, before the first
+  // backward pass and before a DistributedOptimizer is constructed.
   void register_comm_hook(CommHook hook);
-  // Rank 0's buffers to all: before an evaluation, say. Every rank.
+  // Broadcasts rank 0's buffers, for example before an evaluation. Collective: every rank must call it.
   void sync_buffers();
-  // Sizes of the buckets in bytes, in the order of their reduction; empty before the first step, or a
-  // DistributedOptimizer.
+  // Sizes of the buckets in bytes, in the order of their reduction. Empty until the first step has run or a
+  // DistributedOptimizer has been constructed.
   std::vector<std::int64_t> bucket_sizes() const;
   DdpCounts counts() const;
-  // For an optimizer that updates a part of the parameters on each rank (distributed_optimizer.h).
+  // For an optimizer that updates only part of the parameters on each rank (distributed_optimizer.h).
   std::shared_ptr<ParameterShards> shard(bool share_weights);
 
  protected:
@@ -167,8 +176,8 @@ class DdpBase {
 
 }  // namespace detail
 
-// M: a module holder (torch::nn::Sequential, one made by TORCH_MODULE, a Unit), a shared_ptr to a module, a
-// module's class, torch::nn::AnyModule or torch::jit::Module.
+// M: a module holder (torch::nn::Sequential, a TORCH_MODULE, a Unit), a shared_ptr to a module, a module
+// class, torch::nn::AnyModule or torch::jit::Module.
 template <typename M>
 class DistributedDataParallel : public detail::DdpBase {
   static constexpr bool kRefers = detail::module_object<M>;
@@ -182,49 +191,49 @@ class DistributedDataParallel : public detail::DdpBase {
     requires detail::module_object<M>
       : DdpBase(detail::module_pointer(module), group.called_at(site), std::move(options)),
         module_(&module) {}
-  // The model would be gone before the first step.
+  // Deleted: a temporary model would be destroyed before the first step.
   DistributedDataParallel(M&& temporary, Group group, DdpOptions options = {})
     requires detail::module_object<M>
   = delete;
 
-  // Forward, with the model's own arguments. With gradients enabled it begins a step.
+  // Runs forward with the model's own arguments. If gradients are enabled, this begins a step.
   template <typename... Args>
   decltype(auto) operator()(Args&&... args) {
     constexpr bool has_forward = detail::names_forward<detail::Callee<M>>;
     constexpr bool fits = detail::forward_takes<M, Args...>;
     static_assert(has_forward,
-                  "DistributedDataParallel: the model has no forward(), as ModuleList, ModuleDict and "
-                  "ParameterList have none: make it a member of a module that has one");
+                  "DistributedDataParallel: the model has no forward() (ModuleList, ModuleDict and "
+                  "ParameterList have none): make it a member of a module that has one");
     static_assert(!has_forward || fits,
-                  "DistributedDataParallel: the model's forward() does not take these arguments: pass what a "
-                  "call of the model itself takes");
+                  "DistributedDataParallel: the model's forward() does not accept these arguments: pass the "
+                  "arguments that a call of the model itself takes");
     if constexpr (has_forward && fits) {
       before_forward(tensors_in(args...));
       return watched<decltype(detail::call_forward(module(), std::forward<Args>(args)...))>(
           detail::call_forward(module(), std::forward<Args>(args)...));
     } else {
-      return at::Tensor();  // so that the compiler has no more to say
+      return at::Tensor();  // Avoids follow-up errors after the static_assert.
     }
   }
   template <typename... Args>
   decltype(auto) forward(Args&&... args) {
     return (*this)(std::forward<Args>(args)...);
   }
-  // As an AnyModule is called whose forward does not return a tensor: forward<std::vector<at::Tensor>>(x).
+  // Calls an AnyModule whose forward does not return a tensor: forward<std::vector<at::Tensor>>(x).
   template <typename Result, typename... Args>
     requires detail::any_module<M>
   Result forward(Args&&... args) {
     before_forward(tensors_in(args...));
     return watched<Result>(module().template forward<Result>(std::forward<Args>(args)...));
   }
-  // As a torch::jit::Module is called: forward({x, y}).
+  // Calls a torch::jit::Module: forward({x, y}).
   c10::IValue forward(std::vector<c10::IValue> inputs)
     requires detail::script_module<M>
   {
     return (*this)(std::move(inputs));
   }
 
-  // For code written for module holders. The model's own methods: module()->method().
+  // For code written for module holders. Call the model's own methods with module()->method().
   DistributedDataParallel* operator->() { return this; }
   const DistributedDataParallel* operator->() const { return this; }
 

@@ -1,4 +1,4 @@
-// Communication hooks: what DistributedDataParallel sends instead of the gradients as they are.
+// Communication hooks: replace the all-reduce of gradient buckets in DistributedDataParallel.
 //
 //   ddp.register_comm_hook(lockstep::bf16_compress_hook());
 //   ddp.register_comm_hook(lockstep::power_sgd_hook({.matrix_approximation_rank = 2}));
@@ -10,24 +10,24 @@
 
 namespace lockstep {
 
-// The average, as without a hook.
+// Plain average, as without a hook.
 CommHook allreduce_hook();
-// Rounded to bfloat16 or float16 before they are sent; summed as floats, rounded once. Half the bytes.
+// Round gradients to bfloat16 or float16 before sending, sum in float and round once. Halves the traffic.
 CommHook bf16_compress_hook();
 CommHook fp16_compress_hook();
 
 struct PowerSgdOptions {
   std::int64_t matrix_approximation_rank = 1;
-  std::int64_t start_power_sgd_iter = 1000;  // steps that are averaged as they are; at least 2
-  double min_compression_rate = 2;           // a matrix is compressed if that saves so much
-  bool use_error_feedback = true;            // what was lost is added to the next step's gradient
-  bool warm_start = true;                    // begins with the last step's factors
-  std::uint64_t random_seed = 0;             // the same on every rank
+  std::int64_t start_power_sgd_iter = 1000;  // Number of uncompressed steps at the start; at least 2.
+  double min_compression_rate = 2;           // A matrix is compressed only if that saves this factor.
+  bool use_error_feedback = true;            // Add the compression error to the next step's gradient.
+  bool warm_start = true;                    // Start from the previous step's factors.
+  std::uint64_t random_seed = 0;             // Must be the same on every rank.
 };
 
-// PowerSGD (Vogels et al. 2019): each matrix M becomes P Q^T of low rank. P = M Q is averaged and made
-// orthogonal, Q = M^T P is averaged: (n + m) * rank numbers are sent instead of n * m. Vectors, and what
-// would save too little, are averaged as they are.
+// PowerSGD (Vogels et al. 2019): approximates each n x m matrix M by P Q^T of low rank. P = M Q is averaged
+// and orthogonalised, then Q = M^T P is averaged, so (n + m) * rank numbers are sent instead of n * m.
+// Vectors, and matrices that would save too little, are averaged uncompressed.
 CommHook power_sgd_hook(PowerSgdOptions options = {});
 
 }  // namespace lockstep

@@ -1,6 +1,6 @@
-// Pipeline parallelism: ranks have parts of a model, and micro-batches go through them.
+// Pipeline parallelism: the ranks hold stages of a model, and micro-batches flow through them.
 //
-//   std::vector<PipelineStage> pieces = {embedding, block0, block1, head};     // all of them, on every rank
+//   std::vector<PipelineStage> pieces = {embedding, block0, block1, head};     // all pieces, on every rank
 //   Pipeline pipeline(std::move(pieces), mesh["pp"], Schedule1F1B{.num_microbatches = 8});
 //   AdamW optimizer(pipeline.parameters(), {.lr = 3e-4});
 //   for (...) {
@@ -10,16 +10,17 @@
 //     at::Tensor loss = pipeline.loss();
 //   }
 //
-// Every rank makes it with the same pieces (the same seed gives the same weights) and keeps those of its own
-// stages. step() adds the gradients of the whole batch's loss, the mean over micro-batches, to what is there.
-// Weights that pieces on several ranks share stay equal: the first one's values go to all, and their
-// gradients are added up. Inputs are needed where the first stage is, targets where the last is; other ranks
-// may give anything, or {}. What stages hand on may change its shape from step to step.
+// Every rank constructs it with the same pieces (the same seed gives the same weights) and keeps those of its
+// own stages. step() adds the gradients of the loss of the whole batch, which is the mean over micro-batches,
+// to the existing gradients. Weights shared by pieces on several ranks stay equal: the first rank's values
+// are broadcast, and the gradients are summed. The rank with the first stage needs inputs, the one with the
+// last stage needs targets; other ranks may pass anything, or {}. The shapes passed between stages may change
+// from step to step.
 //
-// An exception in a stage reaches its caller as it is; every other rank's step() throws an Error with its
-// text, and the pipeline can be used again (gradients are then of a part of the batch: zero_grad). CommError
-// as Group does: a rank that died, a deadline. One thread at a time. In its group the tags from 1 << 20 on
-// are its own.
+// If a stage throws, its rank's step() rethrows the exception, and step() on every other rank throws an Error
+// with its text. The pipeline can then be used again, but gradients cover only part of the batch: call
+// zero_grad(). Throws CommError as Group does, for a dead rank or a missed deadline. Not thread-safe.
+// Reserves all tags from 1 << 20 up in its group.
 #pragma once
 
 #include <concepts>
@@ -62,14 +63,14 @@ struct ScheduleZBVZeroBubble {
 struct ScheduleDualPipeV {
   int num_microbatches = 1;
 };
-// By the name that command lines have: schedule_names().
+// Selects a schedule by its command-line name; see schedule_names().
 struct ScheduleNamed {
   std::string name;
   int num_microbatches = 1;
   int stages_per_rank = 0;
 };
 
-// Any of these, or a schedule of one's own.
+// Any of the above, or a custom schedule.
 class AnySchedule {
  public:
   AnySchedule(ScheduleGPipe given) : AnySchedule(ScheduleNamed{"gpipe", given.num_microbatches}) {}
@@ -92,19 +93,19 @@ class AnySchedule {
 enum class PipelineBalance { parameters, time, pieces };
 
 struct PipelineOptions {
-  // How many pieces each stage has, from the first on. Empty: one each where there are as many, else such
-  // that the largest stage is as small as can be.
+  // Number of pieces in each stage, in stage order. If empty: one piece each if there are as many pieces as
+  // stages, otherwise the cut whose largest stage is smallest.
   std::vector<int> cut = {};
   PipelineBalance balance = PipelineBalance::parameters;
-  // With time: a micro-batch that goes through the pieces on the first rank, given on every rank; and the
-  // ranks that are to have the same cut, where they are more than the pipeline's: those of the whole mesh.
+  // For PipelineBalance::time. sample: a micro-batch to run through the pieces on the first rank; pass it on
+  // every rank. agree: the ranks that must use the same cut, if they are more than the pipeline's own, for
+  // example those of the whole mesh.
   StageValues sample = {};
   std::optional<Group> agree = {};
-  bool scale_gradients = true;  // the loss is the mean over micro-batches, not the sum
+  bool scale_gradients = true;  // The loss is the mean over micro-batches; if false, the sum.
 };
 
-// One action as it was done; in seconds of std::chrono::steady_clock, which a host's processes have in
-// common.
+// One action with its times, in seconds of std::chrono::steady_clock, which all processes of a host share.
 struct ActionTiming {
   PipelineAction action;
   double begin = 0, end = 0;
@@ -116,12 +117,12 @@ std::vector<PipelineStage> pieces_of(const torch::nn::Sequential& model);
 
 class Pipeline {
  public:
-  // Throws ConfigError, on every rank: what differs between ranks, a schedule that cannot be, pieces that do
+  // Throws ConfigError, on every rank, if the ranks differ, if the schedule is invalid, or if the pieces do
   // not fit it.
   Pipeline(std::vector<PipelineStage> pieces, Group group, const AnySchedule& schedule,
            PipelineOptions options = {});
-  // A piece for each child.
-  // A template, so that pieces in braces are never taken for what makes a Sequential.
+  // Makes a piece of each child. A template, so that pieces in braces are never taken for the arguments of a
+  // Sequential.
   template <std::convertible_to<torch::nn::Sequential> Model>
   Pipeline(const Model& model, Group group, const AnySchedule& schedule, PipelineOptions options = {})
       : Pipeline(detail::pieces_of(model), std::move(group), schedule, std::move(options)) {}
@@ -129,38 +130,40 @@ class Pipeline {
   Pipeline& operator=(Pipeline&&) noexcept;
   ~Pipeline();
 
-  // Forward and backward of a batch, which micro-batches divide along dim 0 (tensors without dimensions go to
-  // each whole). loss(output, target) with a tensor each, or with StageValues each. Returns the loss where
-  // the last stage is, undefined elsewhere. Every rank.
+  // Runs forward and backward of a batch, split into micro-batches along dim 0. Tensors without dimensions
+  // are passed whole to every micro-batch. loss(output, target) takes a tensor each, or StageValues each.
+  // Returns the loss on the rank with the last stage, an undefined tensor elsewhere. Every rank must call it.
   template <typename Inputs = StageValues, typename Targets = StageValues, typename Loss>
   at::Tensor step(const Inputs& inputs, const Targets& targets, Loss&& loss, Site site = Site::current()) {
     return run(flat(inputs), flat(targets), wrap(std::forward<Loss>(loss)), /*backward=*/true, site);
   }
-  // The same without gradients: the loss alone.
+  // Like step(), but without gradients: computes the loss only.
   template <typename Inputs = StageValues, typename Targets = StageValues, typename Loss>
   at::Tensor evaluate(const Inputs& inputs, const Targets& targets, Loss&& loss,
                       Site site = Site::current()) {
     return run(flat(inputs), flat(targets), wrap(std::forward<Loss>(loss)), /*backward=*/false, site);
   }
-  // Without gradients: where the last stage is, what it gives for the whole batch; elsewhere nothing.
+  // Runs forward without gradients. Returns the outputs of the whole batch on the rank with the last stage,
+  // nothing elsewhere.
   template <typename Inputs = StageValues>
   StageValues forward(const Inputs& inputs, Site site = Site::current()) {
     return run_forward(flat(inputs), site);
   }
-  // Of the last step or evaluation, on every rank, as a double on the CPU: every rank calls it.
+  // Loss of the last step or evaluation, on every rank, as a double on the CPU. Every rank must call it.
   at::Tensor loss();
 
-  // This rank's stages, under the names of their pieces.
+  // Module with this rank's stages, under the names of their pieces.
   const std::shared_ptr<torch::nn::Module>& module() const;
   std::vector<at::Tensor> parameters() const;
-  // Those without what an earlier rank has too: all ranks' together are the model, for a norm over all.
+  // Parameters without those that an earlier rank also has. Over all ranks they are the whole model, as a
+  // norm needs.
   std::vector<at::Tensor> own_parameters() const;
 
-  const PipelineSchedule& schedule() const;  // with its transfers
-  const std::vector<int>& cut() const;       // pieces of each stage
-  bool is_first() const;                     // this rank has the first stage
-  bool is_last() const;
-  const std::vector<ActionTiming>& moments() const;  // of the last step, here
+  const PipelineSchedule& schedule() const;          // including transfers
+  const std::vector<int>& cut() const;               // number of pieces in each stage
+  bool is_first() const;                             // true if this rank has the first stage
+  bool is_last() const;                              // true if this rank has the last stage
+  const std::vector<ActionTiming>& moments() const;  // actions of the last step on this rank
 
  private:
   using LossOf = std::function<at::Tensor(const StageValues&, const StageValues&)>;

@@ -1,5 +1,5 @@
-// A piece of a model that a pipeline can place: what a module's forward takes and gives, as a flat list of
-// tensors.
+// A piece of a model that a pipeline can place: a module, and its forward as a function from a flat list of
+// tensors to a flat list of tensors.
 #pragma once
 
 #include <array>
@@ -20,13 +20,13 @@
 
 namespace lockstep {
 
-using StageValues = std::vector<at::Tensor>;  // undefined: an optional that is empty
+using StageValues = std::vector<at::Tensor>;  // An undefined tensor stands for an empty optional.
 
 namespace detail {
 
 [[noreturn]] void refuse_stage_values(const char* what, std::size_t given, std::size_t taken);
 
-// A tensor, an optional tensor, a pair, tuple, array or vector of such, flat.
+// Appends a tensor, an optional tensor, or the elements of a pair, tuple, array or vector of these.
 template <typename T>
 void put_values(const T& value, StageValues& values) {
   if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
@@ -38,11 +38,11 @@ void put_values(const T& value, StageValues& values) {
                          *value;
                        }) {
     static_assert(std::is_convertible_v<decltype(*value), const at::Tensor&>,
-                  "an optional between stages is one of a tensor");
+                  "a stage may pass on an optional only if it holds a tensor");
     values.push_back(value.has_value() ? *value : at::Tensor());
   } else {
     static_assert(std::ranges::range<const T>,
-                  "between stages there are tensors, and tuples, vectors and optionals of them");
+                  "a stage may pass on tensors, and tuples, vectors and optionals of them");
     for (const auto& each : value) put_values(each, values);
   }
 }
@@ -52,15 +52,15 @@ T take_value(const StageValues& values, std::size_t& at);
 
 template <typename Tuple, std::size_t... I>
 Tuple take_elements(const StageValues& values, std::size_t& at, std::index_sequence<I...>) {
-  return Tuple{take_value<std::tuple_element_t<I, Tuple>>(values, at)...};  // braces: from left to right
+  // Braces evaluate from left to right.
+  return Tuple{take_value<std::tuple_element_t<I, Tuple>>(values, at)...};
 }
 
 template <typename T>
 T take_value(const StageValues& values, std::size_t& at) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     if (at >= values.size()) refuse_stage_values("a tensor", values.size(), at + 1);
-    if (!values[at].defined())
-      refuse_stage_values("a tensor where an optional is empty", values.size(), at + 1);
+    if (!values[at].defined()) refuse_stage_values("a tensor, not an empty optional", values.size(), at + 1);
     return values[at++];
   } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
     if (at >= values.size()) refuse_stage_values("an optional tensor", values.size(), at + 1);
@@ -70,7 +70,8 @@ T take_value(const StageValues& values, std::size_t& at) {
     return take_elements<T>(values, at, std::make_index_sequence<std::tuple_size_v<T>>());
   } else {
     static_assert(std::is_same_v<T, std::vector<at::Tensor>>,
-                  "a stage takes tensors, optional tensors, tuples of them, and last a vector of tensors");
+                  "a stage may take tensors, optional tensors, tuples of them, and finally a vector of "
+                  "tensors");
     T rest(values.begin() + static_cast<std::ptrdiff_t>(at), values.end());
     at = values.size();
     return rest;
@@ -96,7 +97,8 @@ struct ForwardOf<R (C::*)(A...)> {
 template <typename R, typename C, typename... A>
 struct ForwardOf<R (C::*)(A...) const> : ForwardOf<R (C::*)(A...)> {};
 
-// A forward that is a template or has overloads cannot be asked: one tensor in, as with Sequential.
+// The arguments of a forward that is overloaded or a template cannot be deduced: assume one tensor, as
+// Sequential does.
 template <typename Impl>
 struct StageArgs {
   using type = std::tuple<at::Tensor>;
@@ -122,9 +124,9 @@ class PipelineStage {
  public:
   using Forward = std::function<StageValues(const StageValues&)>;
 
-  // A module holder, a Unit, or a shared_ptr to a module. The name is that of the module in
-  // Pipeline::module(), such as "blocks.0"; "": what it has stands there itself, as "tokens", not
-  // "input.tokens"; none: its number.
+  // module: a module holder, a Unit, or a shared_ptr to a module. name: its name in Pipeline::module(), such
+  // as "blocks.0". An empty name puts its children and parameters directly there: "tokens", not
+  // "input.tokens". Without a name, the number of the piece is used.
   template <typename M>
     requires(!std::is_same_v<std::remove_cvref_t<M>, PipelineStage>)
   PipelineStage(M module, std::optional<std::string> name = {}) : name_(std::move(name)) {
@@ -142,7 +144,7 @@ class PipelineStage {
       });
     };
   }
-  // Anything else: the module has the parameters, forward does the work.
+  // For anything else: the module provides the parameters, forward does the work.
   PipelineStage(std::shared_ptr<torch::nn::Module> module, Forward forward,
                 std::optional<std::string> name = {})
       : module_(std::move(module)), forward_(std::move(forward)), name_(std::move(name)) {}
@@ -157,10 +159,11 @@ class PipelineStage {
   std::optional<std::string> name_;
 };
 
-// The Units of a model by their names ("blocks.*": '*' stands for any text without a dot), in the order in
-// which the model calls them, one after the other: what lies between them is not called. Each takes a tensor
-// and gives one. ConfigError, with names: what matches nothing, is no Unit, stands twice or in another, and
-// weights in none.
+// Makes a piece of each of the model's Units that `names` selects ('*' in "blocks.*" stands for any text
+// without a dot). List the names in the order in which the model calls the Units; code between the calls is
+// not run. Each Unit must take one tensor and return one. Throws ConfigError, with names, for a name that
+// matches nothing, a module that is not a Unit, a module that is listed twice or is inside another, and
+// weights outside all pieces.
 std::vector<PipelineStage> stages_at(torch::nn::Module& model, const std::vector<std::string>& names);
 
 }  // namespace lockstep

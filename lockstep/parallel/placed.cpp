@@ -29,9 +29,9 @@ std::string all_devices() {
 at::Device place(torch::nn::Module* module, at::Device device) {
   if (module == nullptr) throw ConfigError("Placed: the module is empty");
   if (device.has_index() ? device.index() >= count_of(device.type()) : count_of(device.type()) == 0)
-    throw ConfigError(fmt::format("Placed: {} was given for {}, and there is no such device; there is: {}",
-                                  device.str(), module->name(), all_devices()));
-  // A tensor on the CPU says "cpu", never "cpu:0"; one elsewhere always has a number.
+    throw ConfigError(fmt::format("Placed: no device {} for {}; available devices: {}", device.str(),
+                                  module->name(), all_devices()));
+  // A CPU tensor's device is "cpu", never "cpu:0"; on other devices it always has an index.
   if (device.is_cpu())
     device = at::kCPU;
   else if (!device.has_index())
@@ -42,7 +42,7 @@ at::Device place(torch::nn::Module* module, at::Device device) {
 
 at::Tensor on_device(const at::Tensor& tensor, at::Device device) {
   if (!tensor.defined() || tensor.device() == device) return tensor;
-  // To the CPU it would be read before it has arrived.
+  // A non-blocking copy to the CPU could be read before it has arrived.
   return tensor.to(device, /*non_blocking=*/device.is_cuda());
 }
 

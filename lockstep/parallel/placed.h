@@ -1,13 +1,13 @@
-// A module on a device of its own: models whose parts lie on several devices of one process.
+// Placed: a module on a device of its own, for models whose parts live on several devices of one process.
 //
 //   lockstep::Placed part1(ModelPart1(), at::Device("cuda:0"));
 //   lockstep::Placed part2(ModelPart2(), at::Device("cuda:1"));
-//   auto output = part2(part1(inputs));   // inputs may lie anywhere; backward goes the same way back
+//   auto output = part2(part1(inputs));   // inputs may be on any device; backward retraces the path
 //
-// Placed<M> is M (it derives from the holder) in every respect but its call: the tensors in its arguments,
-// also those in tuples, pairs, arrays, vectors, maps and optionals, are moved to the device first. A tensor
-// that is there already is passed on as it is. Moves to CUDA are not waited for: a pinned tensor on the CPU
-// must not be overwritten before its device has come that far.
+// Placed<M> behaves like M, from which it derives, except for its call: tensors in the arguments, including
+// those in tuples, pairs, arrays, vectors, maps and optionals, are first moved to the device. A tensor that
+// is already there is passed on unchanged. Copies to CUDA are asynchronous: do not overwrite a pinned CPU
+// tensor before its copy has completed.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@
 namespace lockstep {
 namespace detail {
 
-// Moves the module. Returns the device with its number, where its kind has one.
+// Moves the module. Returns the device, with an index if its type has one.
 at::Device place(torch::nn::Module* module, at::Device device);
 at::Tensor on_device(const at::Tensor& tensor, at::Device device);
 
@@ -37,7 +37,7 @@ concept optional_value = requires(const T& value) {
   typename T::value_type;
 };
 
-// A path, say, is a range of paths.
+// Excludes types such as a path, which is a range of paths.
 template <typename T>
 concept range_of_others = std::ranges::range<const T> && !std::is_convertible_v<const T&, std::string_view> &&
                           !std::is_same_v<std::ranges::range_value_t<const T>, T>;
@@ -62,7 +62,7 @@ consteval bool holds_tensors() {
     return false;
 }
 
-// The value with its tensors on the device.
+// Returns the value with its tensors moved to the device.
 template <typename T>
 auto moved(const T& value, at::Device device) {
   if constexpr (std::is_convertible_v<const T&, const at::Tensor&>) {
@@ -74,7 +74,7 @@ auto moved(const T& value, at::Device device) {
   } else if constexpr (optional_value<T>) {
     return value ? T(moved(*value, device)) : T();
   } else {
-    // A list that owns nothing (at::TensorList) is passed on as one that does.
+    // A list that owns nothing (at::TensorList) becomes a vector.
     using Element = std::ranges::range_value_t<const T>;
     constexpr bool owns = requires(T& list, const Element& element) { list.insert(list.end(), element); };
     std::conditional_t<owns, T, std::vector<Element>> result;
@@ -83,7 +83,7 @@ auto moved(const T& value, at::Device device) {
   }
 }
 
-// What has no tensors in it is the caller's own, not a copy.
+// Passes on a value without tensors by reference, without a copy.
 template <typename T>
 decltype(auto) argument_on(T&& value, at::Device device) {
   if constexpr (holds_tensors<std::remove_cvref_t<T>>())
@@ -94,20 +94,20 @@ decltype(auto) argument_on(T&& value, at::Device device) {
 
 }  // namespace detail
 
-// M: a module holder (torch::nn::Sequential, one made by TORCH_MODULE, a Unit).
+// M: a module holder (torch::nn::Sequential, a TORCH_MODULE, a Unit).
 template <typename M>
 class Placed : public M {
  public:
   Placed(std::nullptr_t) : M(nullptr) {}
-  // The module itself is moved, not a copy; parameters stay the same tensors. ConfigError for an empty
-  // holder, and for a device that does not exist: what was given, what there is.
+  // Moves the module itself, not a copy; its parameters stay the same tensors. Throws ConfigError for an
+  // empty holder, and for a device that does not exist, with a list of those that do.
   Placed(M module, at::Device device) : M(std::move(module)) {
     device_ = detail::place(this->is_empty() ? nullptr : this->get(), device);
   }
 
   template <typename... Args>
   decltype(auto) operator()(Args&&... args) {
-    // Of a holder's call LibTorch knows the result only where forward is no template, as Sequential's is.
+    // LibTorch deduces the result of a holder's call only if forward is not a template, but Sequential's is.
     if constexpr (requires { typename M::is_unit; })
       return M::operator()(detail::argument_on(std::forward<Args>(args), device_)...);
     else

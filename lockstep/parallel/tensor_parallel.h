@@ -1,4 +1,4 @@
-// Tensor and sequence parallelism: the weights of a model's layers split over a group.
+// Tensor and sequence parallelism: splits the weights of a model's layers over a group.
 //
 //   parallelize_module(*model, mesh["tp"], {
 //       {"blocks.*.norm", SequenceParallel{}},
@@ -7,9 +7,10 @@
 //       {"embedding", Rowwise{.sequence_dim = 1}},
 //   });
 //
-// The model's code stays as it is, but for layers held as Unit<torch::nn::Linear> and for what counts
-// features: between Colwise and Rowwise a rank has its slice of them (heads / group.size()). Parameters keep
-// their names, and are slices. Call it before DistributedDataParallel and before the optimizer's first step.
+// The model's code needs two changes only: layers are held as Unit<torch::nn::Linear>, and code between
+// Colwise and Rowwise layers counts this rank's slice of the features (heads / group.size()). Parameters keep
+// their names and become slices. Call it before constructing DistributedDataParallel and before the
+// optimizer's first step.
 #pragma once
 
 #include <cstdint>
@@ -26,38 +27,41 @@
 
 namespace lockstep {
 
-// The input is whole, or with sequence_dim slices along it; the output is slices of the last dimension, or
-// with gather_output whole. Linear: rows of the weight. Embedding: its columns; sequence_dim is not for it.
+// Input: whole, or slices along sequence_dim. Output: slices of the last dimension, or whole with
+// gather_output. Splits the rows of a Linear's weight, or the columns of an Embedding's; an Embedding does
+// not support sequence_dim.
 struct Colwise {
   bool gather_output = false;
   std::optional<std::int64_t> sequence_dim = {};
-  int parts = 1;  // the output is that many tensors side by side, each of which is split: 3 for a fused qkv
+  // Number of tensors that the output concatenates and that are split separately: 3 for a fused qkv.
+  int parts = 1;
 };
-// The input is slices of the last dimension, as Colwise leaves it; the output is whole, or with sequence_dim
-// slices along it. Linear: columns of the weight. Embedding: rows of it, that is the vocabulary.
+// Input: slices of the last dimension, as produced by Colwise. Output: whole, or slices along sequence_dim.
+// Splits the columns of a Linear's weight, or the rows of an Embedding's, that is its vocabulary.
 struct Rowwise {
-  bool input_is_parallel = true;  // else it is whole; an Embedding's always is
+  bool input_is_parallel = true;  // If false, the input is whole, as an Embedding's always is.
   std::optional<std::int64_t> sequence_dim = {};
 };
-// Input and output are slices along a dimension. LayerNorm, nn::RMSNorm: the gradients of their parameters
-// are summed over the group. nn::Dropout: its masks are the slices of one rank's (also where it lies between
-// Colwise and Rowwise, with dim = -1).
+// Input and output are slices along a dimension. LayerNorm and nn::RMSNorm: the gradients of their parameters
+// are summed over the group. nn::Dropout: each rank's mask is its slice of the mask that a single rank would
+// draw; between Colwise and Rowwise, use dim = -1.
 struct SequenceParallel {
   std::int64_t dim = 1;
 };
 using ParallelStyle = std::variant<Colwise, Rowwise, SequenceParallel>;
 
-// Names of modules, where '*' stands for any text without a dot, and what becomes of them. "" is the module
+// Pairs of a module name and its style. '*' in a name stands for any text without a dot; "" is the module
 // itself.
 using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
 
-// Every rank of the group calls it with the same plan and module. The layers must be in a Unit or a
-// Sequential. ConfigError where anything is wrong or differs between ranks: it names all that is, and nothing
-// is changed; DriftError where their weights or buffers differ. Returns the number of layers.
+// Splits the module's layers. Every rank of the group must call it, with the same plan and module. Each layer
+// must be held in a Unit or a Sequential. Returns the number of layers. Throws ConfigError, which lists all
+// problems and differences between ranks and leaves the module unchanged, and DriftError if weights or
+// buffers differ between ranks.
 int parallelize_module(torch::nn::Module& module, Group group, const ParallelPlan& plan);
 
-// A parameter that is this rank's slice: along dim, of each of that many equal parts of the whole. What a
-// rank has beside these is the same on every rank of the group.
+// A parameter that is this rank's slice of a whole one. The whole consists of `parts` equal parts along dim,
+// each of which is split over the group. All other parameters are the same on every rank of the group.
 struct TensorShard {
   std::string name;
   at::Tensor parameter;
@@ -65,19 +69,19 @@ struct TensorShard {
   int parts;
   Group group;
 };
-// Those below (and including) the module, each once. Local.
+// Returns the shards of the module and its submodules, each once. Does not communicate.
 std::vector<TensorShard> tensor_shards(torch::nn::Module& module);
 
-// Of the parameters those that this rank counts where each of the whole model's is to be counted once: its
-// slices, and on the group's rank 0 what all have. For clip_grad_norm.
+// Returns the parameters that this rank must count so that each element of the whole model is counted once:
+// its slices, and on the group's rank 0 also the replicated parameters. For clip_grad_norm.
 std::vector<at::Tensor> own_parameters(torch::nn::Module& module, const Group& group,
                                        const std::vector<at::Tensor>& parameters);
 
-// Parameters and buffers by name, each whole: copies. Every rank calls it.
+// Returns copies of all parameters and buffers by name, each whole. Collective: every rank must call it.
 using FullState = std::vector<std::pair<std::string, at::Tensor>>;
 FullState full_state(torch::nn::Module& module);
-// Takes whole tensors, in any order, and keeps this rank's slices. Local. ConfigError names what is missing,
-// superfluous or of another shape; nothing is changed then.
+// Loads whole tensors, given in any order, and keeps this rank's slices. Does not communicate. Throws
+// ConfigError, which lists missing, unexpected and misshapen tensors; the module is then unchanged.
 void load_full_state(torch::nn::Module& module, const FullState& state);
 
 }  // namespace lockstep

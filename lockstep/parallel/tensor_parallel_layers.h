@@ -1,14 +1,14 @@
-// Layers that a group holds together, each rank a slice of the weights.
+// Layers whose weights are split over a group: each rank holds a slice.
 //
 //   ColumnParallelLinear up(768, 3072, mesh["tp"]);          // output: this rank's slice of the features
-//   RowParallelLinear down(3072, 768, mesh["tp"]);           // takes it, gives the whole sum
+//   RowParallelLinear down(3072, 768, mesh["tp"]);           // takes the slice, returns the whole sum
 //   auto y = down(torch::gelu(up(x)));                       // one all-reduce forward, one backward
 //
-// First values are the slices of what LibTorch's layer would draw from the same seed, and the generator is
-// then where LibTorch's would be. With sequence_dim the tensors outside are slices along that dimension
-// (sequence parallelism): an all-gather before and a reduce-scatter after take the place of the all-reduces.
-// Forward and backward communicate: every rank calls them in the same order. ConfigError where sizes do not
-// divide.
+// Initial values are slices of those that LibTorch's layer would draw from the same seed, and the generator
+// ends in the same state. With sequence_dim, the tensors outside the layers are slices along that dimension
+// (sequence parallelism): an all-gather before and a reduce-scatter after replace the all-reduces. Forward
+// and backward communicate: every rank must call them in the same order. Throws ConfigError if a size is not
+// divisible.
 #pragma once
 
 #include <cstdint>
@@ -29,29 +29,31 @@ namespace lockstep {
 
 struct ColumnParallelOptions {
   bool bias = true;
-  bool gather_output = false;                     // to whole tensors
-  std::optional<std::int64_t> sequence_dim = {};  // of the input
-  int parts = 1;  // the output is that many tensors side by side, each of which is split: 3 for a fused qkv
+  bool gather_output = false;                     // Gather the output into whole tensors.
+  std::optional<std::int64_t> sequence_dim = {};  // Sequence dimension of the input.
+  // Number of tensors that the output concatenates and that are split separately: 3 for a fused qkv.
+  int parts = 1;
 };
 struct RowParallelOptions {
   bool bias = true;
-  bool input_is_parallel = true;                  // else the input is whole, and this rank takes its slice
-  std::optional<std::int64_t> sequence_dim = {};  // of the output
+  // If false, the input is whole, and this rank takes its slice.
+  bool input_is_parallel = true;
+  std::optional<std::int64_t> sequence_dim = {};  // Sequence dimension of the output.
 };
 struct VocabParallelOptions {
   std::optional<std::int64_t> padding_idx = {};
-  std::optional<std::int64_t> sequence_dim = {};  // of the output
+  std::optional<std::int64_t> sequence_dim = {};  // Sequence dimension of the output.
 };
 namespace detail {
 
 struct ParameterShard {
-  std::string name;  // in its module
+  std::string name;  // Name in its module.
   at::Tensor parameter;
   std::int64_t dim;
   int parts;
   Group group;
 };
-// A module, or what is attached to one, that has slices for parameters.
+// A module, or an attachment of one, whose parameters are slices.
 class HoldsShards : public HoldsSlices {
  public:
   virtual std::vector<ParameterShard> shards() const = 0;
@@ -59,7 +61,7 @@ class HoldsShards : public HoldsSlices {
 
 [[noreturn]] void refuse_norm_clone();
 
-// What tensor parallelism's own layers have in common.
+// Base of the tensor-parallel layers.
 class ParallelLayer : public torch::nn::Module, public CommunicatesInForward, public HoldsShards {
  public:
   std::vector<ParameterShard> shards() const override { return shards_; }
@@ -68,7 +70,7 @@ class ParallelLayer : public torch::nn::Module, public CommunicatesInForward, pu
 
  protected:
   ParallelLayer(Group group, std::string text) : group_(std::move(group)), text_(std::move(text)) {}
-  // Registers this rank's slice of a parameter; an undefined one too.
+  // Registers this rank's slice of a parameter. `whole` may be undefined.
   at::Tensor keep_slice(const std::string& name, const at::Tensor& whole, std::int64_t dim, int parts = 1);
   Group group_;
 
@@ -112,7 +114,7 @@ class SequenceParallelLayerNormImpl : public torch::nn::LayerNormImpl, public de
   SequenceParallelLayerNormImpl(torch::nn::LayerNormOptions given, Group group)
       : torch::nn::LayerNormImpl(std::move(given)), group_(std::move(group)) {}
   at::Tensor forward(const at::Tensor& input);
-  // A copy would be without the group.
+  // Throws, because a copy would lack the group.
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& = std::nullopt) const override {
     detail::refuse_norm_clone();
   }
@@ -126,7 +128,7 @@ class SequenceParallelRMSNormImpl : public nn::RMSNormImpl, public detail::Commu
                               std::optional<double> given_eps = std::nullopt)
       : nn::RMSNormImpl(std::move(shape), given_eps), group_(std::move(group)) {}
   at::Tensor forward(const at::Tensor& input);
-  // A copy would be without the group.
+  // Throws, because a copy would lack the group.
   std::shared_ptr<torch::nn::Module> clone(const std::optional<at::Device>& = std::nullopt) const override {
     detail::refuse_norm_clone();
   }
@@ -137,7 +139,7 @@ class SequenceParallelRMSNormImpl : public nn::RMSNormImpl, public detail::Commu
 TORCH_MODULE(SequenceParallelLayerNorm);
 TORCH_MODULE(SequenceParallelRMSNorm);
 
-// Holders by hand, so that options can be written in braces.
+// Holders written by hand, so that options can be given in braces.
 class ColumnParallelLinear : public torch::nn::ModuleHolder<ColumnParallelLinearImpl> {
  public:
   using ModuleHolder::ModuleHolder;

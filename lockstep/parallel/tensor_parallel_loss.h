@@ -1,4 +1,4 @@
-// Cross entropy of logits that are split over a group along the vocabulary.
+// Cross entropy of logits whose vocabulary is split over a group.
 //
 //   auto logits = head(x);                                   // Colwise: [batch, length, vocabulary / size()]
 //   auto loss = vocab_parallel_cross_entropy(logits, targets, mesh["tp"]);
@@ -18,9 +18,10 @@ struct VocabCrossEntropyOptions {
   double label_smoothing = 0;
 };
 
-// As torch::nn::functional::cross_entropy, of logits that are split along the last dimension: [...,
-// vocabulary / size()], and targets [...] that every rank has. The whole logits are nowhere; two exchanges of
-// up to three numbers per target. The loss is the same on every rank.
+// Like torch::nn::functional::cross_entropy, for logits split along the last dimension, [..., vocabulary /
+// size()], and targets [...] that are the same on every rank. The full logits are never materialised: the
+// ranks exchange up to three numbers per target, in two all-reduces. The loss is the same on every rank.
+// Collective: every rank must call it.
 at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits, const at::Tensor& targets,
                                         const Group& group, VocabCrossEntropyOptions options = {});
 

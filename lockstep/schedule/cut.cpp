@@ -12,8 +12,8 @@ std::vector<int> balanced_cut(const std::vector<double>& costs, int stages) {
   const auto between = [&](int first, int last) {
     return until[static_cast<std::size_t>(last)] - until[static_cast<std::size_t>(first)];
   };
-  // worst[s][i]: of the best cut of the pieces from i on into s stages; ends[s][i]: where its first stage
-  // ends.
+  // worst[s][i]: cost of the best cut of pieces i, i + 1, ... into s stages. ends[s][i]: end of its first
+  // stage.
   const auto width = static_cast<std::size_t>(pieces) + 1, height = static_cast<std::size_t>(stages) + 1;
   std::vector<std::vector<double>> worst(height,
                                          std::vector<double>(width, std::numeric_limits<double>::infinity()));

@@ -1,12 +1,12 @@
-// Which pieces of a model go together. No LibTorch.
+// Divides the pieces of a model among stages. No LibTorch.
 #pragma once
 
 #include <vector>
 
 namespace lockstep::detail {
 
-// How many pieces each of the stages has, in order and at least one, such that the most expensive stage costs
-// as little as can be; of several such cuts the one whose early stages are larger.
+// Returns the number of pieces in each stage, in order, at least one each. Minimises the cost of the most
+// expensive stage; ties go to the cut with larger early stages.
 std::vector<int> balanced_cut(const std::vector<double>& costs, int stages);
 
 }  // namespace lockstep::detail

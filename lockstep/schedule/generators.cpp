@@ -1,4 +1,4 @@
-// The schedules that have names.
+// Generators of the named schedules.
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -13,8 +13,8 @@ namespace {
 
 using enum PipelineOp;
 
-// What one rank does, written down as it goes: each kind counts its micro-batches by itself, and what there
-// is no more of is left out, so that the patterns below need not say so.
+// Writes down the actions of one rank. Each kind of action counts its own micro-batches, and actions beyond
+// the last micro-batch are skipped, so the patterns below need no bounds.
 class Rank {
  public:
   Rank(int microbatches, std::vector<PipelineAction>& out) : microbatches_(microbatches), out_(out) {}
@@ -71,7 +71,7 @@ PipelineSchedule gpipe(const ScheduleOptions& options) {
   });
 }
 
-// As many forward as there are ranks from here on, then one back for each one forward.
+// As many forwards as there are later ranks, then one backward after each forward.
 PipelineSchedule one_f_one_b(const ScheduleOptions& options) {
   const int p = options.ranks;
   return write("1f1b", options, 1, false, [&](Rank& rank, int r) {
@@ -82,7 +82,7 @@ PipelineSchedule one_f_one_b(const ScheduleOptions& options) {
   });
 }
 
-// Several stages a rank, all micro-batches through one before the next.
+// Several stages per rank; all micro-batches pass through one stage before the next.
 PipelineSchedule looped_bfs(const ScheduleOptions& options, int v) {
   const int p = options.ranks;
   return write("loopedbfs", options, v, false, [&](Rank& rank, int r) {
@@ -95,14 +95,14 @@ PipelineSchedule looped_bfs(const ScheduleOptions& options, int v) {
   });
 }
 
-// Several stages a rank, micro-batches in rounds of as many as there are ranks, or a few more.
+// Several stages per rank; micro-batches run in rounds of at least as many as there are ranks.
 PipelineSchedule interleaved(const ScheduleOptions& options, int v) {
   const int p = options.ranks, m = options.microbatches;
   const int rounds = std::max(1, m / p);
   if (m % rounds != 0)
     throw ConfigError(
-        fmt::format("interleaved1f1b cannot do {0} micro-batches on {1} ranks, which would be {2} rounds: "
-                    "fewer than {3}, or a multiple of {2}, such as {4}, are allowed",
+        fmt::format("interleaved1f1b: {0} micro-batches on {1} ranks cannot be divided into {2} rounds; "
+                    "use fewer than {3} micro-batches, or a multiple of {2}, such as {4}",
                     m, p, rounds, 2 * p, m / rounds * rounds));
   const int round = m / rounds;
   return write("interleaved1f1b", options, v, false, [&](Rank& rank, int r) {
@@ -120,8 +120,8 @@ PipelineSchedule interleaved(const ScheduleOptions& options, int v) {
   });
 }
 
-// 1F1B whose weight parts come later the later the stage, so that each rank holds as much as the first: they
-// fill the gaps of the end.
+// 1F1B with delayed weight parts: the later the stage, the later they run, so that each rank holds as many
+// activations as the first. They fill the bubble at the end.
 PipelineSchedule zb_h1(const ScheduleOptions& options) {
   const int p = options.ranks, m = options.microbatches;
   return write("zbh1", options, 1, false, [&](Rank& rank, int r) {
@@ -141,8 +141,8 @@ PipelineSchedule zb_h1(const ScheduleOptions& options) {
   });
 }
 
-// Two stages a rank, folded: the first rank has the first stage and the last. No rank idles between its first
-// action and its last, from twice as many micro-batches as ranks on.
+// Two stages per rank, folded: the first rank has the first and the last stage. With at least twice as many
+// micro-batches as ranks, no rank idles between its first and its last action.
 PipelineSchedule zb_v(const ScheduleOptions& options) {
   const int p = options.ranks, m = options.microbatches;
   return write("zbv", options, 2, true, [&](Rank& rank, int r) {
@@ -171,20 +171,20 @@ PipelineSchedule zb_v(const ScheduleOptions& options) {
       rank.i(up);
     }
     for (int k = 0; k < p - r; ++k) whole(down);
-    // With few micro-batches some input parts are left.
+    // With few micro-batches, some input parts remain.
     for (const int stage : {up, down})
       while (rank.w(stage) || rank.i(stage)) {
       }
   });
 }
 
-// Two stages a rank, folded; in the middle forward of one is beside backward of the other, so that the
-// transfers of one can hide behind the other.
+// Two stages per rank, folded. In the middle, forward of one stage is adjacent to backward of the other, so
+// that the transfers of one overlap the other.
 PipelineSchedule dual_pipe_v(const ScheduleOptions& options) {
   const int p = options.ranks, m = options.microbatches;
   if (m < 2 * p)
     throw ConfigError(
-        fmt::format("dualpipev with {} micro-batches on {} ranks: {} or more are allowed", m, p, 2 * p));
+        fmt::format("dualpipev: expected at least {2} micro-batches on {1} ranks, got {0}", m, p, 2 * p));
   return write("dualpipev", options, 2, true, [&](Rank& rank, int r) {
     const int down = r, up = 2 * p - 1 - r, after = p - 1 - r;
     for (int k = 0; k < 2 * after; ++k) rank.f(down);
@@ -212,7 +212,7 @@ PipelineSchedule dual_pipe_v(const ScheduleOptions& options) {
       rank.i(down);
       rank.w(down);
     }
-    // From the middle of the end on weight parts wait, for what comes after.
+    // In the second half of these, weight parts are deferred to fill later gaps.
     for (int k = 0; k < r + 1; ++k) {
       const bool late = k >= (r + 1) / 2;
       rank.i(up);
@@ -241,18 +241,20 @@ const std::vector<std::string>& schedule_names() {
 PipelineSchedule make_schedule(std::string_view name, ScheduleOptions options) {
   if (std::find(schedule_names().begin(), schedule_names().end(), name) == schedule_names().end())
     throw ConfigError(
-        fmt::format("there is no schedule '{}': {} are allowed", name, fmt::join(schedule_names(), ", ")));
+        fmt::format("unknown schedule '{}'; expected one of {}", name, fmt::join(schedule_names(), ", ")));
   if (options.ranks < 1 || options.microbatches < 1)
     throw ConfigError(
-        fmt::format("a schedule of {} ranks and {} micro-batches is not allowed: 1 or more of each is",
+        fmt::format("ScheduleOptions: expected at least 1 rank and 1 micro-batch, got {} ranks and {} "
+                    "micro-batches",
                     options.ranks, options.microbatches));
   const bool any = name == "interleaved1f1b" || name == "loopedbfs";
   const int usual = any || name == "zbv" || name == "dualpipev" ? 2 : 1;
   const int per_rank = options.stages_per_rank == 0 ? usual : options.stages_per_rank;
   if (per_rank < 1 || (!any && per_rank != usual))
-    throw ConfigError(fmt::format("{} stages a rank are not allowed with {}: {} {}", per_rank, name,
-                                  any ? "1 or more" : std::to_string(usual),
-                                  usual == 1 && !any ? "is" : "are"));
+    throw ConfigError(fmt::format("schedule '{1}': expected {2} per rank, got {0}", per_rank, name,
+                                  any          ? "at least 1 stage"
+                                  : usual == 1 ? "1 stage"
+                                               : "2 stages"));
   if (name == "gpipe") return gpipe(options);
   if (name == "1f1b") return one_f_one_b(options);
   if (name == "interleaved1f1b") return interleaved(options, per_rank);

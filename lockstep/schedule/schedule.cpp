@@ -15,10 +15,10 @@ using enum PipelineOp;
 
 struct Place {
   int rank = 0;
-  int number = 0;  // among that rank's actions
+  int number = 0;  // Index among that rank's actions.
 };
 
-// Where every action stands, and what it needs.
+// Locates every action and the actions that it depends on.
 class Plan {
  public:
   explicit Plan(const PipelineSchedule& schedule) : schedule_(schedule) {
@@ -27,7 +27,7 @@ class Plan {
         const auto& action = at({r, n});
         check_range(action, r, n);
         if (const auto [found, is_new] = places_.emplace(action, Place{r, n}); !is_new)
-          throw ConfigError(fmt::format("schedule '{}': {} stands twice, as {} and as {}", schedule.name,
+          throw ConfigError(fmt::format("schedule '{}': {} appears twice, as {} and as {}", schedule.name,
                                         to_string(action), where(found->second), where({r, n})));
         transfers_ = transfers_ || is_transfer(action.op);
       }
@@ -48,7 +48,7 @@ class Plan {
     return fmt::format("action {} of rank {}", place.number + 1, place.rank);
   }
 
-  // Backward of a stage, as far as the stage before waits for it.
+  // The action that produces the gradient for the previous stage.
   PipelineAction back(int stage, int microbatch) const {
     const PipelineAction whole{backward, stage, microbatch};
     return places_.contains(whole) ? whole : PipelineAction{input_backward, stage, microbatch};
@@ -77,7 +77,7 @@ class Plan {
     return {};
   }
 
-  // Everything that must be there, is.
+  // Throws ConfigError unless every required action is present.
   void check_complete() const {
     for (int s = 0; s < schedule_.num_stages(); ++s)
       for (int m = 0; m < schedule_.microbatches; ++m) {
@@ -90,9 +90,9 @@ class Plan {
           if (!places_.contains(whole))
             require(part);
           else if (const auto both = find(part))
-            throw ConfigError(fmt::format(
-                "schedule '{}': {}, {}, is a part of {}, {}: one of the two is allowed", schedule_.name,
-                to_string(part), where(*both), to_string(whole), where(*find(whole))));
+            throw ConfigError(fmt::format("schedule '{}': {}, {}, is part of {}, {}; use only one of them",
+                                          schedule_.name, to_string(part), where(*both), to_string(whole),
+                                          where(*find(whole))));
         }
         if (!transfers_ || s + 1 == schedule_.num_stages()) continue;
         for (const auto transfer :
@@ -101,20 +101,20 @@ class Plan {
           if (crosses(s))
             require(transfer);
           else if (const auto found = find(transfer))
-            throw ConfigError(fmt::format("schedule '{}': {}, {}, is between stages of one rank",
+            throw ConfigError(fmt::format("schedule '{}': {}, {}, is a transfer between stages of one rank",
                                           schedule_.name, to_string(transfer), where(*found)));
         }
       }
   }
 
-  // Between this stage and the next something has to be sent, and the schedule says when.
+  // True if the schedule has explicit transfers and the next stage is on another rank.
   bool crosses(int stage) const {
     return transfers_ && schedule_.rank_of_stage[static_cast<std::size_t>(stage)] !=
                              schedule_.rank_of_stage[static_cast<std::size_t>(stage + 1)];
   }
   bool has_transfers() const { return transfers_; }
 
-  // Ranks that got no further than this: why.
+  // Throws ConfigError that explains why ranks cannot proceed past these actions.
   [[noreturn]] void explain(const std::vector<int>& stuck_at) const {
     for (int r = 0; r < schedule_.num_ranks(); ++r) {
       if (stuck_at[static_cast<std::size_t>(r)] == count(r)) continue;
@@ -122,15 +122,15 @@ class Plan {
       for (const auto& needed : needs(at(here))) {
         const auto place = find(needed);
         if (!place)
-          throw ConfigError(fmt::format("schedule '{}': {}, {}, needs {}, which nobody does", schedule_.name,
-                                        to_string(at(here)), where(here), to_string(needed)));
+          throw ConfigError(fmt::format("schedule '{}': {}, {}, needs {}, which no rank performs",
+                                        schedule_.name, to_string(at(here)), where(here), to_string(needed)));
         if (place->rank == r && place->number > here.number)
           throw ConfigError(fmt::format("schedule '{}': {}, {}, comes before {}, {}, which it needs",
                                         schedule_.name, to_string(at(here)), where(here), to_string(needed),
                                         where(*place)));
       }
     }
-    // Each waits for a rank that waits: round they go.
+    // Every stuck rank waits for another: find the cycle.
     auto waits_for = [&](int r) -> std::optional<std::pair<PipelineAction, Place>> {
       const int number = stuck_at[static_cast<std::size_t>(r)];
       if (number == count(r)) return std::nullopt;
@@ -153,7 +153,7 @@ class Plan {
                           where(place));
       r = place.rank;
     } while (r != first);
-    throw ConfigError(fmt::format("schedule '{}' waits for ever: {}", schedule_.name, text));
+    throw ConfigError(fmt::format("schedule '{}' deadlocks: {}", schedule_.name, text));
   }
 
  private:
@@ -162,10 +162,11 @@ class Plan {
     const int stages = schedule_.num_stages();
     if (s < 0 || s >= stages || m < 0 || m >= schedule_.microbatches)
       throw ConfigError(
-          fmt::format("schedule '{}': {}, {}: there are {} stages and {} micro-batches, counted from 0",
+          fmt::format("schedule '{}': {}, {}, is out of range: there are {} stages and {} micro-batches, "
+                      "counted from 0",
                       schedule_.name, to_string(action), where({r, n}), stages, schedule_.microbatches));
     if (const int owner = schedule_.rank_of_stage[static_cast<std::size_t>(s)]; owner != r)
-      throw ConfigError(fmt::format("schedule '{}': {}, {}: stage {} is rank {}'s", schedule_.name,
+      throw ConfigError(fmt::format("schedule '{}': {}, {}: stage {} belongs to rank {}", schedule_.name,
                                     to_string(action), where({r, n}), s, owner));
     const bool to_before = op == receive_forward || op == send_backward;
     const bool to_next = op == send_forward || op == receive_backward;
@@ -175,8 +176,7 @@ class Plan {
   }
   void require(PipelineAction action) const {
     if (places_.contains(action)) return;
-    throw ConfigError(fmt::format("schedule '{}' lacks {}, which rank {} has to do", schedule_.name,
-                                  to_string(action),
+    throw ConfigError(fmt::format("schedule '{}' lacks {} on rank {}", schedule_.name, to_string(action),
                                   schedule_.rank_of_stage[static_cast<std::size_t>(action.stage)]));
   }
 
@@ -212,7 +212,7 @@ void find_peaks(const PipelineSchedule& schedule, SimulatedSchedule& run) {
   }
 }
 
-// time_of(place): how long the action there takes.
+// time_of(place): duration of the action at that place.
 template <typename TimeOf>
 SimulatedSchedule simulate(const PipelineSchedule& schedule, const Plan& plan, double transfer,
                            const TimeOf& time_of) {
@@ -221,7 +221,7 @@ SimulatedSchedule simulate(const PipelineSchedule& schedule, const Plan& plan, d
   run.begins.resize(ranks);
   run.ends.resize(ranks);
   std::vector<int> at(ranks, 0);
-  // When what it needs is there; nothing while it is not.
+  // Time at which its dependencies are satisfied; empty if they are not yet.
   auto ready = [&](Place place) -> std::optional<double> {
     const auto& action = plan.at(place);
     double time = place.number == 0 ? 0 : run.ends[static_cast<std::size_t>(place.rank)].back();
@@ -271,7 +271,8 @@ SimulatedSchedule simulate(const PipelineSchedule& schedule, const Plan& plan, d
 void check_schedule(const PipelineSchedule& schedule) {
   if (schedule.num_stages() < 1 || schedule.microbatches < 1)
     throw ConfigError(
-        fmt::format("schedule '{}' has {} stages and {} micro-batches: 1 or more of each are allowed",
+        fmt::format("schedule '{}': expected at least 1 stage and 1 micro-batch, got {} stages and {} "
+                    "micro-batches",
                     schedule.name, schedule.num_stages(), schedule.microbatches));
   const Plan plan(schedule);
   plan.check_complete();
@@ -280,7 +281,7 @@ void check_schedule(const PipelineSchedule& schedule) {
 
 SimulatedSchedule simulate_schedule(const PipelineSchedule& schedule, ActionTimes times) {
   for (const double time : {times.forward, times.input_backward, times.weight_backward, times.transfer})
-    if (!(time >= 0)) throw ConfigError(fmt::format("a time of {} is not allowed: 0 or more is", time));
+    if (!(time >= 0)) throw ConfigError(fmt::format("ActionTimes: times must not be negative, got {}", time));
   const Plan plan(schedule);
   return simulate(schedule, plan, times.transfer,
                   [&](Place place) { return time_of(plan.at(place).op, times); });
@@ -290,15 +291,16 @@ SimulatedSchedule replay_schedule(const PipelineSchedule& schedule,
                                   const std::vector<std::vector<double>>& durations) {
   const Plan plan(schedule);
   if (durations.size() != schedule.ranks.size())
-    throw ConfigError(fmt::format("durations of {} ranks were given; schedule '{}' has {}", durations.size(),
-                                  schedule.name, schedule.num_ranks()));
+    throw ConfigError(fmt::format("replay_schedule: got durations of {} ranks, but schedule '{}' has {}",
+                                  durations.size(), schedule.name, schedule.num_ranks()));
   for (std::size_t r = 0; r < durations.size(); ++r) {
     if (durations[r].size() != schedule.ranks[r].size())
       throw ConfigError(
-          fmt::format("{} durations were given for rank {}, which has {} actions in schedule '{}'",
+          fmt::format("replay_schedule: got {} durations for rank {}, which has {} actions in schedule '{}'",
                       durations[r].size(), r, schedule.ranks[r].size(), schedule.name));
     for (const double time : durations[r])
-      if (!(time >= 0)) throw ConfigError(fmt::format("a time of {} is not allowed: 0 or more is", time));
+      if (!(time >= 0))
+        throw ConfigError(fmt::format("replay_schedule: durations must not be negative, got {}", time));
   }
   return simulate(schedule, plan, 0, [&](Place place) {
     return durations[static_cast<std::size_t>(place.rank)][static_cast<std::size_t>(place.number)];
@@ -314,7 +316,8 @@ bool has_transfers(const PipelineSchedule& schedule) {
 
 PipelineSchedule with_transfers(const PipelineSchedule& schedule) {
   if (Plan(schedule).has_transfers())
-    throw ConfigError(fmt::format("schedule '{}' has sends and receives already", schedule.name));
+    throw ConfigError(
+        fmt::format("with_transfers: schedule '{}' already has sends and receives", schedule.name));
   auto result = schedule;
   const int last = schedule.num_stages() - 1;
   auto apart = [&](int stage) {

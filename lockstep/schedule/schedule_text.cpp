@@ -1,4 +1,4 @@
-// Schedules as text: a line for each rank, as PyTorch writes them.
+// The text form of schedules: one line per rank, as PyTorch writes them.
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -23,7 +23,7 @@ std::string_view trimmed(std::string_view word) {
   return word.substr(0, word.find_last_not_of(kSpace) + 1);
 }
 
-// The next of what the separator separates, which is taken off the text.
+// Removes and returns the text up to the next separator.
 std::string_view next_of(std::string_view& text, char separator) {
   const auto end = std::min(text.find(separator), text.size());
   const auto word = text.substr(0, end);
@@ -46,14 +46,14 @@ std::optional<PipelineAction> read_action(std::string_view word) {
   return action;
 }
 
-// What PyTorch writes for parameters that are spread over ranks, which is nothing to a pipeline.
+// Actions that PyTorch writes for sharded parameters; a pipeline ignores them.
 bool is_about_parameters(std::string_view word) {
   word.remove_prefix(std::min(word.find_first_not_of("0123456789"), word.size()));
   return word == "UNSHARD" || word == "RESHARD" || word == "REDUCE_GRAD";
 }
 
-// "0F3", or two that PyTorch does at once, which are done one after the other here: "(0F7;7B3)OVERLAP_F_B".
-// Nothing where it cannot be read.
+// Reads one action, such as "0F3", or two that PyTorch overlaps, such as "(0F7;7B3)OVERLAP_F_B", which run
+// one after the other here. Returns nothing if the cell cannot be parsed.
 std::optional<std::vector<PipelineAction>> read_cell(std::string_view word) {
   std::vector<PipelineAction> actions;
   if (word.empty() || is_about_parameters(word)) return actions;
@@ -100,23 +100,23 @@ PipelineSchedule schedule_from_csv(std::string_view text, std::string name) {
       const auto found = read_cell(word);
       if (!found)
         throw ConfigError(fmt::format(
-            "schedule '{}', line {}, cell {} is '{}': a stage, one of F, B, I, W, SEND_F, RECV_F, "
-            "SEND_B, RECV_B and a micro-batch are allowed, such as 0F3",
+            "schedule '{}', line {}, cell {}: cannot parse '{}'; expected a stage, one of F, B, I, W, "
+            "SEND_F, RECV_F, SEND_B, RECV_B, and a micro-batch, such as 0F3",
             schedule.name, rank + 1, cell, word));
       for (const auto& action : *found) {
         actions.push_back(action);
         const auto [place, is_new] = rank_of.emplace(action.stage, rank);
         if (!is_new && place->second != rank)
-          throw ConfigError(fmt::format("schedule '{}', line {}, cell {} is '{}': stage {} is on line {} too",
-                                        schedule.name, rank + 1, cell, word, action.stage,
-                                        place->second + 1));
+          throw ConfigError(
+              fmt::format("schedule '{}', line {}, cell {} is '{}', but stage {} is also on line {}",
+                          schedule.name, rank + 1, cell, word, action.stage, place->second + 1));
         schedule.microbatches = std::max(schedule.microbatches, action.microbatch + 1);
       }
     }
   }
   for (const auto& [stage, rank] : rank_of) {
     if (stage != schedule.num_stages())
-      throw ConfigError(fmt::format("schedule '{}' has stage {} and no stage {}", schedule.name, stage,
+      throw ConfigError(fmt::format("schedule '{}' has stage {} but no stage {}", schedule.name, stage,
                                     schedule.num_stages()));
     schedule.rank_of_stage.push_back(rank);
   }

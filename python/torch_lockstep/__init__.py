@@ -1,7 +1,7 @@
 """torch.distributed.init_process_group("lockstep"): collectives between CPU ranks of one host, in shared memory.
 
-`import torch` loads this by itself (the entry point "torch.backends"); where that is switched off
-(TORCH_DEVICE_BACKEND_AUTOLOAD=0), `import torch_lockstep` does.
+`import torch` loads this module through the entry point "torch.backends". If that is switched off
+(TORCH_DEVICE_BACKEND_AUTOLOAD=0), use `import torch_lockstep`.
 """
 
 import atexit
@@ -9,12 +9,12 @@ import functools
 import pkgutil
 import sys
 
-# The sources have this file too, without what is built: that may lie further along the path.
+# The source tree has this file too, but not the built module, which may be further along the path.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 try:
     from ._built import version as __version__
-except ImportError:  # said when a group asks for the backend: `import torch` must not fail for it
+except ImportError:  # reported when a group requests the backend: `import torch` must not fail because of it
     __version__ = None
 
 
@@ -25,13 +25,13 @@ def _module():
         from . import _built
     except ImportError:
         raise ImportError(
-            f"torch_lockstep is not built: {', '.join(__path__)} has the sources alone. Run `./dev build` and put "
-            "build/python into PYTHONPATH, or run `pip install --no-build-isolation ./python`"
+            f"torch_lockstep is not built: {', '.join(__path__)} has only the sources. Run `./dev build` and add "
+            "build/python to PYTHONPATH, or run `pip install --no-build-isolation ./python`"
         ) from None
     have = torch.__version__.split("+")[0]
     if have != _built.torch:
         raise RuntimeError(
-            f"torch_lockstep was built for torch {_built.torch}, and this is torch {have}: build it again with this one"
+            f"torch_lockstep was built for torch {_built.torch}, but this is torch {have}: rebuild it with this version"
         )
     from . import _C
 
@@ -39,7 +39,7 @@ def _module():
 
 
 def _backends(frame):
-    """{device: backend} of the group that is being made, or {}; PyTorch does not tell those it calls."""
+    """Returns {device: backend} of the group being created, or {}. PyTorch does not pass it to this function."""
     config = frame.f_locals.get("backend_config")
     try:
         return dict(config.get_device_backend_map())
@@ -54,22 +54,22 @@ def _create(options, _backend_options=None):
     others = [device for device, name in backends.items() if name == "lockstep" and device != "cpu"]
     if others:
         raise ValueError(
-            f"lockstep: expected the device cpu, got '{others[0]}:lockstep': this backend moves CPU tensors. Give "
-            f"{others[0]} a backend of its own, as in init_process_group('cpu:lockstep,{others[0]}:nccl')"
+            f"lockstep: expected the device cpu, got '{others[0]}:lockstep': this backend moves CPU tensors. Use "
+            f"another backend for {others[0]}, for example init_process_group('cpu:lockstep,{others[0]}:nccl')"
         )
     module = _module()
-    # Whatever way the program ends, nothing of ours calls into an interpreter that is no more.
+    # However the program ends, no thread of this module may call into an interpreter that has shut down.
     atexit.unregister(module.leave_all)
     atexit.register(module.leave_all)
-    # A group of our own can say its name, where PyTorch's says "custom". But it takes the place of the whole group,
-    # and of the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend.
+    # Our own group class reports its name, where PyTorch's reports "custom". But it replaces the whole group, and the
+    # wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend.
     if set(backends.values()) == {"lockstep"} and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return module.create_group(options)
     return module.create_backend(options)
 
 
 def _set_timeouts_too():
-    """PyTorch's _set_pg_timeout knows backends by their types, and passes over all others."""
+    """Extends PyTorch's _set_pg_timeout, which handles only the backend types that it knows."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
@@ -91,7 +91,7 @@ def _set_timeouts_too():
 
 
 def register():
-    """Makes the backend known to PyTorch. Nothing is loaded before a group asks for it."""
+    """Registers the backend with PyTorch. The module is loaded only when a group requests it."""
     import torch.distributed as dist
 
     if dist.is_available() and not hasattr(dist.Backend, "LOCKSTEP"):
@@ -99,8 +99,8 @@ def register():
         _set_timeouts_too()
 
 
-# Last: where this module is imported before torch, `import torch` calls register() while it is under way. For the same
-# reason the functions above import torch themselves.
+# Last: if this module is imported before torch, `import torch` calls register() while this import is in progress. For
+# the same reason the functions above import torch themselves.
 import torch  # noqa: E402, F401
 
 register()

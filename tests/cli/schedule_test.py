@@ -45,9 +45,9 @@ def main():
         assert "rank 0 waits in 0B0 for 1B0" in error and "rank 1 waits in 1F1 for 0F1" in error, error
         assert "cannot read" in show("--file", folder / "none.csv", status=2)
         assert "cannot write" in show("1f1b", "--svg", folder / "none" / "a.svg", status=2)
-    assert "there is no schedule 'two'" in show("two", status=2)
+    assert "unknown schedule 'two'" in show("two", status=2)
     assert "missing schedule" in show(status=2)
-    assert "8 or more are allowed" in show("dualpipev", "-p", 4, "-m", 7, status=2)
+    assert "expected at least 8 micro-batches" in show("dualpipev", "-p", 4, "-m", 7, status=2)
     print("passed")
 
 

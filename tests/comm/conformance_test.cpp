@@ -1,5 +1,5 @@
 // Every collective against a reference computed on one rank. Runs on every transport and number of ranks:
-// tests/CMakeLists.txt has the table, docs/conformance.md the outcome.
+// tests/CMakeLists.txt has the table, docs/conformance.md the results.
 #include <chrono>
 #include <thread>
 
@@ -12,7 +12,7 @@ namespace {
 using std::chrono::milliseconds;
 
 // bf16 and half sums are exact here, but an average need not be: engines that divide a rounded sum and
-// those that round once agree only where the quotient is exact.
+// engines that round once agree only if the quotient is exact.
 void expect_close(const at::Tensor& got, const at::Tensor& expected) {
   ASSERT_EQ(got.scalar_type(), expected.scalar_type());
   EXPECT_TRUE(at::allclose(got.to(at::kDouble), expected.to(at::kDouble), 1e-2, 0)) << "got\n"
@@ -169,7 +169,7 @@ TEST(Conformance, all_gather) {
   });
 }
 
-// Rank r has r * 3 % 4 rows: some have none.
+// Rank r has r * 3 % 4 rows, so some have none.
 std::int64_t rows(int rank) { return rank * 3 % 4; }
 
 TEST(Conformance, all_gather_of_unequal_sizes) {
@@ -282,7 +282,8 @@ TEST(Conformance, all_to_all_of_unequal_splits) {
   });
 }
 
-// What ranks send one another at the same time: without tags they must start it in the same order, or as one.
+// Messages that ranks send each other at the same time: without tags they must start them in the same order
+// or coalesce.
 void both(Group& group, const std::function<void()>& messages) {
   if (group.has_tags(test_device().type())) return messages();
   group.coalesce(messages);
@@ -306,7 +307,7 @@ TEST(Conformance, send_and_recv) {
       EXPECT_SAME(in, value(previous, {4, 3}, type).t());
       EXPECT_EQ(works[0].source(), previous);
     }
-    // One after another, in the order that both have: many may be under way.
+    // One after another, in the same order on both ranks: many may be in flight.
     if (me < 2) {
       std::vector<at::Tensor> in;
       std::vector<Work> works;
@@ -326,9 +327,9 @@ TEST(Conformance, send_and_recv) {
     if (!tags) {
       auto tensor = at::zeros({3}, on());
       EXPECT_THAT(error_of<ConfigError>([&] { (void)group.send(tensor, {.peer = next, .tag = 3}); }),
-                  HasSubstr("tag=3 is not allowed on group 'world': nccl has no tags"));
+                  HasSubstr("tag=3 is not supported on group 'world': nccl has no tags"));
       EXPECT_THAT(error_of<ConfigError>([&] { (void)group.recv(tensor, {.peer = kAnyRank}); }),
-                  HasSubstr("recv from any rank is not allowed on group 'world': nccl"));
+                  HasSubstr("recv from any rank is not supported on group 'world': with nccl"));
       return;
     }
     // Tags pair them, whatever the order.
@@ -346,15 +347,15 @@ TEST(Conformance, send_and_recv) {
   });
 }
 
-// Longer than the group's own.
+// Longer than the group's own timeout.
 TEST(Conformance, send_and_recv_with_a_timeout_of_their_own) {
   LOCKSTEP_NEEDS_RANKS(2);
   if (transport() == "gloo" || transport() == "mpi" || transport() == "nccl")
-    GTEST_SKIP() << "how long its engine takes to make a group is not ours to say";
+    GTEST_SKIP() << "the engine decides how long making a group may take";
   on_every_rank([](World& world) {
     auto group = world.group();
     if (group.rank() < 2) {
-      // Where processes make the group, its timeout holds for that too.
+      // For groups of processes, the timeout covers the creation of the group too.
       const milliseconds timeout(ranks_are_threads() ? 200 : 1000);
       auto hasty = group.subgroup({0, 1}, {.timeout = timeout});
       const PeerOptions patient{.peer = 1 - group.rank(), .timeout = std::chrono::seconds(60)};
@@ -373,7 +374,7 @@ TEST(Conformance, send_and_recv_with_a_timeout_of_their_own) {
 
 TEST(Conformance, recv_from_any_rank) {
   LOCKSTEP_NEEDS_RANKS(2);
-  if (by_nccls_rules()) GTEST_SKIP() << "NCCL receives from a rank that is named";
+  if (by_nccls_rules()) GTEST_SKIP() << "NCCL cannot receive from any rank";
   on_every_rank([](World& world) {
     auto group = world.group();
     if (group.rank() != 0)
@@ -400,7 +401,7 @@ TEST(Conformance, barrier) {
       const auto entered = now();
       group.barrier().wait();
       const auto left = now();
-      // One clock for all ranks of a host.
+      // All ranks of a host share a clock.
       const auto entries = group.all_gather_values(entered);
       EXPECT_GE(left, *std::max_element(entries.begin(), entries.end()));
     }
@@ -488,7 +489,7 @@ TEST(Conformance, coalesced_operations) {
                   reduced_values(n, {4, 3}, at::kFloat, ReduceOp::SUM, round));
       if (n > 1) EXPECT_SAME(received, value(previous, {1000}, at::kFloat, round));
     }
-    group.coalesce([] {});  // nothing
+    group.coalesce([] {});  // empty
   });
 }
 
@@ -507,7 +508,7 @@ TEST(Conformance, coalesced_operations_that_go_wrong) {
     EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { works.back().wait(); }); }),
                 HasSubstr("cannot be waited for within coalesce"));
     EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { (void)group.barrier(); }); }),
-                HasSubstr("barrier on group 'world' is not allowed within coalesce of"));
+                HasSubstr("barrier on group 'world' cannot be called within coalesce of"));
     EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { (void)group.all_gather_values(1); }); }),
                 HasSubstr("all_gather_values on group"));
     EXPECT_THAT(error_of<ConfigError>([&] { works_within([&] { group.coalesce([] {}); }); }),
@@ -515,15 +516,15 @@ TEST(Conformance, coalesced_operations_that_go_wrong) {
     auto another = group.split(0);
     EXPECT_THAT(
         error_of<ConfigError>([&] { works_within([&] { (void)another.all_reduce(at::ones({1}, on())); }); }),
-        HasSubstr("is not allowed within coalesce of group"));
-    // What the program throws comes through; what was started before goes its way.
+        HasSubstr("cannot be called within coalesce of group"));
+    // The program's exception propagates; operations started before it still run.
     EXPECT_THAT(error_of<std::runtime_error>(
                     [&] { works_within([] { throw std::runtime_error("the program's own"); }); }),
                 HasSubstr("the program's own"));
     for (auto& work : works) work.wait();
     EXPECT_EQ(tensors.size(), 6u);
     for (const auto& tensor : tensors) EXPECT_EQ(tensor[0].item<double>(), group.size());
-    // Another thread's calls come after the batch, on every rank.
+    // Calls of other threads come after the batch, on every rank.
     auto first = at::full({1}, group.rank() + 1.0, on()), second = first.clone();
     std::thread other;
     std::vector<Work> batch;
@@ -577,7 +578,7 @@ TEST(Conformance, groups_of_listed_ranks) {
   LOCKSTEP_NEEDS_RANKS(3);
   on_every_rank([](World& world) {
     if (world.rank() != 0 && world.rank() != 2) return;
-    for (int round = 0; round < 2; ++round) {  // the same list again is another group
+    for (int round = 0; round < 2; ++round) {  // the same list again makes another group
       auto pair = world.group({2, 0});
       EXPECT_EQ(pair.rank(), world.rank() == 2 ? 0 : 1);
       auto tensor = at::full({3}, world.rank() + 1.0, on());
@@ -593,7 +594,7 @@ TEST(Conformance, dropped_works_complete) {
     auto kept = at::ones({1000}, on());
     for (int i = 0; i < 5; ++i) {
       auto gone = value(group.rank(), {5000}, at::kFloat, i);
-      auto dropped = group.all_reduce(gone);  // the tensor goes before the Work
+      auto dropped = group.all_reduce(gone);  // the tensor is destroyed before the Work
     }
     if (group.size() > 1 && group.rank() < 2) {
       const PeerOptions other{.peer = 1 - group.rank(), .tag = by_nccls_rules() ? 0 : 3};

@@ -30,7 +30,7 @@ TEST(CpuMemory, a_world_installs_the_allocator_and_tensors_outlive_it) {
   EXPECT_EQ(before.sum().item<float>(), 1000);
   const auto held = cpu_memory_stats().allocated;
   inside.reset();
-  before.reset();  // LibTorch's own
+  before.reset();  // LibTorch's own memory
   EXPECT_EQ(cpu_memory_stats().allocated, held - 400'000);
 }
 
@@ -80,7 +80,7 @@ TEST(CpuMemory, too_much_is_an_error_that_says_so_and_training_goes_on) {
   EXPECT_EQ(at::ones({1000}).sum().item<float>(), 1000);
 }
 
-// Runs in the middle of a backward pass.
+// Runs its body in the middle of a backward pass.
 struct InBackward : torch::autograd::Function<InBackward> {
   static std::function<void()> body;
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x) { return x * 1; }
@@ -115,14 +115,14 @@ TEST(CpuMemory, only_what_was_asked_for_in_this_pass_is_shared) {
   InBackward::apply(at::ones({1}).requires_grad_()).sum().backward();
   EXPECT_EQ(cpu_memory_stats().shared_allocated, static_cast<std::int64_t>(bytes));
 
-  // A child has its own memory, and leaves alone what is shared with its parent.
+  // A child has its own memory and leaves alone what it shares with its parent.
   int ready[2];
   ASSERT_EQ(::pipe(ready), 0);
   const pid_t child = ::fork();
   if (child == 0) {
     char go = 0;
     if (::read(ready[0], &go, 1) != 1) ::_exit(2);
-    shared.reset();  // the parent has written over it meanwhile
+    shared.reset();  // the parent has overwritten it meanwhile
     other.fill_(5);
     ::_exit(at::full({elements}, 7, at::kFloat).sum().item<float>() > 0 ? 0 : 1);
   }
@@ -140,7 +140,7 @@ TEST(CpuMemory, only_what_was_asked_for_in_this_pass_is_shared) {
   EXPECT_EQ(cpu_memory_stats().shared_allocated, 0);
 }
 
-// The last one: it stays.
+// Must be the last test: the allocator stays installed.
 class OwnAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override { return c10::GetDefaultCPUAllocator()->allocate(bytes); }

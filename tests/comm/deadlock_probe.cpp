@@ -1,9 +1,8 @@
 // Ranks with two groups of all ranks.
-//   deadlock_probe opposite   rank 0 waits in one group, the others in the other one
-//   deadlock_probe issued     the same, but rank 0 has issued the others' operation without waiting for it
-//   deadlock_probe thread     the same, but another thread of rank 0 comes to the others' operation later
-//   deadlock_probe fresh      and that thread has issued no operation before
-//   deadlock_probe differ     all wait in one group, rank 1 in another operation than the others
+//   deadlock_probe opposite   rank 0 waits in one group, its peers in the other
+//   deadlock_probe issued     the same, but rank 0 has issued its peers' operation without waiting for it
+//   deadlock_probe thread     the same, but another thread of rank 0 joins its peers' operation later
+//   deadlock_probe fresh      the same, and that thread has not issued an operation before
 #include <cstdio>
 #include <future>
 #include <string>

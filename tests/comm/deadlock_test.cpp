@@ -1,4 +1,4 @@
-// Ranks that wait for one another in two groups: the job ends at once, and not 30 minutes later.
+// Ranks that wait for each other in two groups: the job ends at once instead of 30 minutes later.
 #include "support/errors.h"
 #include "support/process.h"
 
@@ -46,7 +46,7 @@ TEST(Deadlock, is_none_where_another_thread_comes_to_it_later) {
 }
 
 TEST(Deadlock, is_none_where_a_thread_that_has_issued_nothing_yet_comes_to_it_later) {
-  // What a thread waits for is secret under some kernels.
+  // Some kernels hide what a thread waits for.
   const auto sleeper = run({{"sh", "-c", "sleep 100 & sleep 0.5; cat /proc/$!/wchan; kill $!"}});
   if (sleeper.output.find("sleep") == std::string::npos) GTEST_SKIP() << "wchan: " << sleeper.output;
   const auto outcome = run_deadlock_probe("fresh");

@@ -1,6 +1,6 @@
-// Waits end when a failure is told, on every transport: the peer is stopped by a signal or never comes, the
-// waiter and ~World return within 1 s on a machine that is not busy. Two ranks. Between processes a case must
-// be the only one of its run, because it ends the World of the process; otherwise it is skipped.
+// Waits end when a failure is reported, on every transport: the peer is stopped by a signal or never arrives,
+// and the waiter and ~World return within 1 s on an idle machine. Two ranks. Between processes a case must be
+// the only one of its run, because it ends the World of the process; otherwise it is skipped.
 #include <semaphore.h>
 #include <signal.h>
 #include <unistd.h>
@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr auto kPromised = std::chrono::seconds(1);
-constexpr std::int64_t kLarge = 512 << 20;  // bytes: some 100 ms of any transport
+constexpr std::int64_t kLarge = 512 << 20;  // bytes: about 100 ms on any transport
 
 class Interrupt : public ::testing::Test {
  protected:
@@ -40,10 +40,10 @@ class Interrupt : public ::testing::Test {
 
 using Action = std::function<Work(Group&, at::Tensor)>;
 
-// Rank 0 waits in the operation, is told after a while, and measures. The process of rank 1, if it is one, is
-// stopped by rank 0: at once, or while the operation is under way. A transfer that had ended by then is not
-// what is tested: false, once more. may_complete: a message is read out of the memory of a process that is
-// stopped; complete, and as it should be.
+// Rank 0 waits in the operation, gets the failure after a while, and measures. If rank 1 is a process, rank 0
+// stops it: at once, or while the operation is in progress. If the transfer had ended by then, the case did
+// not test anything: returns false, to repeat it. may_complete: a message can be read from the memory of a
+// stopped process, so it may complete, with the right data.
 bool wait_and_be_told(World& world, const Action& action, std::optional<pid_t> peer, bool inside,
                       bool may_complete, std::unique_ptr<QuietLimit>& told) {
   auto group = world.group();
@@ -54,7 +54,7 @@ bool wait_and_be_told(World& world, const Action& action, std::optional<pid_t> p
     if (inside) std::this_thread::sleep_for(milliseconds(20));
     if (peer) ::kill(*peer, SIGSTOP);
     while (peer && control::look_at(*peer)->state != 'T') std::this_thread::sleep_for(milliseconds(1));
-    // Until rank 0 waits, or has taken what its peer had sent.
+    // Until rank 0 waits, or has received what its peer sent.
     std::this_thread::sleep_for(milliseconds(inside ? 300 : 50));
     if (over && !may_complete) return;
     told = std::make_unique<QuietLimit>(kPromised);
@@ -88,7 +88,7 @@ bool wait_and_be_told(World& world, const Action& action, std::optional<pid_t> p
 sem_t may_end;  // posted by SIGUSR1
 
 // Rank 1's process: its side of the operation, again and again, until rank 0 has reported. mpirun ends rank 0
-// when this one ends, so rank 0 ends first.
+// when this process ends, so rank 0 ends first.
 [[noreturn]] void be_stopped(World& world, const Action& action, pid_t rank_0) {
   ::sem_init(&may_end, 0, 0);
   ::signal(SIGUSR1, [](int) { ::sem_post(&may_end); });
@@ -100,7 +100,7 @@ sem_t may_end;  // posted by SIGUSR1
       return !process || process->ending;
     };
     eventually(ends, std::chrono::seconds(20));
-    std::this_thread::sleep_for(milliseconds(100));  // for its launcher to read what it has printed
+    std::this_thread::sleep_for(milliseconds(100));  // so that its launcher can read its output
     ::_exit(0);
   }).detach();
   auto group = world.group();
@@ -108,12 +108,12 @@ sem_t may_end;  // posted by SIGUSR1
   group.barrier().wait();
   try {
     while (action) action(group, tensor).wait();
-  } catch (const CommError&) {  // rank 0 has gone
+  } catch (const CommError&) {  // rank 0 has ended
   }
   for (;;) ::pause();
 }
 
-// action is rank 0's; inside's, if any, is under way on rank 1 when that is stopped.
+// action runs on rank 0; inside, if any, is in progress on rank 1 when that is stopped.
 void expect_interrupt(const Action& action, const Action& inside = nullptr) {
   if (inside && ranks_are_threads()) GTEST_SKIP() << "a thread cannot be stopped inside an operation";
   if (inside && transport() == "cuda_ipc")

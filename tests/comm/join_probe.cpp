@@ -1,4 +1,4 @@
-// Joins and says what it sees, or why it could not; the tests start several of these.
+// Joins and prints what it sees, or why it could not join. The tests start several of these.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -28,15 +28,15 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// What must take a moment only: far longer, for a busy machine, and far less than any timeout.
+// Limit for what should take only a moment: generous, for a busy machine, but far below any timeout.
 constexpr double kSoon = 30;
 
-// Rank 1 ends without a word while a large broadcast from rank 0 is under way.
+// Rank 1 exits silently during a large broadcast from rank 0.
 int end_inside(lockstep::World& world) {
   auto tensor = at::ones({256 << 20}, at::kByte);
   const auto start = Clock::now();
   try {
-    auto work = world.group().broadcast(tensor);  // rank 1 may be gone by now
+    auto work = world.group().broadcast(tensor);  // rank 1 may have exited already
     if (world.rank() == 1) ::_exit(0);
     work.wait();
   } catch (const lockstep::CommError& error) {
@@ -46,7 +46,7 @@ int end_inside(lockstep::World& world) {
   return 1;
 }
 
-// Rank 0, which serves the store, is stopped; rank 1 is told, and leaves.
+// Rank 0, which serves the store, is stopped; rank 1 gets the failure and leaves.
 int leave_stopped_server(lockstep::World& world) {
   const auto pids = world.group().all_gather_values(::getpid());
   if (world.rank() == 0) {
@@ -63,8 +63,8 @@ int leave_stopped_server(lockstep::World& world) {
   return seconds_since(start) < kSoon ? 0 : 1;
 }
 
-// Rank 0 has done its part, and is gone, before rank 2 comes. If it holds the agent, it stays until the
-// others are done: then rank 2 comes long after its part.
+// Rank 0 has finished and exited before rank 2 arrives. If it hosts the agent, it stays until its peers are
+// done: then rank 2 arrives long after rank 0's part.
 int gather_late(lockstep::World& world) {
   const auto pids = world.group().all_gather_values(::getpid());
   std::vector<at::Tensor> all;
@@ -76,7 +76,7 @@ int gather_late(lockstep::World& world) {
   return 0;
 }
 
-// Children of a rank: one that is asked to end, one that throws. Neither is the rank.
+// Child processes of a rank: one that is asked to end, one that throws. Neither is the rank.
 int have_helpers(lockstep::World& world) {
   world.stop_requested();
   for (const bool throws : {false, true}) {
@@ -92,13 +92,13 @@ int have_helpers(lockstep::World& world) {
   }
   const auto before = std::clock();
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  if (static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC > 0.25) return 7;  // a thread spins
+  if (static_cast<double>(std::clock() - before) / CLOCKS_PER_SEC > 0.25) return 7;  // a thread is spinning
   world.group().barrier().wait();
   std::cout << "helped" << std::endl;
   return world.stop_requested() ? 8 : 0;
 }
 
-// Rank 0, through whose process they meet, leaves first; rank 1 goes on for longer than joining may take.
+// Rank 0, whose process hosts the agent, leaves first; rank 1 continues for longer than the join timeout.
 int work_alone(lockstep::World& world) {
   if (world.rank() == 0) return 0;
   const char* join_timeout = std::getenv("LOCKSTEP_JOIN_TIMEOUT");  // in whole seconds
@@ -117,7 +117,7 @@ void read_forever() {
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
 }
 
-// Rank 0 drops an operation whose partner never comes.
+// Rank 0 drops an operation that its peer never joins.
 int drop_one(lockstep::World& world) {
   read_forever();
   if (world.rank() == 0) {
@@ -161,7 +161,7 @@ int look_only(lockstep::World& world) {
   return 0;
 }
 
-// Rank 0 is left by an exception with an operation under way that nobody else comes to.
+// An exception ends rank 0 while an operation is in flight that no other rank joins.
 int unwind(lockstep::World world) {
   const bool here = world.rank() == 0;
   std::optional<lockstep::Work> held;
@@ -186,7 +186,7 @@ int unwind(lockstep::World world) {
   return 1;
 }
 
-// Until rank 0 holds the agent of this host, whose socket has the master's address in its name.
+// Waits until rank 0 hosts the agent of this host, whose socket has the master's address in its name.
 void await_agent() {
   const auto master = std::string(std::getenv("MASTER_ADDR")) + ":" + std::getenv("MASTER_PORT");
   for (const auto start = Clock::now(); seconds_since(start) < kSoon;) {

@@ -1,4 +1,4 @@
-// How processes meet, and what they say when they cannot.
+// How processes join a job, and the errors when they cannot.
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -22,8 +22,8 @@ Program probe(int port, int rank, int size, std::map<std::string, std::string> m
   return program;
 }
 
-// A join timeout that expires soon, but gives ranks that start at the same time the time to come: it is
-// measured how long a start takes now.
+// A join timeout that expires soon, but is long enough for ranks that start at the same time: it depends on
+// how long a start takes on this machine.
 std::map<std::string, std::string> short_join_timeout() {
   const auto alone = run(probe(free_port(), 0, 1));
   EXPECT_EQ(alone.status, 0) << alone.output;
@@ -54,7 +54,7 @@ TEST(Join, an_agent_that_is_not_there_is_named_with_what_may_be_the_reason) {
   const auto outcome = run(probe(free_port(), 0, 2, {{"LOCKSTEP_AGENT", "lockstep/nobody"}}));
   EXPECT_EQ(outcome.status, 3) << outcome.output;
   EXPECT_THAT(outcome.output, AllOf(HasSubstr("LOCKSTEP_AGENT=lockstep/nobody"),
-                                    HasSubstr("or this process is in another network namespace")));
+                                    HasSubstr("or this process is in a different network namespace")));
 }
 
 TEST(Join, two_processes_of_one_rank_are_refused) {
@@ -87,7 +87,7 @@ TEST(Join, one_local_rank_twice_on_a_host_is_refused) {
 
 const std::string kKey(64, 'a');
 
-// An address of no host: set aside for documentation.
+// An address of no host, reserved for documentation.
 TEST(Join, a_head_that_is_not_there_is_named) {
   const auto outcome = run(probe(
       23, 1, 2, {{"LOCKSTEP_JOIN_TIMEOUT", "1s"}, {"MASTER_ADDR", "192.0.2.77"}, {"LOCKSTEP_KEY", kKey}}));
@@ -106,7 +106,7 @@ TEST(Join, several_hosts_without_a_key_are_refused_with_what_helps) {
   }
 }
 
-// The head's port is taken by somebody else.
+// Another process has taken the coordinator's port.
 TEST(Join, a_port_in_use_is_named) {
   const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
@@ -128,7 +128,7 @@ TEST(Join, an_mpi_of_another_size_is_refused) {
   const std::string flavours = LOCKSTEP_MPI_FLAVOURS;
   if (flavours.empty()) GTEST_SKIP() << "no MPI was found when this was built";
   const int port = free_port();
-  // Without mpirun each process is an MPI world of its own.
+  // Without mpirun each process is a separate MPI world.
   for (const auto& outcome : run_together({probe(port, 0, 2, {}, {"mpi"}), probe(port, 1, 2, {}, {"mpi"})})) {
     EXPECT_EQ(outcome.status, 3) << outcome.output;
     EXPECT_THAT(outcome.output, AllOf(HasSubstr("MPI_COMM_WORLD has 1 ranks"), HasSubstr("the job has 2")));
@@ -152,7 +152,7 @@ TEST(Join, a_peer_that_ends_in_the_middle_is_noticed_and_named) {
       run_together({probe(port, 0, 2, {}, {"gloo", "vanish"}), probe(port, 1, 2, {}, {"gloo", "vanish"})});
   EXPECT_EQ(outcomes[0].status, 0) << outcomes[0].output;
   EXPECT_THAT(
-      outcomes[0].output,  // Where rank 1 held the agent and is gone, nobody can say how.
+      outcomes[0].output,  // If rank 1 hosted the agent and has exited, its status is unknown.
       AllOf(HasSubstr("rank 1 (pid "), AnyOf(HasSubstr("exited with status 0"), HasSubstr("has ended"))));
 }
 
@@ -182,7 +182,7 @@ TEST(Join, an_operation_that_was_dropped_and_failed_is_an_exit_status) {
         run_together({probe(port, 0, 2, {}, {backend, "drop"}), probe(port, 1, 2, {}, {backend, "drop"})});
     EXPECT_EQ(outcomes[0].status, 1) << outcomes[0].output;
     EXPECT_THAT(outcomes[0].output,
-                AllOf(HasSubstr("dropped"), HasSubstr("nobody waited for has failed: recv")));
+                AllOf(HasSubstr("dropped"), HasSubstr("never waited for has failed: recv")));
     EXPECT_EQ(outcomes[1].status, 0) << outcomes[1].output;
 
     const auto launched = run({{LOCKSTEP_PROGRAM, "run", "-n", "2", LOCKSTEP_JOIN_PROBE, backend, "drop"}});

@@ -1,4 +1,4 @@
-// Tensors above 2^31 bytes: counts that do not fit an int.
+// Tensors above 2^31 bytes: counts that do not fit into an int.
 #include <cstring>
 #include <fstream>
 
@@ -8,7 +8,7 @@
 namespace lockstep::testing {
 namespace {
 
-constexpr std::int64_t kCount = (std::int64_t{1} << 31) + 4097;  // bytes, and elements of a byte
+constexpr std::int64_t kCount = (std::int64_t{1} << 31) + 4097;  // bytes, and also elements of one byte
 
 std::int64_t available_memory() {
   std::ifstream in("/proc/meminfo");
@@ -21,24 +21,24 @@ std::int64_t available_memory() {
   return 0;
 }
 
-// LibTorch's own way takes another byte an element.
+// LibTorch's own comparison takes another byte per element.
 bool all_are(const at::Tensor& bytes, std::uint8_t value) {
   if (bytes.is_cuda()) return bytes.eq(value).all().item<bool>();
   const auto* begin = bytes.const_data_ptr<std::uint8_t>();
   return begin[0] == value && std::memcmp(begin, begin + 1, static_cast<std::size_t>(bytes.numel() - 1)) == 0;
 }
 
-// Ranks 0 and 1; any others only take part in the decision to run or skip.
+// Ranks 0 and 1; any other ranks only take part in the decision to run or skip.
 TEST(Large, tensors_above_2_gib) {
   LOCKSTEP_NEEDS_RANKS(2);
   on_every_rank([](World& world) {
-    // Two ranks' tensors and what engines stage. All ranks decide on the same number: memory that another
-    // program allocates meanwhile must not make one rank skip and leave the other waiting.
+    // Two ranks' tensors and the engines' staging. All ranks use the same number: memory that another program
+    // allocates meanwhile must not make one rank skip while the other waits.
     const auto needed = 6 * kCount;
     const auto available = world.group().all_gather_values(available_memory())[0];
     if (available < needed) {
       if (world.rank() == 0)
-        GTEST_SKIP() << "needs " << (needed >> 30) << " GiB of free memory, there are " << (available >> 30);
+        GTEST_SKIP() << "needs " << (needed >> 30) << " GiB of free memory, got " << (available >> 30);
       return;
     }
     if (world.rank() > 1) return;

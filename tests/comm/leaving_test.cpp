@@ -1,5 +1,5 @@
-// What becomes of operations when their World is left, of a process that is forked from a rank, and which kind a
-// CommError is of. Each test makes Worlds of its own, so these run apart from the other suites. Two ranks.
+// What happens to operations when their World is left, to a process that is forked from a rank, and the kinds
+// of CommError. Each test makes its own Worlds, so these run apart from the other suites. Two ranks.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -31,7 +31,7 @@ class Fork : public Leaving {
   }
 };
 
-// A World for the body, and nobody else's.
+// Runs the body in a World of its own.
 void in_a_world(const std::function<void(World&)>& body) {
   const WorldOptions options{.timeout = std::chrono::minutes(3)};
   if (ranks_are_threads()) return run_threads(2, body, options);
@@ -39,7 +39,7 @@ void in_a_world(const std::function<void(World&)>& body) {
   body(world);
 }
 
-// What a rank holds while its World goes.
+// What a rank holds while its World is destroyed.
 struct Held {
   std::vector<at::Tensor> tensors;
   std::vector<Work> works;
@@ -57,7 +57,7 @@ TEST_F(Leaving, held_operations_are_finished_first) {
       mine.works.push_back(group.all_reduce(tensor));
       mine.tensors.push_back(tensor);
     }
-    // What is left to do when the engine is done: an average that goes to every other column.
+    // Leaves work for after the engine: an average that goes to every other column.
     auto striped = at::full({4, 6}, 2.0 + 2 * world.rank(), on());
     mine.works.push_back(group.all_reduce(striped.slice(1, 0, 6, 2), {.op = ReduceOp::AVG}));
     mine.tensors.push_back(striped);
@@ -100,11 +100,11 @@ TEST_F(Leaving, a_thread_that_waits_meanwhile_has_the_result) {
   }
 }
 
-// Rank 0 waits for a message that rank 1 would send after a barrier that rank 0 does not come to.
+// Rank 0 waits for a message that rank 1 would send after a barrier that rank 0 never joins.
 TEST_F(Leaving, does_not_wait_for_who_waits_for_this_rank) {
   if (!ranks_are_threads() && transport() != "shm")
     GTEST_SKIP() << "transport " << transport() << " does not know who waits for this rank";
-  if (by_nccls_rules()) GTEST_SKIP() << "a message begins when both have come to it";
+  if (by_nccls_rules()) GTEST_SKIP() << "a message begins only when both ranks have started it";
   std::optional<Work> held;
   in_a_world([&](World& given) {
     auto group = given.group({0, 1});
@@ -159,7 +159,7 @@ TEST_F(Kinds, deadline) {
       auto tensor = at::ones({2}, on());
       EXPECT_EQ(kind_of([&] { group.all_reduce(tensor, {.timeout = milliseconds(200)}).wait(); }),
                 CommError::Kind::deadline);
-      // So is every later call.
+      // Every later call fails in the same way.
       EXPECT_EQ(kind_of([&] { group.barrier().wait(); }), CommError::Kind::deadline);
     }
     ranks_are_threads() ? over.arrive_and_wait() : world.group().barrier().wait();
@@ -181,7 +181,7 @@ TEST_F(Kinds, mismatch) {
 }
 
 TEST_F(Kinds, peer_died) {
-  if (transport() == "mpi") GTEST_SKIP() << "MPI does not say that a rank has left a group";
+  if (transport() == "mpi") GTEST_SKIP() << "MPI does not report that a rank has left a group";
   std::latch over(2);
   in_a_world([&](World& world) {
     {
@@ -211,12 +211,12 @@ TEST_F(Kinds, stopped) {
       }
       if (ranks_are_threads()) over.arrive_and_wait();
     });
-  } catch (const CommError& error) {  // of the rank that was left alone
+  } catch (const CommError& error) {  // on the rank that was left alone
     ADD_FAILURE() << error.what();
   }
 }
 
-// What a child of fork() says of a call.
+// Returns the error of a call in a child of fork().
 std::string child_says(const std::function<std::string()>& call) {
   int ends[2];
   if (::pipe(ends) != 0) return "no pipe";
@@ -259,7 +259,7 @@ TEST_F(Fork, a_child_is_refused_and_the_job_goes_on) {
     auto tensor = at::ones({100}, on()), message = at::zeros({3}, on());
     group.all_reduce(tensor).wait();
     if (world.rank() == 0) {
-      // Under way, and not to be completed before the child has ended.
+      // In flight, and unable to complete before the child has ended.
       auto pending = group.recv(message, {.peer = 1});
       const auto said = child_says([&] {
         std::string text;

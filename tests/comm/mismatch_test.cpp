@@ -1,5 +1,5 @@
-// Ranks whose calls differ: every one gets an error that names both calls, and no output is written.
-// On transports that do not compare calls themselves these run with LOCKSTEP_CHECK=1.
+// Ranks whose calls differ: every rank gets an error that names both calls, and no output is written. On
+// transports that do not compare calls themselves these run with LOCKSTEP_CHECK=1.
 #include <atomic>
 #include <thread>
 
@@ -19,7 +19,7 @@ class Mismatch : public ::testing::Test {
   }
 };
 
-// Rank 1 does `odd`, the others `even`, on a group of the test's own; returns this rank's error.
+// Rank 1 does `odd` and its peers `even`, on a group made for the test. Returns this rank's error.
 using Action = std::function<Work(Group&, at::Tensor)>;
 void expect_mismatch(const Action& even, const Action& odd, const std::vector<std::string>& parts,
                      at::Tensor even_tensor = at::ones({10}, on()),
@@ -30,13 +30,13 @@ void expect_mismatch(const Action& even, const Action& odd, const std::vector<st
     const auto before = tensor.clone();
     const auto text = error_of<CommError>([&] { (group.rank() == 1 ? odd : even)(group, tensor).wait(); });
     for (const auto& part : parts) EXPECT_THAT(text, HasSubstr(part));
-    // Rank 1 and one of those that differ from it, each with its line.
+    // Names rank 1 and one of the ranks that differ from it, each with its line.
     EXPECT_THAT(text, AllOf(HasSubstr("rank 1 called"), HasSubstr("group 'mismatch'")));
     EXPECT_THAT(text, ContainsRegex("rank [02-9] called .* at mismatch_test.cpp:[0-9]+"));
     EXPECT_SAME(tensor, before);
-    // The group is of no use any more, and says why.
+    // The group cannot be used any more, and the error gives the reason.
     EXPECT_THAT(error_of<CommError>([&] { group.barrier().wait(); }), HasSubstr("differ in"));
-    // The world is.
+    // The world's group still works.
     world.group().barrier().wait();
   });
 }
@@ -53,7 +53,7 @@ TEST_F(Mismatch, of_sizes) {
   expect_mismatch(summed, summed, {"size", "[10]", "[20]"}, at::ones({10}, on()), at::ones({20}, on()));
 }
 
-// As many elements: what is summed would belong to other places.
+// The same number of elements, but the sums would belong to different places.
 TEST_F(Mismatch, of_shapes) {
   const auto wide = at::ones({2, 5}, on()), tall = at::ones({5, 2}, on());
   expect_mismatch(summed, summed, {"shape", "[2, 5]", "[5, 2]"}, wide, tall);
@@ -61,7 +61,7 @@ TEST_F(Mismatch, of_shapes) {
   const auto reduced = [](Group& group, at::Tensor tensor) { return group.reduce(std::move(tensor)); };
   expect_mismatch(reduced, reduced, {"shape", "[10, 1]", "[10]"}, at::ones({10, 1}, on()),
                   at::ones({10}, on()));
-  // Beyond what travels in a slot.
+  // Too large for a slot.
   expect_mismatch(summed, summed, {"shape"}, at::ones({300, 200}, on()), at::ones({200, 300}, on()));
 }
 
@@ -117,10 +117,10 @@ TEST_F(Mismatch, of_gathered_sizes) {
   });
 }
 
-// Each rank waits in the group that the other comes to second: only the deadline can end that, and the
-// error says who waited where.
+// Each rank waits in the group that the other one uses second. Only the deadline can end that, and the error
+// shows where each rank waited.
 TEST_F(Mismatch, of_the_order_of_groups) {
-  std::atomic<int> begun = 0;  // of ranks that are threads
+  std::atomic<int> begun = 0;  // counted for ranks that are threads
   on_every_rank([&](World& world) {
     if (world.rank() > 1) return;
     auto first = world.group({0, 1}, {.name = "first"});
@@ -129,7 +129,7 @@ TEST_F(Mismatch, of_the_order_of_groups) {
     const auto text = error_of<CommError>([&] {
       auto work = mine.all_reduce(at::ones({3}, on()), {.timeout = std::chrono::milliseconds(300)});
       ++begun;
-      // The error names the other's call, so that comes first.
+      // The error names the other rank's call, so that call must come first.
       EXPECT_TRUE(!ranks_are_threads() || eventually([&] { return begun == 2; }));
       work.wait();
     });
@@ -137,10 +137,10 @@ TEST_F(Mismatch, of_the_order_of_groups) {
     EXPECT_THAT(text, HasSubstr("mismatch_test.cpp:"));
     if (by_nccls_rules())
       EXPECT_THAT(text,
-                  HasSubstr(world.rank() == 0 ? "rank 1 has not come to the first operation of the group"
-                                              : "rank 0 has not come to the first operation of the group"));
+                  HasSubstr(world.rank() == 0 ? "rank 1 has not reached the first operation of the group"
+                                              : "rank 0 has not reached the first operation of the group"));
     else if (ranks_are_threads() && world.rank() == 0) {
-      EXPECT_THAT(text, AnyOf(HasSubstr("rank 1 has not come: its last call is #0 on group 'second'"),
+      EXPECT_THAT(text, AnyOf(HasSubstr("rank 1 has not arrived: its last call is #0 on group 'second'"),
                               HasSubstr("has left")));
     }
   });

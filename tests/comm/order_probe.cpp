@@ -1,5 +1,5 @@
-// What groups of this job use, and the bits of their sums: written to DIR/rank-R, for
-// tests/faults/order_of_sums.py to compare with those of other layouts.
+// Writes the backends of this job's groups and the bits of their sums to DIR/rank-R.
+// tests/faults/order_of_sums.py compares them with those of other layouts.
 //
 //   order_probe DIR
 #include <cmath>
@@ -20,7 +20,7 @@ namespace {
 
 using lockstep::ReduceOp;
 
-// Numbers of very different sizes, so that the order of a sum shows; now and then a NaN or an infinity.
+// Numbers of very different magnitudes, so that the order of a sum shows, with an occasional NaN or infinity.
 at::Tensor numbers(int rank, std::int64_t count, at::ScalarType type, int salt) {
   std::mt19937_64 random(static_cast<std::uint64_t>(1000 * rank + salt));
   auto tensor = at::empty({count}, at::kDouble);

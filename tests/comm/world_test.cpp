@@ -1,4 +1,4 @@
-// World, Group and Work beyond the collectives themselves; ranks are threads.
+// World, Group and Work apart from the collectives themselves; ranks are threads.
 #include <dlfcn.h>
 
 #include <lockstep/comm/world.h>
@@ -22,8 +22,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// LibTorch has a std::filesystem of its own, of another compiler. Ours is the shared one, or, where the
-// compiler has it as an archive only, in what we link.
+// LibTorch contains a std::filesystem of its own, from another compiler. Ours is the shared one, or, if the
+// compiler has only a static library, the one that we link.
 TEST(Program, the_standard_library_is_the_compilers_own) {
   void* const function = ::dlsym(RTLD_DEFAULT, "_ZNSt10filesystem10remove_allERKNS_7__cxx114pathE");
   Dl_info info{};
@@ -74,11 +74,12 @@ TEST(World, backends_are_named_or_listed_by_device) {
   ScopedEnvironment scope("LOCKSTEP_BACKEND", "gloo");
   EXPECT_EQ(World::from_environment().group().backend(), "gloo");
   run_threads(1,
-              [](World& world) { EXPECT_EQ(world.group().backend(), "threads"); });  // it is about processes
+              // the variable is for processes
+              [](World& world) { EXPECT_EQ(world.group().backend(), "threads"); });
 }
 
 TEST(World, a_gpu_that_is_not_there_is_named) {
-  if (detail::cuda_ipc_available()) GTEST_SKIP() << "there is one";
+  if (detail::cuda_ipc_available()) GTEST_SKIP() << "this build has cuda_ipc";
   for (const char* backend : {"cuda_ipc", "cpu:gloo,cuda:cuda_ipc"})
     EXPECT_THAT(error_of<ConfigError>([&] { World::from_environment({.backend = backend}); }),
                 HasSubstr("backend 'cuda_ipc'"));
@@ -118,7 +119,7 @@ TEST(World, a_group_outlives_it_as_an_error) {
     auto world = World::from_environment();
     group = world.group();
   }
-  EXPECT_THAT(error_of<ConfigError>([&] { group->barrier().wait(); }), HasSubstr("World is gone"));
+  EXPECT_THAT(error_of<ConfigError>([&] { group->barrier().wait(); }), HasSubstr("World was destroyed"));
   EXPECT_THROW((void)group->split(0), ConfigError);
 }
 
@@ -175,8 +176,8 @@ TEST(RunThreads, sums_have_the_same_bits_for_any_number_of_ranks) {
 }
 
 TEST(Work, a_deadline_ends_the_wait_and_names_the_absent) {
-  // Rank 2 stays until the others have given up, and they begin together: the deadline of either is at least
-  // 200 ms after both have looked at the clock.
+  // Rank 2 stays until its peers have given up, and they begin together: both deadlines are at least 200 ms
+  // after both have read the clock.
   std::latch ready(2), over(3);
   run_threads(3, [&](World& world) {
     if (world.rank() == 2) return over.arrive_and_wait();
@@ -197,8 +198,8 @@ TEST(Work, a_deadline_ends_the_wait_and_names_the_absent) {
       EXPECT_EQ(d.tensor, "float32 [4, 2]");
       EXPECT_EQ(d.tag, "grads");
       EXPECT_THAT(d.call_site, HasSubstr("world_test.cpp:"));
-      // The rank whose deadline passed first says who is absent; the other is told what it said.
-      EXPECT_THAT(d.cause, AllOf(HasSubstr("deadline"), HasSubstr("rank 2 has not come")));
+      // The rank whose deadline passed first reports who is absent; the other one gets that report.
+      EXPECT_THAT(d.cause, AllOf(HasSubstr("deadline"), HasSubstr("rank 2 has not arrived")));
     }
     over.arrive_and_wait();
   });
@@ -244,7 +245,7 @@ TEST(Work, wait_with_a_limit_of_its_own) {
     EXPECT_FALSE(work.done());
     EXPECT_THROW(work.wait(milliseconds(50)), CommError);
     EXPECT_TRUE(work.done());
-    EXPECT_THROW(work.wait(), CommError);  // the same again
+    EXPECT_THROW(work.wait(), CommError);  // throws the same again
     over.arrive_and_wait();
   });
 }
@@ -265,7 +266,7 @@ TEST(Work, a_dropped_ones_error_surfaces_at_the_next_call) {
   run_threads(2, [](World& world) {
     auto group = world.group();
     { auto dropped = group.all_reduce(at::ones({2 + world.rank()})); }
-    // Rank 0 has not been told yet when it drops: the next call tells.
+    // Rank 0 does not know of the failure yet when it drops the Work: the next call reports it.
     std::this_thread::sleep_for(milliseconds(100));
     EXPECT_THAT(error_of<CommError>([&] { group.barrier().wait(); }),
                 AllOf(HasSubstr("differ in size"), HasSubstr("barrier")));
@@ -277,7 +278,7 @@ TEST(Work, dropping_does_not_block) {
   auto until_dropped = dropped.get_future().share();
   run_threads(2, [&](World& world) {
     auto group = world.group();
-    // Rank 1 comes when rank 0 has dropped its operation.
+    // Rank 1 arrives after rank 0 has dropped its operation.
     if (world.rank() == 1) {
       EXPECT_EQ(until_dropped.wait_for(std::chrono::seconds(60)), std::future_status::ready);
     }
@@ -431,13 +432,13 @@ TEST(Group, what_the_caller_can_fix_is_a_config_error_before_anything_moves) {
     refuses([&] { (void)group.all_reduce(at::ones({4}, at::kInt), {.op = ReduceOp::AVG}); },
             "avg of a int32");
     refuses([&] { (void)group.all_reduce(good, {.op = ReduceOp::BAND}); }, "and of a float32");
-    refuses([&] { (void)group.all_reduce(at::ones({4}, at::kMeta)); }, "no transport");
-    refuses([&] { (void)group.broadcast(good, {.root = 2}); }, "root=2");
-    refuses([&] { (void)group.broadcast(good, {.root = -1}); }, "root=-1");
+    refuses([&] { (void)group.all_reduce(at::ones({4}, at::kMeta)); }, "no transport for that device");
+    refuses([&] { (void)group.broadcast(good, {.root = 2}); }, "got 2");
+    refuses([&] { (void)group.broadcast(good, {.root = -1}); }, "got -1");
     refuses([&] { (void)group.all_gather(at::ones({9}), good); }, "9 elements");
     refuses([&] { (void)group.all_gather(at::ones({8}, at::kInt), good); }, "int32");
     refuses([&] { (void)group.all_gather(std::vector<at::Tensor>{good}, good); }, "1 tensors");
-    refuses([&] { (void)group.all_gather({at::ones({3}), at::ones({3})}, good); }, "3 elements");
+    refuses([&] { (void)group.all_gather({at::ones({3}), at::ones({3})}, good); }, "got 3");
     refuses(
         [&] { (void)group.gather(world.rank() == 0 ? std::vector<at::Tensor>{} : std::vector{good}, good); },
         "tensors");
@@ -448,22 +449,21 @@ TEST(Group, what_the_caller_can_fix_is_a_config_error_before_anything_moves) {
         "tensors");
     refuses([&] { (void)group.reduce_scatter(good, good); }, "elements");
     refuses([&] { (void)group.all_to_all(at::ones({3}), at::ones({4})); }, "3 rows");
-    refuses([&] { (void)group.all_to_all(at::ones({4}), good, {.out_splits = {1, 2}}); },
-            "out_splits=[1, 2]");
-    refuses([&] { (void)group.all_to_all(at::ones({4}), good, {.in_splits = {5, -1}}); },
-            "in_splits=[5, -1]");
+    refuses([&] { (void)group.all_to_all(at::ones({4}), good, {.out_splits = {1, 2}}); }, "got [1, 2]");
+    refuses([&] { (void)group.all_to_all(at::ones({4}), good, {.in_splits = {5, -1}}); }, "got [5, -1]");
     refuses([&] { (void)group.all_to_all(good, good); }, "share memory");
     refuses([&] { (void)group.all_reduce(at::ones({4}).as_strided({3, 2}, {1, 1})); }, "clone()");
-    refuses([&] { (void)group.send(good, {.peer = world.rank()}); }, "peer=");
-    refuses([&] { (void)group.send(good, {.peer = kAnyRank}); }, "peer=-1");
+    refuses([&] { (void)group.send(good, {.peer = world.rank()}); }, "peer: expected another rank");
+    refuses([&] { (void)group.send(good, {.peer = kAnyRank}); }, "got -1");
     refuses([&] { (void)group.recv(good, {.peer = 7}); }, "kAnyRank");
-    refuses([&] { (void)group.send(good, {.peer = 1 - world.rank(), .tag = -1}); }, "tag=-1");
-    refuses([&] { (void)group.split(-1); }, "color=-1");
+    refuses([&] { (void)group.send(good, {.peer = 1 - world.rank(), .tag = -1}); },
+            "tag: expected 0 to 1073741823, got -1");
+    refuses([&] { (void)group.split(-1); }, "colour of 0 or more, got -1");
     refuses([&] { (void)group.subgroup({0, 5}); }, "rank 5");
     refuses([&] { (void)world.group({1 - world.rank()}); }, "only its members");
     refuses([&] { (void)world.group({}); }, "[]");
     refuses([&] { (void)world.group({world.rank(), world.rank()}); }, "different ranks");
-    // Nothing of this has touched the group.
+    // None of these calls has affected the group.
     group.all_reduce(good).wait();
     EXPECT_SAME(good, at::full({4}, 2.0));
   });

@@ -1,4 +1,4 @@
-# Installs the build into an empty folder, and builds and runs a user's project against that.
+# Installs the build into an empty folder, then builds and runs a user's project against it.
 # cmake -DBUILD=... -DSOURCE=... -DWORK=... -DCOMPILER=... -P run.cmake
 file(REMOVE_RECURSE ${WORK})
 function(step)
@@ -11,7 +11,7 @@ function(step)
 endfunction()
 
 step(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
-# Nothing of the source or the build tree may be needed.
+# Neither the source tree nor the build tree may be needed.
 step(${CMAKE_COMMAND} -S ${SOURCE} -B ${WORK}/build -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH=${WORK}/prefix
      -DCMAKE_CXX_COMPILER=${COMPILER})
 step(${CMAKE_COMMAND} --build ${WORK}/build)
@@ -26,8 +26,8 @@ endif()
 file(GLOB_RECURSE headers RELATIVE ${WORK}/prefix/include ${WORK}/prefix/include/*.h)
 foreach(header ${headers})
   file(READ ${WORK}/prefix/include/${header} text)
-  # Where LibTorch's modules and optimizers are what it is about, their headers are needed.
+  # Headers about LibTorch's modules and optimizers need LibTorch's headers.
   if(header MATCHES "gloo|transport" OR (text MATCHES "#include <(torch|ATen/ATen)" AND NOT header MATCHES "/(data|nn|parallel|train|checkpoint)/"))
-    message(FATAL_ERROR "${header} is installed: it is internal, or heavy")
+    message(FATAL_ERROR "${header} is installed, but it is internal or includes heavy headers")
   endif()
 endforeach()

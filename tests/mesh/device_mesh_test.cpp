@@ -29,7 +29,7 @@ TEST(DeviceMesh, axes_have_sizes_coordinates_and_groups) {
 TEST(DeviceMesh, several_axes_make_one_group_or_a_smaller_mesh) {
   run_threads(8, [](World& world) {
     DeviceMesh mesh(world, {{"pp", 2}, {"dp", 2}, {"tp", 2}});
-    auto group = mesh.group({"tp", "pp"});  // in the order of the mesh, whatever the order here
+    auto group = mesh.group({"tp", "pp"});  // In the order of the mesh, regardless of the order here.
     const int dp = mesh.coordinate("dp");
     EXPECT_EQ(group.ranks(), (std::vector<int>{2 * dp, 2 * dp + 1, 2 * dp + 4, 2 * dp + 5}));
     EXPECT_EQ(mesh.group({"pp", "tp"}).name(), "pp.tp");
@@ -84,8 +84,8 @@ TEST(DeviceMesh, what_does_not_fit_is_refused_with_the_names) {
     };
     refuses({{"dp", 2}, {"tp", 3}}, "multiply to 6");
     refuses({{"dp", 3}, {"tp", -1}}, "multiply to 3");
-    refuses({{"dp", -1}, {"tp", -1}}, "one size");
-    refuses({{"dp", 2}, {"dp", 2}}, "names must differ");
+    refuses({{"dp", -1}, {"tp", -1}}, "at most one size");
+    refuses({{"dp", 2}, {"dp", 2}}, "names must be distinct");
     refuses({{"", 4}}, "name");
     refuses({{"dp", 0}}, "dp=0");
     refuses({}, "at least one axis");

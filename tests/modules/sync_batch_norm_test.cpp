@@ -5,14 +5,14 @@
 namespace lockstep::testing {
 namespace {
 
-// Rank r's rows of the global batch; uneven where asked for.
+// Rank r's rows of the global batch; optionally uneven.
 struct Share {
   std::int64_t begin, rows;
 };
 Share share_of(int rank, int size, std::int64_t total, bool uneven) {
   if (!uneven || size == 1)
     return {total / size * rank, rank + 1 == size ? total - total / size * rank : total / size};
-  // Rank 0 has one row, the last has the rest, those between one each.
+  // Rank 0 has one row, the last rank has the rest, the ranks between have one each.
   return {rank, rank + 1 == size ? total - rank : 1};
 }
 
@@ -38,7 +38,7 @@ TEST(SyncBatchNorm, ranks_normalise_as_one_with_the_global_batch) {
         constexpr std::int64_t kRows = 12;
         Normed model(options), one(options);
         EXPECT_EQ(convert_sync_batchnorm(*model, world.group()), 1);
-        EXPECT_EQ(convert_sync_batchnorm(*model, world.group()), 0);  // once is enough
+        EXPECT_EQ(convert_sync_batchnorm(*model, world.group()), 0);  // Already converted.
         DistributedDataParallel ddp(model, world.group(), {.broadcast_buffers = false});
         torch::optim::SGD mine(model->parameters(), 0.1), theirs(one->parameters(), 0.1);
         for (int step = 0; step < 3; ++step) {
@@ -90,7 +90,7 @@ TEST(SyncBatchNorm, a_rank_may_have_no_rows) {
       }
     }
     EXPECT_THAT(error_of<ConfigError>([&] { norm(at::ones({2, 4})); }),
-                AllOf(HasSubstr("3 features"), HasSubstr("[2, 4]")));
+                AllOf(HasSubstr("3 channels"), HasSubstr("[2, 4]")));
     const auto few = at::ones({world.rank() == 0 ? 1 : 0, 3});
     EXPECT_THAT(error_of<ConfigError>([&] { norm(few); }), HasSubstr("more than one value per channel"));
   });
@@ -109,7 +109,7 @@ TEST(SyncBatchNorm, sequentials_are_converted_and_plain_members_are_listed) {
     EXPECT_EQ(model->named_parameters().keys(), names);
     for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(model->parameters()[i].is_same(before[i]));
     const auto output = model->forward(x);
-    // Over all ranks together, and not on each, the outputs have the bias for a mean.
+    // Over all ranks together, but not on each rank, the outputs' mean is the bias.
     auto sum = output.detach().mean(0);
     world.group().all_reduce(sum, {.op = ReduceOp::AVG}).wait();
     EXPECT_TRUE(at::allclose(sum, shared->bias, 1e-3, 1e-4));
@@ -122,7 +122,7 @@ TEST(SyncBatchNorm, sequentials_are_converted_and_plain_members_are_listed) {
     } plain;
     EXPECT_THAT(error_of<ConfigError>([&] { convert_sync_batchnorm(plain, world.group()); }),
                 AllOf(HasSubstr("norm (BatchNorm2d)"), HasSubstr("Unit"), Not(HasSubstr("rest"))));
-    EXPECT_EQ(plain.rest->ptr(0)->as<SyncBatchNorm2dImpl>(), nullptr);  // nothing was changed
+    EXPECT_EQ(plain.rest->ptr(0)->as<SyncBatchNorm2dImpl>(), nullptr);  // Nothing was changed.
   });
 }
 
@@ -154,7 +154,7 @@ TEST(Unit, it_is_the_holder_until_something_is_attached_to_the_module) {
     Net() { fc = register_module("fc", Unit<torch::nn::Linear>(3, 2)); }
   } net;
   auto copy = net.fc;
-  torch::nn::Linear plain = net.fc;  // where LibTorch's holder is asked for
+  torch::nn::Linear plain = net.fc;  // Converts to LibTorch's holder.
   const auto x = numbers(1, {4, 3});
   EXPECT_TRUE(at::equal(net.fc(x), plain(x)));
   EXPECT_EQ(net.named_parameters().keys(), (std::vector<std::string>{"fc.weight", "fc.bias"}));
@@ -181,14 +181,14 @@ TEST(Unit, a_call_round_it_is_an_error_in_the_same_step) {
   auto doubles = std::make_shared<Doubles>();
   doubles->scale = unit->bias;
   const auto x = numbers(1, {4, 3});
-  unit->forward(x).sum().backward();  // nothing attached: no harm
+  unit->forward(x).sum().backward();  // Nothing attached: allowed.
   detail::attach(*unit, "block.fc", doubles);
   unit(x).sum().backward();
   auto first = unit(x), second = unit(x);
   first.sum().backward();
   second.sum().backward();
   EXPECT_THAT(error_of<ConfigError>([&] { unit->forward(x).sum().backward(); }),
-              AllOf(HasSubstr("'block.fc' was called round its Unit"), HasSubstr("block.fc(x)")));
+              AllOf(HasSubstr("'block.fc' bypassed its Unit"), HasSubstr("block.fc(x)")));
   unit(x).sum().backward();
 }
 
@@ -219,7 +219,7 @@ TEST(DdpHooks, low_precision_is_averaged_and_rounded_once) {
 
 TEST(DdpHooks, power_sgd_is_exact_for_matrices_of_its_rank_and_trains_with_feedback) {
   on_every_rank([](World& world) {
-    // One row of data per rank: the average's rank is at most the number of ranks.
+    // One row of data per rank, so the average's rank is at most the number of ranks.
     torch::nn::Linear model(40, 30);
     fill_parameters(*model, 90);
     DistributedDataParallel ddp(model, world.group());
@@ -237,7 +237,7 @@ TEST(DdpHooks, power_sgd_is_exact_for_matrices_of_its_rank_and_trains_with_feedb
       }
       EXPECT_TRUE(at::allclose(model->weight.grad(), sum / world.size(), 1e-3, 1e-3)) << step;
     }
-    // A full-rank problem: compressed to rank 1 it still converges, because what is lost comes back.
+    // A full-rank problem: converges even when compressed to rank 1, because of error feedback.
     torch::nn::Linear learner(20, 20);
     fill_parameters(*learner, 91);
     const auto target = numbers(92, {20, 20});

@@ -1,4 +1,5 @@
-// DataParallel on CUDA devices. One GPU twice goes the way of two: the engine's threads, streams, moves.
+// DataParallel on CUDA devices. Using one GPU twice exercises the same paths as two: engine threads, streams
+// and copies.
 #include <thread>
 
 #include <c10/core/StreamGuard.h>
@@ -18,7 +19,7 @@ class DataParallelCuda : public ::testing::Test {
   void SetUp() override {
     if (!torch::cuda::is_available()) GTEST_SKIP() << "no CUDA device";
   }
-  // All there are, at least two entries.
+  // All devices, with at least two entries.
   static std::vector<at::Device> devices() {
     std::vector<at::Device> result;
     for (int i = 0; i < static_cast<int>(torch::cuda::device_count()); ++i) result.emplace_back(at::kCUDA, i);
@@ -35,7 +36,7 @@ TEST_F(DataParallelCuda, gives_the_results_and_gradients_of_one_device) {
       model->to(torch::kDouble);
       model->to(at::Device(at::kCUDA, 0));
       DataParallel dp(model, devices(), {.output_device = output});
-      // From the CPU and from the device.
+      // Inputs on the CPU and on the device.
       for (const auto source : {at::Device(at::kCPU), at::Device(at::kCUDA, 0)}) {
         const auto x = torch::randn({batch, 6}, torch::dtype(torch::kDouble).device(source)).requires_grad_();
         const auto expected = model(x.to(at::kCUDA));
@@ -122,7 +123,7 @@ TEST_F(DataParallelCuda, errors_name_the_device) {
               AllOf(HasSubstr("backward of the replicas on cuda:0, cuda:"), HasSubstr(": backward hurts")));
   Mlp elsewhere;
   EXPECT_THAT(error_of<ConfigError>([&] { DataParallel(elsewhere, devices()); }),
-              HasSubstr("must be on the first device, cuda:0, and its parameter 'first.weight' is on cpu"));
+              HasSubstr("must be on the first device, cuda:0, but its parameter 'first.weight' is on cpu"));
 }
 
 TEST_F(DataParallelCuda, cpu_workers_may_give_their_results_to_a_gpu) {

@@ -1,4 +1,4 @@
-// Modules that the tests of DataParallel run, and comparisons.
+// Modules for the tests of DataParallel, and comparisons.
 #pragma once
 
 #include <atomic>
@@ -25,7 +25,7 @@ inline std::vector<at::Tensor> grads(const torch::nn::Module& module) {
   return result;
 }
 
-// Those of the loss alone.
+// Gradients of the loss only.
 template <typename Holder>
 std::vector<at::Tensor> gradients_of(Holder& module, const at::Tensor& loss) {
   module->zero_grad();
@@ -58,7 +58,7 @@ struct MlpImpl : torch::nn::Cloneable<MlpImpl> {
 };
 TORCH_MODULE(Mlp);
 
-// As most programs write theirs: without clone().
+// Without clone(), like most programs' modules.
 struct PlainImpl : torch::nn::Module {
   explicit PlainImpl(int width = 8)
       : first(register_module("first", torch::nn::Linear(6, width))),
@@ -68,7 +68,7 @@ struct PlainImpl : torch::nn::Module {
 };
 TORCH_MODULE(Plain);
 
-// Lets a test look at each replica from inside: row 0 of its piece says which it is.
+// Records each replica's state; row 0 of its piece identifies the replica.
 struct WideImpl : torch::nn::Cloneable<WideImpl> {
   WideImpl() { reset(); }
   void reset() override { layer = register_module("layer", torch::nn::Linear(64, 600)); }
@@ -81,7 +81,7 @@ struct WideImpl : torch::nn::Cloneable<WideImpl> {
 };
 TORCH_MODULE(Wide);
 
-// Returns its input and how long that was.
+// Returns its input and the input's length.
 struct WatchImpl : torch::nn::Cloneable<WatchImpl> {
   void reset() override {}
   std::tuple<at::Tensor, at::Tensor> forward(at::Tensor x) { return {x, torch::tensor({x.size(0)})}; }
@@ -102,7 +102,7 @@ struct BranchImpl : torch::nn::Cloneable<BranchImpl> {
 };
 TORCH_MODULE(Branch);
 
-// Replicas that wait for each other, with a deadline: only those that run at once meet.
+// Replicas that wait for each other, with a deadline: succeeds only if they run in parallel.
 struct Meetings {
   int size = 0;
   std::atomic<int> met_in_forward = 0, met_in_backward = 0;
@@ -153,7 +153,7 @@ struct HurtInBackward : torch::autograd::Function<HurtInBackward> {
     throw Pain("backward hurts");
   }
 };
-// Fails in as many ways as there are numbers.
+// Fails in different ways, selected by the input.
 struct TouchyImpl : torch::nn::Cloneable<TouchyImpl> {
   TouchyImpl() { reset(); }
   void reset() override { scale = register_parameter("scale", torch::ones({1})); }
@@ -170,7 +170,7 @@ struct TouchyImpl : torch::nn::Cloneable<TouchyImpl> {
 };
 TORCH_MODULE(Touchy);
 
-// A DataParallel in every replica.
+// A DataParallel inside every replica.
 struct NestedImpl : torch::nn::Cloneable<NestedImpl> {
   NestedImpl() { reset(); }
   void reset() override {

@@ -1,5 +1,4 @@
-// DataParallel on CPU workers: what it computes, against one device with the whole batch, and what it
-// refuses.
+// DataParallel on CPU workers: results compared with one device and the whole batch, and errors.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -61,7 +60,7 @@ TEST(DataParallel, an_empty_batch_goes_to_every_replica) {
 TEST(DataParallel, sums_gradients_by_the_aligned_tree_and_gives_the_same_bits_each_time) {
   torch::manual_seed(2);
   for (const int workers : {2, 3, 4, 5}) {
-    Wide model;  // large enough for all workers to sum together
+    Wide model;  // Large enough for all workers to sum together.
     DataParallel dp(model, cpus(workers));
     const auto x = torch::randn({workers * 3, 64});
     std::vector<std::vector<at::Tensor>> parts;
@@ -174,7 +173,7 @@ TEST(DataParallel, double_backward_is_refused) {
   const auto loss = dp(x).square().sum();
   EXPECT_THAT(error_of<Error>([&] { torch::autograd::grad({loss}, {x}, {}, true, /*create_graph=*/true); }),
               HasSubstr("create_graph"));
-  loss.backward();  // the graph is still there
+  loss.backward();  // The graph has been kept.
   EXPECT_TRUE(x.grad().defined());
 }
 
@@ -187,7 +186,7 @@ TEST(DataParallel, backward_twice_needs_retain_graph) {
   loss.backward();
   for (std::size_t i = 0; i < once.size(); ++i)
     EXPECT_TRUE(at::equal(model->parameters()[i].grad(), once[i] * 2));
-  // Through sum's own graph, whose nodes keep nothing, to ours.
+  // sum's own graph saves nothing, so backward reaches DataParallel's node.
   EXPECT_THAT(error_of<Error>([&] { loss.backward(); }), HasSubstr("retain_graph"));
 }
 
@@ -228,7 +227,7 @@ TEST(DataParallel, follows_optimizers_and_other_changes_of_values) {
     optimizer.step();
     expect_close({dp(x)}, {model(x)}, 1e-6);
   }
-  model->first->weight.set_data(torch::randn({8, 6}));  // other memory
+  model->first->weight.set_data(torch::randn({8, 6}));  // In other memory.
   expect_close({dp(x)}, {model(x)}, 1e-6);
   std::stringstream saved;
   torch::save(Mlp(), saved);
@@ -265,7 +264,7 @@ TEST(DataParallel, follows_train_and_eval_of_every_submodule) {
   EXPECT_FALSE(at::equal(dp(ones), ones));
   model->eval();
   EXPECT_TRUE(at::equal(dp(ones), ones));
-  model->children()[1]->train();  // one of them
+  model->children()[1]->train();  // One of them.
   EXPECT_FALSE(at::equal(dp(ones), ones));
   model->train();
   model->children()[0]->eval();
@@ -329,7 +328,7 @@ TEST(DataParallel, results_under_no_grad_inference_mode_and_autocast_are_those_o
   EXPECT_EQ(out.scalar_type(), at::kBFloat16);
   const auto wanted = gradients_of(model, low.to(at::kFloat).sum());
   expect_close(gradients_of(model, out.to(at::kFloat).sum()), wanted, 0.05);
-  dp(x).sum().backward();  // and back to float
+  dp(x).sum().backward();  // Back to float.
 }
 
 TEST(DataParallel, denormals_are_flushed_where_the_caller_flushes_them) {
@@ -393,12 +392,12 @@ TEST(DataParallel, an_error_in_forward_names_replica_and_device_and_keeps_its_ty
   }
   EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::tensor({1.f, 0.f, 1.f})); }),
               HasSubstr("replica 0 of 3, on cpu (and 1 more)"));
-  // An error of LibTorch's comes without its backtrace.
+  // LibTorch's errors are shown without a backtrace.
   EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::tensor({0.f, 2.f, 0.f})); }),
               AllOf(HasSubstr("replica 1 of 3"), Not(HasSubstr("frame #"))));
   EXPECT_THAT(error_of<ReplicaError>([&] { dp(torch::tensor({3.f, 0.f, 0.f})); }),
               HasSubstr("not a std::exception"));
-  EXPECT_EQ(dp(torch::zeros(3)).sum().item<float>(), 0);  // and goes on
+  EXPECT_EQ(dp(torch::zeros(3)).sum().item<float>(), 0);  // It still works.
 }
 
 TEST(DataParallel, an_error_in_backward_reaches_the_caller_of_backward) {
@@ -470,7 +469,7 @@ TEST(DataParallel, results_and_copies_outlive_it) {
   dp.reset();
   loss.backward();
   expect_close(grads(*model), expected, 1e-5);
-  // One thread's copy goes while another's works.
+  // One thread destroys its copy while another uses its own.
   auto other = std::make_optional(copy);
   std::thread going([&] { other.reset(); });
   for (int i = 0; i < 20; ++i) copy(x).sum().backward();
@@ -498,7 +497,7 @@ TEST(DataParallel, a_forked_child_gets_an_error_and_ends_in_order) {
   (*dp)(x);
 }
 
-// The first row's replica runs the backward pass of an earlier call.
+// The replica of the first row runs the backward pass of an earlier call.
 struct InsideImpl : torch::nn::Cloneable<InsideImpl> {
   InsideImpl() { reset(); }
   void reset() override { linear = register_module("linear", torch::nn::Linear(6, 2)); }
@@ -516,11 +515,11 @@ TEST(DataParallel, a_backward_from_inside_a_replica_is_refused) {
   auto x = at::zeros({4, 6});
   x[0][0] = 1;
   *model->earlier = dp(x);
-  EXPECT_THAT(error_of<ReplicaError>([&] { dp(x); }), HasSubstr("inside one of its replicas"));
+  EXPECT_THAT(error_of<ReplicaError>([&] { dp(x); }), HasSubstr("inside one of its own replicas"));
 }
 
 TEST(DataParallel, one_device_or_none_is_the_module_itself) {
-  Plain model;  // cannot be replicated, and need not be
+  Plain model;  // Cannot be replicated, and need not be.
   const auto x = torch::randn({4, 6}, torch::requires_grad());
   for (const auto& devices : {cpus(1), std::vector<at::Device>{}}) {
     DataParallel dp(model, devices);
@@ -541,17 +540,18 @@ TEST(DataParallel, devices_that_do_not_go_together_are_refused) {
                 HasSubstr("finds no CUDA device"));
   } else {
     EXPECT_THAT(with({at::kCPU, {at::kCUDA, 0}}),
-                HasSubstr("devices must be of one type, and cpu and cuda:0 were given"));
+                HasSubstr("devices must be of one type, got cpu and cuda:0"));
   }
-  EXPECT_THAT(with({at::kMeta, at::kMeta}), HasSubstr("a device is cpu or cuda, not meta"));
-  EXPECT_THAT(with(cpus(2), {.threads_per_replica = -1}), HasSubstr("threads_per_replica is -1"));
+  EXPECT_THAT(with({at::kMeta, at::kMeta}), HasSubstr("expected a cpu or cuda device, got meta"));
+  EXPECT_THAT(with(cpus(2), {.threads_per_replica = -1}),
+              HasSubstr("threads_per_replica: expected at least 0 (0: automatic), got -1"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::shared_ptr<MlpImpl>(), cpus(2)); }),
               HasSubstr("module is empty"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(Mlp(nullptr), cpus(2)); }),
               HasSubstr("module is empty"));
 }
 
-// Its masks follow from samples, not from who has them.
+// Masks depend on samples, not on the replica that processes them.
 TEST(DataParallel, dropout_of_lockstep_drops_what_one_device_drops) {
   nn::Sequential model(nn::Linear(6, 32), lockstep::nn::Dropout(0.3), nn::Linear(32, 2));
   lockstep::nn::name_layers(*model);

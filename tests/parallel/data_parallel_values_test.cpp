@@ -1,5 +1,5 @@
-// DataParallel with modules and values of many kinds: buffers, random numbers, ties, nested arguments and
-// results.
+// DataParallel with many kinds of modules and values: buffers, random numbers, tied weights, nested arguments
+// and results.
 #include <array>
 #include <map>
 
@@ -14,17 +14,16 @@ namespace {
 namespace nn = torch::nn;
 using at::Tensor;
 
-// ---- buffers
-// ------------------------------------------------------------------------------------------------
+// ---- buffers ----------------------------------------------------------------------------------------------
 
 TEST(DataParallelBuffers, the_first_replicas_are_kept_and_others_are_given_them) {
   torch::manual_seed(1);
   nn::BatchNorm1d model(4), expected(4);
-  DataParallel dp(model, cpus(2), {.threads_per_replica = at::get_num_threads()});  // for the same bits
+  DataParallel dp(model, cpus(2), {.threads_per_replica = at::get_num_threads()});  // For the same bits.
   for (int step = 0; step < 3; ++step) {
     const auto x = torch::randn({6, 4});
     dp(x);
-    expected(x.slice(0, 0, 3));  // what the first replica saw
+    expected(x.slice(0, 0, 3));  // The first replica's piece.
   }
   EXPECT_TRUE(at::equal(model->running_mean, expected->running_mean));
   EXPECT_TRUE(at::equal(model->running_var, expected->running_var));
@@ -65,13 +64,12 @@ TEST(DataParallelBuffers, one_that_requires_a_gradient_is_refused) {
   GradBuffer model;
   DataParallel dp(model, cpus(2));
   model->buffer.set_requires_grad(true);
-  const auto text = "the buffer 'shift' requires a gradient: register it as a parameter";
+  const auto text = "buffer 'shift' requires a gradient; register it as a parameter";
   EXPECT_THAT(error_of<ConfigError>([&] { dp(torch::ones(2)); }), HasSubstr(text));
   EXPECT_THAT(error_of<ConfigError>([&] { DataParallel(model, cpus(2)); }), HasSubstr(text));
 }
 
-// ---- random numbers
-// -----------------------------------------------------------------------------------------
+// ---- random numbers ---------------------------------------------------------------------------------------
 
 TEST(DataParallelRandom, dropout_differs_between_replicas_and_not_between_runs_of_one_seed) {
   nn::Dropout model(0.5);
@@ -103,14 +101,14 @@ TEST(DataParallelRandom, nothing_is_drawn_for_replicas_or_for_calls_without_rand
     model = new Mlp();
   }
   torch::manual_seed(7);
-  DataParallel dp(*model, cpus(2));  // whose replicas initialise themselves
+  DataParallel dp(*model, cpus(2));  // Its replicas initialise themselves.
   dp(torch::ones({4, 6})).sum().backward();
   dp.replicate();
   EXPECT_TRUE(at::equal(torch::rand(3), expected));
   delete model;
 }
 
-// Every kind of random operation, with its own generator or without.
+// Every kind of random operation, with and without its own generator.
 struct DiceImpl : nn::Cloneable<DiceImpl> {
   void reset() override {}
   std::vector<Tensor> forward(const Tensor& x) {
@@ -143,14 +141,14 @@ TEST(DataParallelRandom, every_random_operation_takes_the_replicas_own_numbers) 
     const auto again = draw();
     for (std::size_t i = 0; i < first.size(); ++i) EXPECT_TRUE(at::equal(again[i], first[i])) << i;
   }
-  // The caller's thread draws as ever.
+  // The caller's thread draws as usual.
   torch::manual_seed(9);
   const auto mine = torch::rand(4);
   torch::manual_seed(9);
   EXPECT_TRUE(at::equal(torch::rand(4), mine));
 }
 
-// A DataParallel with dropout in every replica.
+// A DataParallel with dropout inside every replica.
 struct NestedDropoutImpl : nn::Cloneable<NestedDropoutImpl> {
   NestedDropoutImpl() { reset(); }
   void reset() override {
@@ -192,8 +190,7 @@ TEST(DataParallelRandom, dropout_in_rnns_repeats_too) {
   for (int run = 0; run < 5; ++run) EXPECT_TRUE(at::equal(draw(), first));
 }
 
-// ---- arguments and results
-// ----------------------------------------------------------------------------------
+// ---- arguments and results --------------------------------------------------------------------------------
 
 TEST(DataParallelValues, an_lstm_with_its_state_is_split_along_another_dim) {
   torch::manual_seed(4);
@@ -206,7 +203,7 @@ TEST(DataParallelValues, an_lstm_with_its_state_is_split_along_another_dim) {
                {expected, std::get<0>(expected_state), std::get<1>(expected_state)}, 1e-6);
   const auto wanted = gradients_of(model, expected.square().sum() + std::get<1>(expected_state).sum());
   expect_close(gradients_of(model, out.square().sum() + std::get<1>(state).sum()), wanted, 1e-5);
-  EXPECT_EQ(std::get<0>(dp(x)).sizes(), out.sizes());  // forward's default argument
+  EXPECT_EQ(std::get<0>(dp(x)).sizes(), out.sizes());  // Uses forward's default argument.
 }
 
 struct MixImpl : nn::Cloneable<MixImpl> {
@@ -244,7 +241,7 @@ TEST(DataParallelValues, tensors_are_found_in_what_holds_them_and_the_rest_goes_
   EXPECT_TRUE(at::equal(pair.first, x) && !pair.second);
   EXPECT_TRUE(at::equal(map.at("a"), x) && at::equal(map.at("b"), -x) && at::equal(map.at("list"), x + x));
   EXPECT_TRUE(at::equal(array[1], x));
-  nested[0][0].sum().backward();  // one result of many
+  nested[0][0].sum().backward();  // One of several results.
   EXPECT_EQ(model->scale.grad().item<float>(), 18);
 }
 
@@ -266,7 +263,7 @@ TEST(DataParallelValues, scalars_are_joined_to_a_vector_and_that_is_told_once) {
   set_log_sink(nullptr);
   EXPECT_TRUE(at::equal(out, torch::tensor({3.f, 3.f})));
   ASSERT_EQ(lines.size(), 1u);
-  EXPECT_THAT(lines[0], HasSubstr("is a scalar: the replicas' are joined to a vector"));
+  EXPECT_THAT(lines[0], HasSubstr("is a scalar; the replicas' scalars are joined into a vector"));
   (out * torch::tensor({1.f, 10.f})).sum().backward();
   EXPECT_EQ(model->scale.grad().item<float>(), 33);
 }
@@ -280,7 +277,7 @@ TEST(DataParallelValues, arguments_that_cannot_be_split_alike_are_refused) {
   EXPECT_THAT(
       error_of<ConfigError>([&] { dp(torch::ones({8, 3}), torch::ones({2})); }),
       HasSubstr(
-          "tensor 1 of the arguments has shape [2] and gives 2 pieces along dim 0, where tensor 0 of shape "
+          "tensor 1 of the arguments has shape [2] and gives 2 pieces along dim 0, but tensor 0 of shape "
           "[8, 3] gives 4"));
   EXPECT_THAT(error_of<ConfigError>([&] { dp(torch::ones({8}), torch::tensor(1.f)); }),
               HasSubstr("tensor 1 of the arguments has shape [], which cannot be split along dim 0"));
@@ -292,7 +289,7 @@ TEST(DataParallelValues, arguments_are_passed_as_variables_are) {
     void reset() override {}
     Tensor forward(Tensor& x, const std::vector<Tensor>& list, double& factor, std::vector<bool> flags,
                    const char* word) {
-      x = x + 1;  // the replica's own variable
+      x = x + 1;  // The replica's own variable.
       return x + list[0] * factor + (flags.at(1) && word[0] == 'w');
     }
   };
@@ -328,10 +325,11 @@ TEST(DataParallelValues, results_that_do_not_fit_together_are_an_error_that_show
   const auto x = torch::ones(3);
   EXPECT_THAT(
       error_of<Error>([&] { dp(x, 0); }),
-      HasSubstr("tensor 0 of the results cannot be joined along dim 0: the replicas' are [2, 4], [2, 3]"));
+      HasSubstr(
+          "tensor 0 of the results cannot be joined along dim 0: the replicas returned [2, 4], [2, 3]"));
   EXPECT_THAT(error_of<Error>([&] { dp(x, 1); }),
-              HasSubstr("replicas 0 and 1 return vectors, maps or optionals of unlike"));
-  EXPECT_THAT(error_of<Error>([&] { dp(x, 2); }), HasSubstr("the replicas' are [2], undefined"));
+              HasSubstr("replicas 0 and 1 return vectors, maps or optionals of different"));
+  EXPECT_THAT(error_of<Error>([&] { dp(x, 2); }), HasSubstr("the replicas returned [2], undefined"));
   EXPECT_FALSE(dp(torch::ones(1), 2)[0].defined());
 }
 
@@ -380,8 +378,7 @@ TEST(DataParallelValues, a_parameter_that_no_replica_uses_gets_no_gradient) {
   EXPECT_FALSE(model->other.grad().defined());
 }
 
-// ---- how replicas are made
-// ----------------------------------------------------------------------------------
+// ---- how replicas are made --------------------------------------------------------------------------------
 
 TEST(DataParallelReplicas, a_module_without_clone_is_refused_by_name_with_the_change_it_needs) {
   Plain model;
@@ -404,12 +401,13 @@ TEST(DataParallelReplicas, make_replica_stands_in_for_clone) {
     return error_of<ConfigError>([&] { DataParallel(model, cpus(2), {.make_replica = make}); });
   };
   EXPECT_THAT(refused([] { return std::make_shared<PlainImpl>(9); }),
-              HasSubstr("'first.weight' is [8, 6] and its replica's [9, 6]"));
+              HasSubstr("'first.weight' is [8, 6], but its replica's is [9, 6]"));
   EXPECT_THAT(refused([] { return std::make_shared<MlpImpl>(); }),
               HasSubstr("its replica is a lockstep::testing::MlpImpl"));
   EXPECT_THAT(refused([] { return nullptr; }), HasSubstr("returned no module"));
-  EXPECT_THAT(refused([&] { return model.ptr(); }), HasSubstr("is not apart"));
-  EXPECT_THAT(refused([one = std::make_shared<PlainImpl>()] { return one; }), HasSubstr("is not apart"));
+  EXPECT_THAT(refused([&] { return model.ptr(); }), HasSubstr("its replicas share a"));
+  EXPECT_THAT(refused([one = std::make_shared<PlainImpl>()] { return one; }),
+              HasSubstr("its replicas share a"));
 }
 
 TEST(DataParallelReplicas, a_reset_that_makes_nothing_anew_is_refused) {
@@ -432,14 +430,14 @@ TEST(DataParallelReplicas, a_reset_that_makes_nothing_anew_is_refused) {
     Tensor weight;
   };
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::make_shared<SameTensorImpl>(), cpus(2)); }),
-              HasSubstr("its replica shares 'weight': reset() must register a new tensor"));
+              HasSubstr("its replica shares 'weight'; reset() must register a new tensor"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::make_shared<SameChildImpl>(), cpus(2)); }),
-              HasSubstr("is not apart"));
+              HasSubstr("its replicas share a"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::make_shared<NoResetImpl>(), cpus(2)); }),
               HasSubstr("register_parameter() inside reset()"));
 }
 
-// Two ways to tie, and one module in two places.
+// Two ways of tying weights, and one module in two places.
 enum class Tie { member, registered, module };
 template <Tie tie>
 struct TiedImpl : nn::Cloneable<TiedImpl<tie>> {
@@ -505,14 +503,14 @@ TEST(DataParallelReplicas, parameters_and_submodules_that_come_later_are_followe
   expect_close({dp(x)}, {model->forward(x)}, 1e-6);
   const auto wanted = gradients_of(model, model->forward(x).sum());
   expect_close(gradients_of(model, dp(x).sum()), wanted, 1e-5);
-  before.backward();  // of replicas that are no more
+  before.backward();  // Of replicas that no longer exist.
   EXPECT_TRUE(model->base->weight.grad().defined());
   EXPECT_FALSE(model->extra.grad().defined());
 
   nn::Sequential layers(nn::Linear(3, 3));
   DataParallel stack(layers, cpus(2));
   stack(x);
-  layers->push_back(nn::ReLU());  // without a parameter
+  layers->push_back(nn::ReLU());  // Without a parameter.
   expect_close({stack(x)}, {layers->forward(x)}, 1e-6);
 }
 
@@ -553,7 +551,7 @@ TEST(DataParallelReplicas, a_module_on_another_device_is_refused_by_the_tensors_
   };
   EXPECT_THAT(
       error_of<ConfigError>([] { DataParallel(std::make_shared<ElsewhereImpl>(), cpus(2)); }),
-      HasSubstr("must be on the first device, cpu, and its buffer 'there' is on meta: call module->to(cpu)"));
+      HasSubstr("must be on the first device, cpu, but its buffer 'there' is on meta; call module->to(cpu)"));
 }
 
 TEST(DataParallelReplicas, modules_made_and_called_in_inference_mode_work) {

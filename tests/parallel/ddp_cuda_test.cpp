@@ -1,5 +1,5 @@
-// DistributedDataParallel and SyncBatchNorm with models on CUDA, over NCCL or between ranks that share
-// a GPU: the same code, the same results.
+// DistributedDataParallel and SyncBatchNorm with models on CUDA, over NCCL or between ranks that share a GPU:
+// same code, same results.
 #include <numeric>
 #include <set>
 #include <thread>
@@ -20,7 +20,7 @@ std::vector<at::Tensor> on_cpu(std::vector<at::Tensor> tensors) {
   return tensors;
 }
 
-// What one model on the CPU has learned from all ranks' inputs.
+// The result of one model on the CPU with all ranks' inputs.
 std::vector<at::Tensor> trained_alone(int ranks, int steps) {
   Mlp model;
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
@@ -74,7 +74,7 @@ TEST(DdpCuda, accumulation_under_no_sync_is_one_large_batch) {
   });
 }
 
-// The transport itself, also with one rank, where DDP alone has nothing to send.
+// Exercises the transport even with one rank, where DDP by itself sends nothing.
 TEST(DdpCuda, hooks_send_the_buckets_over_the_transport) {
   on_every_rank([](World& world) {
     auto group = world.group();
@@ -178,9 +178,9 @@ TEST(DdpCuda, sync_batch_norm_normalises_as_one_with_the_global_batch) {
   });
 }
 
-// What the program asks the driver for in one step, by LibTorch's profiler: launches, and nothing that waits.
+// Uses LibTorch's profiler to list the driver calls of one step: launches, but nothing that waits.
 TEST(DdpCuda, a_step_does_not_wait_for_the_device) {
-  if (transport() != "nccl") GTEST_SKIP() << "ranks that share a GPU meet on the host";
+  if (transport() != "nccl") GTEST_SKIP() << "ranks that share a GPU synchronise on the host";
   on_every_rank([](World& world) {
     namespace profiler = torch::autograd::profiler;
     auto group = world.group();
@@ -224,12 +224,11 @@ TEST(DdpCuda, a_step_does_not_wait_for_the_device) {
       EXPECT_EQ(name.find("Synchronize"), std::string::npos) << name;
       EXPECT_NE(name, "cudaMemcpy");
     }
-    EXPECT_GT(launches, 10);  // it has seen what it should
+    EXPECT_GT(launches, 10);  // The profiler has recorded the step.
   });
 }
 
-// One of its own, of all ranks, whose second all_reduce has a deadline that passes: some seconds of work lie
-// before it.
+// A group of all ranks whose second all_reduce misses its deadline, because some seconds of work precede it.
 Group group_that_is_late(World& world, const at::Tensor& tensor) {
   std::vector<int> ranks(static_cast<std::size_t>(world.size()));
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -241,9 +240,9 @@ Group group_that_is_late(World& world, const at::Tensor& tensor) {
   return group;
 }
 
-// A wait is the stream's; that the device is not done in time is told all the same.
+// wait() only blocks the stream, but a missed deadline on the device is reported all the same.
 TEST(DdpCuda, a_deadline_passes_on_the_device) {
-  if (transport() != "nccl") GTEST_SKIP() << "others wait for one another on the host";
+  if (transport() != "nccl") GTEST_SKIP() << "only nccl waits on the device";
   on_every_rank([](World& world) {
     auto tensor = at::ones({16}, at::TensorOptions(world.device()));
     auto group = group_that_is_late(world, tensor);
@@ -261,9 +260,9 @@ TEST(DdpCuda, a_deadline_passes_on_the_device) {
   });
 }
 
-// The device's thread of ours is not held up by a program that waits for the device itself.
+// Lockstep's watchdog thread is not blocked by a program that waits for the device.
 TEST(DdpCuda, a_deadline_passes_while_the_program_waits_for_the_device) {
-  if (transport() != "nccl") GTEST_SKIP() << "others wait for one another on the host";
+  if (transport() != "nccl") GTEST_SKIP() << "only nccl waits on the device";
   on_every_rank([](World& world) {
     auto tensor = at::ones({16}, at::TensorOptions(world.device())), other = tensor.clone();
     auto group = group_that_is_late(world, tensor);
@@ -287,7 +286,7 @@ TEST(DdpCuda, a_deadline_passes_while_the_program_waits_for_the_device) {
   });
 }
 
-// Where it cannot be captured it goes on as it is, with what it has learned so far.
+// If the step cannot be captured, training continues eagerly from the same state.
 TEST(DdpCuda, a_step_as_a_graph_learns_the_same) {
   on_every_rank([](World& world) {
     const auto learn = [&](bool graph) {
@@ -309,7 +308,7 @@ TEST(DdpCuda, a_step_as_a_graph_learns_the_same) {
       if (graph && transport() == "nccl") {
         EXPECT_EQ(step.replays(), 5) << step.reason();
       } else if (graph && world.size() > 1) {
-        EXPECT_THAT(step.reason(), ::testing::HasSubstr("over nccl it can"));
+        EXPECT_THAT(step.reason(), ::testing::HasSubstr("use nccl"));
       }
       return on_cpu(values_of(*model));
     };
@@ -318,7 +317,7 @@ TEST(DdpCuda, a_step_as_a_graph_learns_the_same) {
   });
 }
 
-// A collective in a CUDA graph: each replay is one.
+// A collective in a CUDA graph: each replay runs it once.
 TEST(DdpCuda, collectives_are_captured_with_the_step) {
   on_every_rank([](World& world) {
     auto group = world.group();
@@ -345,7 +344,7 @@ TEST(DdpCuda, collectives_are_captured_with_the_step) {
     if (transport() == "nccl")
       EXPECT_EQ(step.replays(), 5) << step.reason();
     else
-      EXPECT_THAT(step.reason(), ::testing::HasSubstr("over nccl it can"));
+      EXPECT_THAT(step.reason(), ::testing::HasSubstr("use nccl"));
   });
 }
 

@@ -1,4 +1,4 @@
-// DistributedDataParallel where it is used in ways that come seldom.
+// DistributedDataParallel in unusual situations.
 #include "parallel/models.h"
 #include "support/ranks.h"
 
@@ -9,7 +9,7 @@ at::Tensor row(double value, int columns = 4) { return at::full({1, columns}, va
 
 double first_of(const at::Tensor& gradient) { return gradient.flatten()[0].item<double>(); }
 
-// The mean over ranks of f(rank).
+// The mean of f(rank) over the ranks.
 double mean_of(int ranks, const std::function<double(int)>& f) {
   double sum = 0;
   for (int rank = 0; rank < ranks; ++rank) sum += f(rank);
@@ -90,7 +90,7 @@ TEST(DdpSeldom, a_static_graph_is_the_same_on_one_rank) {
   });
 }
 
-// A parameter whose gradient comes twice in one pass.
+// A parameter that gets two gradients in one pass.
 struct Twice : torch::autograd::Function<Twice> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& weight) {
@@ -237,7 +237,7 @@ TEST(DdpSeldom, ranks_without_data_keep_what_others_keep) {
     Table table;
     DistributedDataParallel ddp(model, world.group(), {.find_unused_parameters = true});
     DistributedDataParallel sparse(table, world.group(), {.find_unused_parameters = true});
-    // Gradients of the first step are kept through those that do not use them.
+    // Gradients of the first step are kept through steps that do not use the parameters.
     const auto steps = [&](const std::function<void(int)>& step) {
       for (int i = 0; i < 2 + world.rank(); ++i) step(i);
     };
@@ -281,7 +281,7 @@ TEST(DdpSeldom, zero_grad_may_come_between_forward_and_backward_of_micro_batches
         loss.backward();
         ddp(at::ones({1})).sum().backward();
         EXPECT_EQ(first_of(model->weight.grad()), 1);
-        auto later = ddp(at::ones({1}));  // before the optimizer's step: gradients are still there
+        auto later = ddp(at::ones({1}));  // Before the optimizer's step, while gradients still exist.
         EXPECT_EQ(first_of(model->weight.grad()), 1);
       }
     }
@@ -318,10 +318,10 @@ TEST(DdpSeldom, a_backward_that_reaches_no_parameter_is_none) {
     auto x = at::ones({1}).requires_grad_();
     for (int step = 0; step < 2; ++step) {
       model->zero_grad();
-      // The gradient of its input, with that gradient's own.
+      // The gradient of its input, with create_graph.
       const auto gradient = torch::autograd::grad({ddp(x).sum()}, {x}, {}, true, /*create_graph=*/true)[0];
       EXPECT_EQ(first_of(gradient), 1);
-      // Frozen, while another model learns from it.
+      // Frozen while another model trains on its output.
       model->weight.requires_grad_(false);
       ddp(x).sum().backward();
       model->weight.requires_grad_(true);
@@ -431,7 +431,7 @@ TEST(DdpSeldom, one_hook_may_serve_two_models) {
       for (int step = 0; step < 5; ++step) {
         a->zero_grad();
         b->zero_grad();
-        // Of rank one, as PowerSGD wants them.
+        // Of rank one, so that PowerSGD is exact.
         (first(row(1.0 + world.rank(), 40)).sum() + 8 * second(row(2.0 + world.rank(), 20)).sum()).backward();
         const double one = mean_of(world.size(), [](int rank) { return 1.0 + rank; });
         EXPECT_NEAR(first_of(a->weight.grad()), one, one * tolerance) << step;
@@ -559,7 +559,7 @@ TEST(DdpSeldom, in_evaluation_every_rank_is_for_itself) {
     norm->eval();
     one->eval();
     const auto x = numbers(1 + world.rank(), {4, 3});
-    if (world.rank() == 0) {  // alone: nobody is waited for
+    if (world.rank() == 0) {  // On one rank only: does not wait for peers.
       EXPECT_TRUE(at::allclose(norm(x), one(x)));
     }
   });
@@ -623,7 +623,8 @@ TEST(DdpSeldom, reduce_averages_what_several_passes_left) {
       for (int step = 0; step < 3; ++step) {
         optimizer.zero_grad();
         expected_optimizer.zero_grad();
-        for (int pass = 0; pass < 3; ++pass) told(input(step, pass)).square().mean().backward();  // round DDP
+        // Bypasses DDP.
+        for (int pass = 0; pass < 3; ++pass) told(input(step, pass)).square().mean().backward();
         ddp.reduce();
         {
           auto guard = expected.no_sync();
@@ -689,11 +690,11 @@ TEST(DdpSeldom, reduce_where_it_does_not_belong_is_refused) {
     for (const DdpOptions& options : {DdpOptions{.static_graph = true, .reduce_in_backward = false},
                                       DdpOptions{.micro_batches = 2, .reduce_in_backward = false}})
       EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(model, group, options); }),
-                  HasSubstr("not allowed with reduce_in_backward = false"));
-    // Nothing came.
+                  HasSubstr("reduce_in_backward = false cannot be combined"));
+    // No gradients arrived.
     Mlp other;
     DistributedDataParallel told(other, group, {.reduce_in_backward = false});
-    EXPECT_THAT(error_of<ConfigError>([&] { told.reduce(); }), HasSubstr("got no gradient"));
+    EXPECT_THAT(error_of<ConfigError>([&] { told.reduce(); }), HasSubstr("no gradient for"));
     other(at::ones({2, 6})).sum().backward();
     told.reduce();
   });

@@ -1,4 +1,5 @@
-// Gradients that are reduced where they lie: the bits of buckets, whatever becomes of p.grad() meanwhile.
+// Gradients that are reduced in place: they have the same bits as with buckets, even if the program changes
+// p.grad().
 #include "parallel/models.h"
 #include "support/ranks.h"
 
@@ -9,7 +10,7 @@ at::Tensor batch_of(int rank, int step) { return numbers(7000 + 100 * step + ran
 
 bool in_place_here(World& world) { return world.size() > 1 && world.group().backend(at::kCPU) == "shm"; }
 
-// The same training with and without copies, given what a step does.
+// Runs the same training with and without copies, and compares. step runs one step.
 template <typename Model, typename Step>
 void expect_the_bits_of_buckets(World& world, DdpOptions options, const Step& step) {
   std::vector<std::vector<at::Tensor>> values, gradients;
@@ -54,7 +55,7 @@ TEST(DdpInPlace, gradients_are_in_shared_memory_and_are_held_once) {
         EXPECT_EQ(model->second->weight.grad().storage().use_count(), 1U);
       }
     }
-    EXPECT_EQ(ddp.counts().in_place, in_place_here(world) ? 6 : 0);  // two weights, three steps
+    EXPECT_EQ(ddp.counts().in_place, in_place_here(world) ? 6 : 0);  // Two weights, three steps.
     EXPECT_EQ(ddp.counts().copied, 0);
   });
 }
@@ -138,7 +139,7 @@ TEST(DdpInPlace, parameters_without_a_gradient_have_what_buckets_leave) {
   });
 }
 
-// The gradients of flat and another are views of the same memory.
+// The gradients of `flat` and another parameter are views of the same memory.
 struct AliasImpl : torch::nn::Module {
   AliasImpl() {
     flat = register_parameter("flat", numbers(1, {kWide * kWide}));
@@ -149,7 +150,7 @@ struct AliasImpl : torch::nn::Module {
   }
   at::Tensor forward(const at::Tensor& x) {
     const auto sum = flat.view({kWide, kWide}) + another.view({kWide, kWide});
-    // Of what square's gradient is worked out from, early's is a view.
+    // early's gradient is a view of a tensor that square's gradient is computed from.
     const auto later = early.view({kWide, kWide}) + square.tanh();
     return at::mm(x, sum) + at::mm(x, later) + at::mm(at::mm(x, tied), tied.t());
   }
@@ -165,7 +166,7 @@ TEST(DdpInPlace, gradients_that_are_views_of_one_another_are_told_apart) {
         ddp(numbers(800 + i * 10 + world.rank(), {3, kWide})).square().mean().mul(1e-4).backward();
         optimizer.step();
       });
-    // What a pass without communication leaves, LibTorch itself adds to where it lies.
+    // LibTorch adds in place to gradients left by a pass without communication.
     expect_the_bits_of_buckets<Alias>(world, {}, [&](auto& ddp, auto& optimizer, int i) {
       optimizer.zero_grad();
       {
@@ -197,7 +198,7 @@ std::vector<float>& foreign_memory() {
   return memory;
 }
 
-// Its gradient is not LibTorch's memory.
+// Its gradient is in memory that LibTorch did not allocate.
 struct Foreign : torch::autograd::Function<Foreign> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& weight) {
     return weight * 2;

@@ -1,5 +1,5 @@
-// What programs do to a model or to gradients behind DistributedDataParallel's back: it works, or is an error before
-// an update can be wrong.
+// Programs that change a model or its gradients without DistributedDataParallel's knowledge: it works, or it
+// is an error before an update can be wrong.
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
@@ -16,7 +16,7 @@ at::Tensor rows_of(int part, int rows = 5) { return numbers(3000 + part, {rows, 
 
 void pass(DistributedDataParallel<Mlp>& ddp, int part) { ddp(rows_of(part)).square().mean().backward(); }
 
-// The average of the gradients of these parts, each computed by a copy of the model as it is now.
+// The average gradient of these parts, each computed by a copy of the current model.
 std::vector<at::Tensor> average_of(const Mlp& model, int first, int count) {
   std::vector<at::Tensor> sum;
   for (int part = first; part < first + count; ++part) {
@@ -53,7 +53,7 @@ TEST(DdpMisuse, gradients_cannot_be_used_in_the_middle_of_a_sum) {
       SGD own_sgd(parameters, {.lr = 0.1});
       GradScaler scaler;
       const int first = 4 * group.rank();
-      for (int step = 0; step < 2; ++step) {  // in the second one gradients are views of buckets
+      for (int step = 0; step < 2; ++step) {  // In the second step gradients are views of buckets.
         pass(ddp, first), pass(ddp, first + 1);
         const auto before = values_of(*model);
         const auto missing = HasSubstr("2 of 4 micro-batches are missing");
@@ -66,7 +66,7 @@ TEST(DdpMisuse, gradients_cannot_be_used_in_the_middle_of_a_sum) {
         (void)scaler.scale(at::ones({}));
         EXPECT_THAT(error_of<ConfigError>([&] { scaler.unscale_(own); }), missing);
         EXPECT_TRUE(same_bits(before, values_of(*model)));
-        // The sum goes on where nothing clears it, also after a pass that reaches no parameter.
+        // Unless cleared, the sum continues, even after a pass that reaches no parameter.
         auto x = rows_of(first).requires_grad_();
         (void)torch::autograd::grad({ddp(x).sum()}, {x});
         pass(ddp, first + 2), pass(ddp, first + 3);
@@ -120,7 +120,7 @@ TEST(DdpMisuse, a_sum_can_be_discarded) {
   on_every_rank([](World& world) {
     Mlp model;
     DistributedDataParallel ddp(model, world.group(), {.micro_batches = 2});
-    ddp.discard_micro_batches();  // of nothing
+    ddp.discard_micro_batches();  // Without a sum to discard.
     pass(ddp, 2 * world.rank()), pass(ddp, 2 * world.rank() + 1);
     const auto before = gradients_of(*model);
     pass(ddp, 50);
@@ -146,7 +146,7 @@ TEST(DdpMisuse, zero_grad_of_some_parameters_in_the_middle_of_a_sum_is_an_error)
       EXPECT_TRUE(all_close(gradients_of(*model), average_of(model, 0, 2 * world.size())));
       pass(ddp, 0);
     }
-    // Without it the model is an ordinary one.
+    // After DDP is destroyed, the model works normally.
     for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
     model(rows_of(0)).sum().backward();
   });
@@ -154,7 +154,7 @@ TEST(DdpMisuse, zero_grad_of_some_parameters_in_the_middle_of_a_sum_is_an_error)
 
 // ---- models that change ---------------------------------------------------------------------------------------
 
-// Steps that must keep replicas equal, and average.
+// Checks over a few steps that gradients are averaged and replicas stay equal.
 void expect_averages(DistributedDataParallel<Mlp>& ddp, World& world) {
   auto& model = ddp.module();
   for (int step = 0; step < 3; ++step) {
@@ -184,7 +184,8 @@ TEST(DdpMisuse, a_model_may_be_loaded_cast_and_rebuilt_after_it_was_wrapped) {
       model->to(at::kDouble);
       expect_averages(ddp, world);
       torch::nn::Linear second(9, 9);
-      fill_parameters(*second, 50 + static_cast<std::uint64_t>(world.rank()));  // rank 0's count, as at first
+      // Rank 0's values are used again, as at construction.
+      fill_parameters(*second, 50 + static_cast<std::uint64_t>(world.rank()));
       second->to(at::kDouble);
       model->second = model->replace_module("second", second);
       expect_averages(ddp, world);
@@ -279,7 +280,7 @@ TEST(DdpMisuse, a_model_that_changes_on_one_rank_is_an_error_on_all) {
     if (world.size() == 1 || world.group().backend() == "gloo") return;
     std::vector<int> all(static_cast<std::size_t>(world.size()));
     std::iota(all.begin(), all.end(), 0);
-    auto group = world.group(all);  // it fails
+    auto group = world.group(all);  // A separate group, because it fails.
     Mlp model;
     DistributedDataParallel ddp(model, group);
     pass(ddp, 0);
@@ -298,7 +299,7 @@ TEST(DdpMisuse, a_model_may_not_change_in_a_sum_in_join_or_under_a_distributed_o
     model->to(at::kDouble);
     const auto again = [&] { ddp(rows_of(0).to(at::kDouble)).sum().backward(); };
     EXPECT_THAT(error_of<ConfigError>(again),
-                AllOf(HasSubstr("'first.weight' was given other data"), HasSubstr("1 of 2 micro-batches")));
+                AllOf(HasSubstr("'first.weight' was replaced"), HasSubstr("1 of 2 micro-batches")));
     ddp.discard_micro_batches();
     again();
     model->to(at::kFloat);
@@ -336,7 +337,7 @@ TEST(DdpMisuse, a_module_that_was_not_registered_is_an_error) {
       torch::NoGradGuard no_grad;
       ddp(rows_of(0));
     }
-    // Not an argument's graph, and not what another DistributedDataParallel reduces.
+    // Allowed: an argument's graph, and parameters that another DistributedDataParallel reduces.
     model->register_module("forgotten", model->forgotten);
     Mlp first(6, 9, 6);
     DistributedDataParallel first_ddp(first, world.group());
@@ -386,7 +387,7 @@ TEST(DdpMisuse, gradients_that_are_sharded_cannot_be_clipped_as_whole_ones) {
       EXPECT_THAT(error_of<ConfigError>([&] { clip_grad_norm(model->parameters(), 0.01); }), advice);
       EXPECT_THAT(error_of<ConfigError>([&] { clip_grad_value(model->parameters(), 0.01); }), advice);
       optimizer.step(), reference_optimizer.step();
-      clip_grad_norm(model->parameters(), 0.01);  // there is nothing to clip
+      clip_grad_norm(model->parameters(), 0.01);  // There are no gradients to clip.
       EXPECT_TRUE(same_bits(values_of(*model), values_of(*reference)));
     }
     Mlp summed;
@@ -409,7 +410,7 @@ TEST(DdpMisuse, a_gradient_penalty_works_as_the_error_about_create_graph_says) {
     };
     Mlp model;
     DistributedDataParallel ddp(model, world.group());
-    // The last bias has no part in it.
+    // The penalty does not depend on the last bias.
     model->third->bias.requires_grad_(false);
     for (int step = 0; step < 2; ++step) {
       model->zero_grad();
@@ -441,7 +442,7 @@ struct RaggedImpl : torch::nn::Module {
     register_module("second", second);
     fill_parameters(*this, 800);
   }
-  // How far backward comes on this rank: nowhere, past the second layer, to the end.
+  // reach: how far backward gets on this rank: nowhere, past the second layer, or to the end.
   at::Tensor forward(const at::Tensor& x, int reach) {
     auto y = first(x);
     if (reach == 1) y = ThrowsBelow::apply(y);
@@ -485,7 +486,7 @@ TEST(DdpMisuse, a_pass_that_fails_on_one_rank_is_an_error_on_all_until_it_is_dis
                     << what;
               } else {
                 EXPECT_THAT(error_of<CommError>([&] { step(2); }),
-                            HasSubstr(fmt::format("a backward pass of rank {} ended", last)))
+                            HasSubstr(fmt::format("rank {} threw an exception in a backward pass", last)))
                     << what;
                 EXPECT_THAT(error_of<c10::Error>([&] { optimizer.step(); }), HasSubstr("ddp.discard()"))
                     << what;
@@ -594,11 +595,11 @@ TEST(DdpMisuse, join_refuses_to_guess_what_a_sample_is) {
     Recurrent batch_first(true);
     DistributedDataParallel first_ddp(batch_first, world.group());
     first_ddp.join([&] { first_ddp(numbers(1, {2 + world.rank(), 3, 6})).sum().backward(); });
-    // Sequences of other lengths.
+    // Sequences of different lengths.
     EXPECT_THAT(error_of<ConfigError>([&] {
                   first_ddp.join([&] { first_ddp(numbers(1, {2, 3 + world.rank(), 6})).sum().backward(); });
                 }),
-                HasSubstr("differ in another dimension"));
+                HasSubstr("differ in a dimension other than 0"));
 
     struct TwoImpl : torch::nn::Module {
       TwoImpl() : linear(6, 3) { register_module("linear", linear); }

@@ -1,4 +1,4 @@
-// What DistributedDataParallel takes as a model, and how programs written for that model use it.
+// The kinds of model that DistributedDataParallel accepts, and code written for each of them.
 #include <torch/csrc/jit/api/module.h>
 
 #include "parallel/models.h"
@@ -7,7 +7,7 @@
 namespace lockstep::testing {
 namespace {
 
-// As most public programs have their models: no holder.
+// A module without a holder, as in most public programs.
 struct PlainNet : torch::nn::Module {
   PlainNet() { register_module("mlp", mlp); }
   PlainNet(const PlainNet&) = delete;
@@ -19,7 +19,7 @@ at::Tensor input_of_rank(const World& world, int step = 0) {
   return numbers(40 + 10 * step + world.rank(), {5, 6});
 }
 
-// What a step with the model in a holder leaves.
+// The gradients after a step with the model in a holder.
 std::vector<at::Tensor> expected_after_step(World& world) {
   Mlp model;
   DistributedDataParallel ddp(model, world.group());
@@ -56,7 +56,7 @@ TEST(DdpModelKinds, a_module_object_is_referred_to_and_never_copied) {
   });
 }
 
-// A training step that was written for a module holder.
+// A training step written for a module holder.
 template <typename Model>
 std::vector<at::Tensor> step_of(Model& model, const at::Tensor& x) {
   model->train();
@@ -85,7 +85,7 @@ TEST(DdpModelKinds, code_for_a_holder_takes_it_and_averages) {
     EXPECT_FALSE(model->is_training());
     EXPECT_EQ(ddp->module()->named_parameters().keys(), ddp->named_parameters().keys());
     EXPECT_EQ(ddp->ptr(), model.ptr());
-    PlainNet net;  // and code for a module object
+    PlainNet net;  // Code for a module object.
     DistributedDataParallel other(net, world.group());
     other.train();
     EXPECT_TRUE(net.is_training());
@@ -113,11 +113,11 @@ TEST(DdpModelKinds, an_any_module_works_whatever_its_forward_returns) {
     EXPECT_TRUE(same_bits(gradients_of(*two), expected_after_step(world)));
     EXPECT_THAT(
         error_of<ConfigError>([&] { DistributedDataParallel(torch::nn::AnyModule(), world.group()); }),
-        HasSubstr("empty module"));
+        HasSubstr("module holder is empty"));
   });
 }
 
-// The Mlp of models.h, as TorchScript.
+// The Mlp of models.h as TorchScript.
 torch::jit::Module scripted_mlp() {
   Mlp model;
   torch::jit::Module script("Scripted");
@@ -142,7 +142,7 @@ torch::jit::Module scripted_mlp() {
 TEST(DdpModelKinds, a_torchscript_module_trains_as_the_model_it_was_made_of) {
   on_every_rank([](World& world) {
     auto script = scripted_mlp();
-    if (world.rank() > 0) {  // rank 0's values count
+    if (world.rank() > 0) {  // Overwritten by rank 0's values.
       torch::NoGradGuard no_grad;
       for (const auto& parameter : script.parameters()) parameter.zero_();
     }
@@ -165,7 +165,7 @@ TEST(DdpModelKinds, a_torchscript_module_trains_as_the_model_it_was_made_of) {
     ddp->eval();
     EXPECT_FALSE(script.is_training());
     EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(torch::jit::Module(), world.group()); }),
-                HasSubstr("empty module"));
+                HasSubstr("module holder is empty"));
   });
 }
 
@@ -176,11 +176,11 @@ TEST(DdpModelKinds, a_no_sync_guard_can_be_moved_and_made_for_nothing) {
     for (int step = 0; step < 4; ++step) {
       std::optional guard(ddp.no_sync(step < 2));
       if (step == 1) {
-        auto moved = std::move(*guard);  // one guard still
+        auto moved = std::move(*guard);  // Still one guard.
         guard.reset();
         guard = std::move(moved);
       }
-      if (step == 3) guard = ddp.no_sync(), guard = ddp.no_sync(false);  // the first has ended
+      if (step == 3) guard = ddp.no_sync(), guard = ddp.no_sync(false);  // The first guard has ended.
       model->zero_grad();
       plain->zero_grad();
       const auto x = input_of_rank(world);

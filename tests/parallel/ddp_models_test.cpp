@@ -1,11 +1,11 @@
-// Several models of equal shapes in one group.
+// Several models with equal shapes in one group.
 #include "support/ranks.h"
 #include "support/values.h"
 
 namespace lockstep::testing {
 namespace {
 
-// Both models' backward passes, the second one's first on rank `odd`.
+// Runs both models' backward passes; rank `odd` runs the second one's first.
 void in_another_order(World& world, int odd, int steps_in_order) {
   auto group = world.group().split(0, 0, {.name = "two models"});
   torch::nn::Linear first_net(4, 3), second_net(4, 3);
@@ -16,7 +16,7 @@ void in_another_order(World& world, int odd, int steps_in_order) {
     second_net->zero_grad();
     (first(input).sum() * (1 + world.rank())).backward();
     (second(input).sum() * 100).backward();
-    EXPECT_SAME(first_net->bias.grad(), torch::full({3}, 1.0 + world.size()));  // 2 samples each
+    EXPECT_SAME(first_net->bias.grad(), torch::full({3}, 1.0 + world.size()));  // Two samples each.
     EXPECT_SAME(second_net->bias.grad(), torch::full({3}, 200.0));
   }
   auto a = first(input).sum(), b = second(input).sum() * 100;
@@ -35,7 +35,7 @@ TEST(DdpModels, in_another_order_on_a_rank_is_an_error_on_every_rank) {
   });
 }
 
-// One that is left is none that others are confused with, and one alone is not named.
+// A destroyed model cannot be confused with another, and a single model is not named in errors.
 TEST(DdpModels, a_single_model_is_named_as_before) {
   LOCKSTEP_NEEDS_RANKS(2);
   struct Tags : Observer {

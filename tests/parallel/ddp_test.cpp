@@ -1,4 +1,4 @@
-// DistributedDataParallel: N ranks equal one, whatever the options and the order of things.
+// DistributedDataParallel: N ranks are equivalent to one, for all options and orders of events.
 #include "parallel/models.h"
 #include "support/ranks.h"
 
@@ -71,14 +71,14 @@ TEST(Ddp, buckets_of_any_size_give_the_same_bits) {
 TEST(Ddp, buckets_follow_the_order_in_which_gradients_came) {
   on_every_rank([](World& world) {
     if (world.size() == 1) return;
-    // Registered in the order of use, so that backward meets the last one first.
+    // Registered in the order of use, so backward reaches the last one first.
     torch::nn::Sequential model(torch::nn::Linear(2, 3), torch::nn::Linear(3, 50), torch::nn::Linear(50, 7));
     DistributedDataParallel ddp(model, world.group(), {.bucket_bytes = 1, .first_bucket_bytes = 1});
     EXPECT_TRUE(ddp.bucket_sizes().empty());
     ddp(at::ones({1, 2})).sum().backward();
     const auto sizes = ddp.bucket_sizes();
     ASSERT_EQ(sizes.size(), 6U);
-    EXPECT_EQ(sizes[0] + sizes[1], 64 + 7 * 50 * 4 + 8);  // padded to 64 bytes each
+    EXPECT_EQ(sizes[0] + sizes[1], 64 + 7 * 50 * 4 + 8);  // Padded to 64 bytes each.
     EXPECT_EQ(sizes[4] + sizes[5], 64 + 64);
   });
 }
@@ -103,7 +103,7 @@ TEST(Ddp, a_gradient_is_held_once_under_both_forms_of_zero_grad) {
   });
 }
 
-// Steps of SGD with micro_batches on a group; the samples of global part k are those of "rank" k.
+// Runs steps of SGD with micro_batches on a group. The samples of global part k are those of "rank" k.
 std::vector<at::Tensor> train(Group group, int micro_batches, int parts, bool none,
                               at::ScalarType type = at::kFloat) {
   Mlp model;
@@ -176,7 +176,7 @@ TEST(Ddp, without_zero_grad_averages_add_up) {
 
 TEST(Ddp, no_sync_accumulates_here_and_the_next_pass_reduces_all) {
   on_every_rank([](World& world) {
-    for (const int first : {0, 1}) {  // before and after buckets are made
+    for (const int first : {0, 1}) {  // Before and after buckets are made.
       Mlp model;
       DistributedDataParallel ddp(model, world.group());
       if (first == 1) {
@@ -235,7 +235,8 @@ TEST(Ddp, a_forward_that_goes_round_it_is_averaged_too) {
 TEST(Ddp, a_parameter_without_gradient_is_named) {
   on_every_rank([](World& world) {
     Branches model;
-    DistributedDataParallel ddp(model, world.group({world.rank()}));  // all ranks fail alike: no need to meet
+    // A group of one, because all ranks fail alike.
+    DistributedDataParallel ddp(model, world.group({world.rank()}));
     const auto text = error_of<ConfigError>([&] { ddp(at::ones({2, 4}), true).sum().backward(); });
     EXPECT_THAT(text, AllOf(HasSubstr("'right.weight', 'right.bias', 'never.weight'"),
                             HasSubstr("find_unused_parameters")));
@@ -252,7 +253,7 @@ TEST(Ddp, unused_parameters_count_as_zero_and_those_unused_everywhere_are_left_a
       model->zero_grad(step % 2 == 0);
       const auto never = numbers(5, {4});
       model->never->bias.mutable_grad() = never.clone();
-      // Rank 0 goes left in even steps, the others right; all go right in odd steps.
+      // In even steps rank 0 goes left and the other ranks right; in odd steps all go right.
       const auto left = [&](int rank) { return rank == 0 && step % 2 == 0; };
       const auto x = numbers(50 + step, {2, 4});
       ddp(x, left(world.rank())).sum().backward();
@@ -296,7 +297,7 @@ TEST(Ddp, a_static_graph_is_learned_in_the_first_step) {
       one(at::ones({2, 4}), true).sum().backward();
       EXPECT_TRUE(at::allclose(model->left->weight.grad(), one->left->weight.grad() / world.size()));
     }
-    // What it does otherwise is refused by name, here on every rank before anything is sent.
+    // A change of the graph is refused by name, here on every rank before anything is sent.
     const auto text = error_of<ConfigError>(
         [&] { model->never(ddp(at::ones({2, 4}), left).repeat({1, 2})).sum().backward(); });
     EXPECT_THAT(text, AllOf(HasSubstr("'never."), HasSubstr("static_graph")));
@@ -313,7 +314,7 @@ TEST(Ddp, shared_frozen_and_ignored_parameters_have_their_way) {
     const auto x = numbers(60 + world.rank(), {3, 4});
     ddp(x).square().mean().backward();
     EXPECT_FALSE(frozen->weight.grad().defined());
-    // Made equal at the start, frozen ones too, but not what is ignored.
+    // Made equal at construction, including frozen ones, but not ignored ones.
     const auto sums = world.group().all_gather_values(frozen->weight.sum().item<float>());
     for (const auto sum : sums) EXPECT_EQ(sum, sums[0]);
     const auto grads = world.group().all_gather_values(first->weight.grad().sum().item<float>());
@@ -383,12 +384,12 @@ TEST(Ddp, bad_options_and_models_are_refused) {
     EXPECT_THAT(error_of<ConfigError>([&] {
                   DistributedDataParallel(model, group, {.static_graph = true, .micro_batches = 2});
                 }),
-                HasSubstr("static_graph is not allowed with micro_batches"));
+                HasSubstr("static_graph cannot be combined with micro_batches"));
     EXPECT_THAT(
         error_of<ConfigError>([&] { DistributedDataParallel(model, group, {.check_replicas_every = -1}); }),
         HasSubstr("check_replicas_every"));
     EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(Mlp(nullptr), group); }),
-                HasSubstr("empty module"));
+                HasSubstr("module holder is empty"));
     for (auto& p : model->parameters()) p.requires_grad_(false);
     EXPECT_THAT(error_of<ConfigError>([&] { DistributedDataParallel(model, group); }),
                 HasSubstr("no parameter"));
@@ -403,7 +404,7 @@ TEST(Ddp, a_gradient_of_a_gradient_is_refused) {
       ddp(input_of(0, 0)).square().mean().backward({}, /*keep_graph=*/true, /*create_graph=*/true);
     });
     EXPECT_THAT(text, AllOf(HasSubstr("create_graph"), HasSubstr("third.")));
-    // And it can go on.
+    // Training can continue.
     model->zero_grad();
     ddp(input_of(world.rank(), 0)).square().mean().backward();
     EXPECT_TRUE(same_bits(gradients_of(*model), expected_gradients(world.size(), 0)));
@@ -431,7 +432,7 @@ TEST(Ddp, a_backward_that_throws_can_be_tried_again_or_is_told_apart) {
       EXPECT_TRUE(same_bits(gradients_of(*model), expected_gradients(world.size(), 0)));
     }
     if (world.size() == 1) return;
-    // Also in the middle, when buckets have been reduced.
+    // Also in the middle, when some buckets have already been reduced.
     EXPECT_THAT(error_of<std::runtime_error>([&] {
                   auto hidden = Fails::apply(model->second(model->first(x).tanh()).tanh());
                   ddp(x).sum().add(model->third(hidden).sum()).backward();
@@ -453,7 +454,7 @@ TEST(Ddp, buffers_are_rank_0s_at_each_forward_that_trains) {
       const auto theirs = world.group().all_gather_values(mine[0].sum().item<float>());
       if (world.size() > 1) {
         EXPECT_NE(theirs[0], theirs[1]);
-      }  // each saw its own data
+      }  // Each rank has seen its own data.
       ddp.sync_buffers();
       for (const auto sum : world.group().all_gather_values(mine[0].sum().item<float>()))
         EXPECT_EQ(sum, theirs[0]);
@@ -528,7 +529,7 @@ TEST(Ddp, join_weighs_by_samples_and_keeps_replicas_equal) {
   on_every_rank([](World& world) {
     const int p = world.size();
     for (const bool follow : {true, false}) {
-      // Rank r makes r + 2 steps, of r + 1 samples.
+      // Rank r makes r + 2 steps of r + 1 samples.
       const auto rows = [](int rank) { return rank + 1; };
       const auto steps = [](int rank) { return rank + 2; };
       Mlp model;
@@ -557,7 +558,7 @@ TEST(Ddp, join_weighs_by_samples_and_keeps_replicas_equal) {
         sgd.step();
       }
       EXPECT_TRUE(all_close(values_of(*model), values_of(*one), 1e-5));
-      // And on with equal steps.
+      // Continue with the same number of steps on each rank.
       for (int i = 0; i < 2; ++i) {
         optimizer.zero_grad();
         ddp(input_of(world.rank(), 20 + i)).square().mean().backward();
@@ -576,7 +577,8 @@ TEST(Ddp, join_holds_for_ranks_without_data_and_for_told_samples) {
     torch::optim::SGD optimizer(model->parameters(), 0.1);
     ddp.join(
         [&] {
-          if (world.rank() == 0 && p > 1) return;  // not one step, and it holds the order of others
+          // Makes no step, but its bucket order is used by the other ranks.
+          if (world.rank() == 0 && p > 1) return;
           for (int i = 0; i < 2; ++i) {
             optimizer.zero_grad();
             auto loss = ddp(input_of(world.rank(), i)).square().mean();
@@ -614,8 +616,8 @@ TEST(Ddp, join_can_end_at_the_first_that_runs_out) {
             },
             {.throw_on_early_termination = true});
       });
-      EXPECT_THAT(text, AllOf(ContainsRegex("rank 1 has run out of data after [24] steps"),
-                              HasSubstr("rank 0 has not")));
+      EXPECT_THAT(text, AllOf(ContainsRegex("rank 1 ran out of data after [24] steps"),
+                              HasSubstr("rank 0 has more")));
     }
     model->zero_grad();
     ddp(input_of(world.rank(), 0)).square().mean().backward();
@@ -667,8 +669,7 @@ TEST(Ddp, replicas_that_drift_are_found_with_rank_and_tensor) {
     }
     step(1);
     const auto text = error_of<DriftError>([&] { step(2); });
-    EXPECT_THAT(
-        text, HasSubstr(fmt::format("'second.bias' on rank {} is not what it is on rank", world.size() - 1)));
+    EXPECT_THAT(text, HasSubstr(fmt::format("'second.bias' on rank {} differs from rank", world.size() - 1)));
   });
 }
 
@@ -676,7 +677,7 @@ TEST(Ddp, it_may_go_before_the_model_and_the_model_before_it) {
   on_every_rank([](World& world) {
     Mlp model;
     { DistributedDataParallel ddp(model, world.group()); }
-    model(input_of(world.rank(), 0)).square().mean().backward();  // no hook is left
+    model(input_of(world.rank(), 0)).square().mean().backward();  // No hook is left.
     EXPECT_TRUE(same_bits(gradients_of(*model), local_gradients({input_of(world.rank(), 0)})));
     auto other = std::make_unique<DistributedDataParallel<Mlp>>(Mlp(), world.group());
     auto loss = (*other)(input_of(world.rank(), 0)).square().mean();

@@ -1,4 +1,4 @@
-// Pipelines, replicas and split layers at once: every layout trains as one rank does.
+// Pipelines, replicas and split layers combined: every layout trains like one rank.
 #include <unistd.h>
 
 #include <filesystem>
@@ -29,7 +29,7 @@ struct MixerImpl : torch::nn::Module {
   Unit<torch::nn::Linear> up;
   Unit<nn::Linear> down;
   Unit<nn::Dropout> dropout;
-  Unit<nn::Dropout> inner;  // on slices
+  Unit<nn::Dropout> inner;  // Applied to slices.
 };
 TORCH_MODULE(Mixer);
 
@@ -54,7 +54,7 @@ at::Tensor data_of(int what, int step) {
 
 struct Trained {
   std::vector<double> losses, norms;
-  std::map<std::string, at::Tensor> weights;  // whole, of this rank's stages
+  std::map<std::string, at::Tensor> weights;  // Whole weights of this rank's stages.
 };
 
 // A few steps on the ranks of a mesh.
@@ -95,7 +95,7 @@ Trained train(Layout layout, const std::string& schedule) {
 void expect_as_alone(World& world, int pp, int dp, int tp, const std::string& schedule) {
   SCOPED_TRACE("pp " + std::to_string(pp) + " dp " + std::to_string(dp) + " tp " + std::to_string(tp) + " " +
                schedule);
-  static std::mutex mutex;  // ranks may be threads
+  static std::mutex mutex;  // Ranks may be threads.
   static std::optional<Trained> alone;
   {
     std::lock_guard lock(mutex);
@@ -138,14 +138,14 @@ TEST(Mesh, units_that_cannot_be_pieces_are_named) {
   EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer*", "tail"}); }),
               HasSubstr("'tail' matches no module"));
   EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer*", "mixer3"}); }),
-              HasSubstr("cannot both be pieces"));
+              HasSubstr("cannot both be pipeline pieces"));
   EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*model, {"mixer*", "mixer3.up"}); }),
-              HasSubstr("cannot both be pieces"));
+              HasSubstr("cannot both be pipeline pieces"));
   Wide plain;
-  EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*plain, {"first"}); }), HasSubstr("is no Unit"));
+  EXPECT_THAT(error_of<ConfigError>([&] { stages_at(*plain, {"first"}); }), HasSubstr("is not a Unit"));
 }
 
-// Statistics are those of all replicas of a stage.
+// Statistics cover all replicas of a stage.
 TEST(Mesh, batch_norm_in_a_pipeline_is_synchronised_over_replicas) {
   on_every_rank([](World& world) {
     if (world.size() != 4) return;
@@ -190,7 +190,7 @@ TEST(Mesh, batch_norm_in_a_pipeline_is_synchronised_over_replicas) {
   });
 }
 
-// Slices are no replicas of one another, and a part of a model is no model.
+// Slices are not replicas, and part of a model is not the whole model.
 TEST(Mesh, what_is_split_is_not_taken_for_whole) {
   on_every_rank([](World& world) {
     if (world.size() == 1 || 16 % world.size() != 0) return;
@@ -210,9 +210,8 @@ TEST(Mesh, what_is_split_is_not_taken_for_whole) {
     std::filesystem::remove(file);
     auto state = full_state(*model);
     state[0].second = state[0].second.to(at::kFloat);
-    EXPECT_THAT(error_of<ConfigError>([&] { load_full_state(*model, state); }),
-                HasSubstr("was given as Float"));
-    // Ranks that began with other values.
+    EXPECT_THAT(error_of<ConfigError>([&] { load_full_state(*model, state); }), HasSubstr("got Float"));
+    // Ranks that started with different values.
     Stack other;
     fill_parameters(*other, 300 + static_cast<std::uint64_t>(world.rank()));
     EXPECT_THROW(parallelize_module(*other, group, {{"mixer*.up", Colwise{}}}), DriftError);
@@ -246,11 +245,11 @@ TEST(Mesh, a_layer_with_a_forward_of_its_own_is_not_split) {
     auto group = world.group();
     for (const char* name : {"scaled", "sequence.0"})
       EXPECT_THAT(error_of<ConfigError>([&] { parallelize_module(net, group, {{name, Colwise{}}}); }),
-                  HasSubstr("forward would be passed over"));
+                  HasSubstr("forward would be bypassed"));
     EXPECT_EQ(parallelize_module(net, group, {{"renamed", Colwise{.gather_output = true}}}), 1);
     const auto y = net.renamed(torch::ones({1, 8}));
     EXPECT_EQ(y.size(1), 8);
-    y.relu_();  // one rank's could be changed in place, too
+    y.relu_();  // On one rank it can be changed in place too.
     scatter_to_group(torch::ones({8, 8}).requires_grad_() * 2, group, 0).relu_();
     EXPECT_FALSE(detail::name_matches("*", ""));
   });

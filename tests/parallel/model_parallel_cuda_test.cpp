@@ -1,4 +1,4 @@
-// Tensor parallelism and pipelines with models on CUDA, beside one model on the CPU.
+// Tensor parallelism and pipelines with models on CUDA, compared with one model on the CPU.
 #include <algorithm>
 
 #include <c10/util/Exception.h>

@@ -1,4 +1,4 @@
-// Models and data that are the same on every rank and in every run, also where ranks are threads.
+// Models and data that are the same on every rank and in every run, even if ranks are threads.
 #pragma once
 
 #include <torch/torch.h>
@@ -9,7 +9,7 @@ inline at::Tensor numbers(std::uint64_t seed, at::IntArrayRef sizes) {
   return at::randn(sizes, at::detail::createCPUGenerator(seed));
 }
 
-// Parameters of the module from the seed, whatever the global generator says.
+// Sets the module's parameters from the seed, independently of the global generator.
 inline void fill_parameters(torch::nn::Module& module, std::uint64_t seed) {
   torch::NoGradGuard no_grad;
   for (auto& parameter : module.parameters())
@@ -29,7 +29,7 @@ struct MlpImpl : torch::nn::Module {
 };
 TORCH_MODULE(Mlp);
 
-inline constexpr std::int64_t kWide = 300;  // 300 x 300 floats are reduced in place, 300 are not
+inline constexpr std::int64_t kWide = 300;  // 300 x 300 floats are reduced in place, 300 are not.
 
 struct WideImpl : torch::nn::Module {
   WideImpl() : first(20, kWide), second(kWide, kWide), third(kWide, kWide), last(kWide, 2) {
@@ -46,7 +46,7 @@ struct WideImpl : torch::nn::Module {
 };
 TORCH_MODULE(Wide);
 
-// One of two branches is used, or none.
+// Uses one of two branches, or none.
 struct BranchesImpl : torch::nn::Module {
   BranchesImpl() : left(4, 4), right(4, 4), never(4, 4), last(4, 2) {
     register_module("left", left);
@@ -73,7 +73,7 @@ inline std::vector<at::Tensor> values_of(torch::nn::Module& module) {
   return values;
 }
 
-// Equal bits, and defined where the other is.
+// True if the bits are equal and the same tensors are defined.
 inline bool same_bits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   if (a.size() != b.size()) return false;
   for (std::size_t i = 0; i < a.size(); ++i) {

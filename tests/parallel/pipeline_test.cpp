@@ -1,4 +1,4 @@
-// Pipelines against the same model on one rank: losses, gradients, weights after steps.
+// Pipelines compared with the same model on one rank: losses, gradients, and weights after steps.
 #include <algorithm>
 #include <numeric>
 
@@ -19,7 +19,7 @@ const auto kLoss = [](const at::Tensor& output, const at::Tensor& target) {
   return torch::mse_loss(output, target);
 };
 
-// Layers of several kinds, in double: what differs by more than rounding is an error.
+// Layers of several kinds, in double, so that differences beyond rounding are errors.
 struct StageBlockImpl : torch::nn::Module {
   explicit StageBlockImpl(int width)
       : norm(torch::nn::LayerNormOptions({width})), up(width, 3 * width), down(3 * width, width) {
@@ -31,7 +31,7 @@ struct StageBlockImpl : torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) { return x + down(torch::gelu(up(norm(x * scale)))) * scale; }
   torch::nn::LayerNorm norm;
   torch::nn::Linear up, down;
-  at::Tensor scale;  // used twice: two ways lead to it
+  at::Tensor scale;  // Used twice: two paths lead to it.
 };
 TORCH_MODULE(StageBlock);
 
@@ -52,7 +52,7 @@ at::Tensor batch_of(int seed, std::int64_t samples = 24) {
   return numbers(seed, {samples, kStageWidth}).to(at::kDouble);
 }
 
-// The model's gradients by name, of a batch in micro-batches, on one rank.
+// The model's gradients by name, for a batch in micro-batches, on one rank.
 struct Expected {
   at::Tensor loss, inputs;
   std::map<std::string, at::Tensor> gradients;
@@ -103,7 +103,7 @@ TEST(Pipeline, every_schedule_gives_the_gradients_of_one_rank) {
       for (int step = 0; step < 2; ++step) {
         const auto expect = expected(pieces, microbatches, step);
         for (auto& parameter : pipeline.parameters()) parameter.mutable_grad().reset();
-        const auto inputs = batch_of(100 + step).requires_grad_();  // a leaf may be
+        const auto inputs = batch_of(100 + step).requires_grad_();  // A leaf may require a gradient.
         const auto loss = pipeline.step(inputs, batch_of(200 + step), kLoss);
         EXPECT_EQ(inputs.grad().defined(), pipeline.is_first());
         if (pipeline.is_first()) {
@@ -191,7 +191,7 @@ TEST(Pipeline, evaluation_leaves_no_gradients_and_gives_outputs) {
   });
 }
 
-// Two tensors, an optional, a number that needs no gradient.
+// Two tensors, an optional, and an integer tensor without a gradient.
 struct WideningImpl : torch::nn::Module {
   explicit WideningImpl(bool gives_mask) : linear(kStageWidth, kStageWidth), with_mask(gives_mask) {
     register_module("linear", linear);
@@ -294,7 +294,7 @@ TEST(Pipeline, weights_that_stages_share_stay_equal) {
       return all;
     };
     for (const char* name : {"1f1b", "zbv"}) {
-      // Alone, as the expected.
+      // On one rank, for comparison.
       auto alone = world.group().subgroup({world.rank()});
       Pipeline whole(pieces(), alone, ScheduleGPipe{.num_microbatches = 4});
       Pipeline pipeline(pieces(), world.group(), ScheduleNamed{name, 2 * world.size() > 4 ? 8 : 4});
@@ -311,7 +311,7 @@ TEST(Pipeline, weights_that_stages_share_stay_equal) {
       const auto names = whole.module()->named_parameters();
       for (const auto& item : pipeline.module()->named_parameters())
         EXPECT_TRUE(torch::allclose(item.value(), names[item.key()], 1e-11, 1e-13)) << item.key();
-      // Each weight has one owner.
+      // Each weight has exactly one owner.
       double owned = 0;
       for (const auto& weight : pipeline.own_parameters()) owned += static_cast<double>(weight.numel());
       const auto all = world.group().all_gather_values(owned);
@@ -360,7 +360,7 @@ TEST(Pipeline, a_sequential_is_cut_by_its_children) {
 TEST(Pipeline, measured_pieces_are_balanced_by_time) {
   on_every_rank([](World& world) {
     if (world.size() != 2) return;
-    // The first takes as long as all others together.
+    // The first piece takes as long as all other pieces together.
     torch::nn::Sequential model(torch::nn::Functional([](const at::Tensor& x) {
       auto big = torch::ones({300, 300}, at::kDouble);
       for (int i = 0; i < 20; ++i) big = big.mm(torch::eye(300, at::kDouble));
@@ -375,7 +375,7 @@ TEST(Pipeline, measured_pieces_are_balanced_by_time) {
   });
 }
 
-// Throws when told.
+// Throws on request.
 struct FragileImpl : torch::nn::Module {
   FragileImpl() : linear(kStageWidth, kStageWidth) {
     register_module("linear", linear);
@@ -440,8 +440,7 @@ TEST(Pipeline, a_batch_that_does_not_divide_is_everybodys_error) {
     Pipeline pipeline(blocks(world.size()), world.group(), Schedule1F1B{.num_microbatches = 4});
     const auto wrong = [&] { pipeline.step(batch_of(1, 10), batch_of(2, 12), kLoss); };
     if (pipeline.is_first())
-      expect_error<ConfigError>(wrong,
-                                "inputs of 10 samples were given, which 4 micro-batches do not divide");
+      expect_error<ConfigError>(wrong, "inputs of 10 samples cannot be divided into 4 micro-batches");
     else
       expect_error<Error>(wrong, "rank 0: inputs of 10 samples");
     if (world.size() > 1 && pipeline.is_last()) {
@@ -451,7 +450,7 @@ TEST(Pipeline, a_batch_that_does_not_divide_is_everybodys_error) {
                           "targets of 10 samples");
     }
     pipeline.step(batch_of(1, 12), batch_of(2, 12), kLoss);
-    // Outputs and targets that do not go together.
+    // Outputs and targets of different sizes.
     EXPECT_ANY_THROW(pipeline.step(batch_of(1, 12), batch_of(2, 12),
                                    [](const at::Tensor& output, const at::Tensor&) { return output; }));
   });
@@ -465,12 +464,13 @@ TEST(Pipeline, what_cannot_be_is_refused) {
     expect_error<ConfigError>([&] { Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = 0}); }, "0");
     expect_error<ConfigError>(
         [&] { Pipeline(blocks(n), group, ScheduleZBVZeroBubble{.num_microbatches = 2 * n}); },
-        "needs one for each of " + std::to_string(2 * n) + " stages");
+        "needs at least one for each of " + std::to_string(2 * n) + " stages");
     expect_error<ConfigError>(
         [&] { Pipeline(blocks(n), group, make_schedule("gpipe", {.ranks = n + 1, .microbatches = 2})); },
-        "is one for " + std::to_string(n + 1) + " ranks");
+        "is for " + std::to_string(n + 1) + " ranks");
     expect_error<ConfigError>(
-        [&] { Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = 2}, {.cut = {n, 1}}); }, "cut = {");
+        [&] { Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = 2}, {.cut = {n, 1}}); },
+        "PipelineOptions::cut: expected");
     expect_error<ConfigError>(
         [&] {
           Pipeline(blocks(n + 1), group, Schedule1F1B{.num_microbatches = 2},
@@ -484,7 +484,7 @@ TEST(Pipeline, what_cannot_be_is_refused) {
     twins.emplace_back(StageBlock(kStageWidth), "blocks.0");
     if (n == 1) expect_error<ConfigError>([&] { Pipeline(twins, group, ScheduleGPipe{}); }, "two pieces");
     if (n == 1) return;
-    // Ranks that do not agree.
+    // Ranks that disagree.
     expect_error<ConfigError>(
         [&] { Pipeline(blocks(n), group, Schedule1F1B{.num_microbatches = world.rank() == 1 ? 4 : 2}); },
         "differ");
@@ -499,8 +499,8 @@ TEST(Pipeline, its_gradients_are_averaged_over_replicas) {
     for (const char* name : {"1f1b", "zbv"}) {
       const int pieces = 2 * stages_per_rank(name);
       Pipeline pipeline(blocks(pieces), mesh["pp"], ScheduleNamed{name, 4});
-      // Once for all passes; or by hooks in each of them, which bring parts of the parameters where the
-      // schedule does.
+      // Averages once after all passes, or by hooks in each pass. If the schedule splits backward, each pass
+      // covers only part of the parameters.
       for (const bool once : {true, false}) {
         DistributedDataParallel ddp(pipeline.module(), mesh["dp"],
                                     {.find_unused_parameters = !once, .reduce_in_backward = !once});
@@ -531,7 +531,7 @@ TEST(Pipeline, a_loss_that_throws_is_everybodys_error) {
       expect_error<Error>([&] { pipeline.step(batch_of(1), batch_of(2), loss); },
                           "micro-batch 2: no loss today");
     pipeline.step(batch_of(1), batch_of(2), loss);
-    // A module is a loss too, and what is called may change itself.
+    // A module may be the loss too, and a callable may change its own state.
     pipeline.step(batch_of(1), batch_of(2), torch::nn::MSELoss());
     pipeline.step(batch_of(1), batch_of(2),
                   [n = 0](const at::Tensor& y, const at::Tensor& t) mutable { return kLoss(y, t) * ++n; });
@@ -560,7 +560,7 @@ TEST(Pipeline, what_cannot_be_handed_on_is_everybodys_error) {
     first->sparse = true;
     for (int i = 0; i < 2; ++i) {
       const auto step = [&] { pipeline.step(batch_of(1), batch_of(2), kLoss); };
-      EXPECT_THAT(error_of<Error>(step), HasSubstr("dense ones are allowed"));
+      EXPECT_THAT(error_of<Error>(step), HasSubstr("only dense ones are supported"));
     }
     first->sparse = false;
     pipeline.step(batch_of(1), batch_of(2), kLoss);
@@ -576,7 +576,7 @@ TEST(Pipeline, gradients_are_added_to_those_that_are_there) {
     };
     const auto pieces = [&](bool same) {
       Tokens first;
-      // Ranks that began with other values have the first one's.
+      // Ranks that started with different values get the first rank's.
       fill_parameters(*first, 60 + (same ? 0 : static_cast<std::uint64_t>(world.rank())));
       std::vector<PipelineStage> all = {{first, ""}};
       for (const auto& each : blocks(world.size())) all.push_back(each);
@@ -593,7 +593,7 @@ TEST(Pipeline, gradients_are_added_to_those_that_are_there) {
     const auto names = whole.module()->named_parameters();
     for (const auto& item : pipeline.module()->named_parameters())
       EXPECT_TRUE(torch::allclose(item.value().grad(), names[item.key()].grad(), 1e-11, 1e-13)) << item.key();
-    // One that nothing uses has no gradient.
+    // A weight that no stage uses has no gradient.
     auto unused = pieces(true);
     const auto weight = torch::ones({2}, torch::TensorOptions().requires_grad(true));
     for (auto* each : {&unused.front(), &unused.back()}) each->module()->register_parameter("unused", weight);
@@ -604,7 +604,7 @@ TEST(Pipeline, gradients_are_added_to_those_that_are_there) {
   });
 }
 
-// What it is given is changed in place.
+// Changes its input in place.
 struct HastyImpl : torch::nn::Module {
   HastyImpl() : linear(kStageWidth, kStageWidth) {
     register_module("linear", linear);
@@ -647,7 +647,7 @@ TEST(Pipeline, inputs_with_a_graph_are_refused) {
     Pipeline pipeline(blocks(world.size()), world.group(), Schedule1F1B{.num_microbatches = 4});
     const auto inputs = batch_of(1).requires_grad_() * 2;
     EXPECT_THAT(error_of<Error>([&] { pipeline.step(inputs, batch_of(2), kLoss); }),
-                HasSubstr("put what computes them"));
+                HasSubstr("Move that computation"));
   });
 }
 
@@ -688,8 +688,8 @@ TEST(Pipeline, what_only_one_rank_has_wrong_is_everybodys_error) {
     expect_error<ConfigError>([&] { Pipeline(twins, group, ScheduleGPipe{}); }, "two pieces");
     twins.back() = {StageBlock(kStageWidth), "blocks"};
     expect_error<ConfigError>([&] { Pipeline(twins, group, ScheduleGPipe{}); },
-                              "would lie in the piece 'blocks'");
-    // Weights that some share and others do not.
+                              "would be inside piece 'blocks'");
+    // Weights that are shared on some ranks only.
     Tokens first;
     first->to(at::kDouble);
     auto tied = blocks(n);
@@ -697,7 +697,7 @@ TEST(Pipeline, what_only_one_rank_has_wrong_is_everybodys_error) {
     tied.back() = {Head(world.rank() == 0 ? first->table->weight : first->table->weight.detach().clone()),
                    "head"};
     expect_error<ConfigError>([&] { Pipeline(tied, group, ScheduleGPipe{}); }, "differ");
-    // A schedule of nothing.
+    // A schedule without actions.
     EXPECT_THROW(
         Pipeline(blocks(n), group,
                  PipelineSchedule{.name = "none", .microbatches = 0, .rank_of_stage = {}, .ranks = {}}),
@@ -716,8 +716,8 @@ TEST(Pipeline, weights_may_come_before_the_gradient_is_sent) {
   });
 }
 
-// Both parts against a whole pass, where ways to weights cross, hooks change gradients, and outputs lead to
-// no input.
+// Compares both parts with a whole pass, when paths to weights cross, hooks change gradients, and some
+// outputs lead to no input.
 TEST(PipelineBackward, the_parts_give_what_the_whole_gives) {
   const auto run = [](bool parts) {
     auto x = numbers(1, {3, 4}).requires_grad_(), w = numbers(2, {4, 4}).requires_grad_(),

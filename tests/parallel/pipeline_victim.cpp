@@ -1,5 +1,5 @@
-// A rank of a pipeline of three, of which the second is killed in the middle of a schedule; the others write
-// what they were told to FOLDER/RANK.
+// A rank of a pipeline of three whose second rank is killed in the middle of a schedule. The other ranks
+// write the error that they get to FOLDER/RANK.
 //
 //   lockstep run -n 3 pipeline_victim FOLDER 1f1b backward
 #include <signal.h>
@@ -19,7 +19,7 @@ namespace {
 struct StageImpl : torch::nn::Module {
   StageImpl() { register_module("linear", linear); }
   at::Tensor forward(const at::Tensor& x) {
-    const bool now = ++calls == 11;  // in the third step, in the third micro-batch
+    const bool now = ++calls == 11;  // In the third micro-batch of the third step.
     if (dies == "forward" && now) ::raise(SIGKILL);
     auto y = linear(x);
     if (dies == "backward" && now)

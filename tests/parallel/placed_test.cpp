@@ -1,5 +1,5 @@
-// Placed: where modules and what they are called with lie. LibTorch's meta device is a second one that every
-// machine has.
+// Placed: the devices of modules and of their arguments. LibTorch's meta device serves as a second device on
+// any machine.
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -18,7 +18,7 @@ namespace {
 
 const at::Device kMeta(at::kMeta);
 
-// Of each of its arguments, where it is; a tensor's own handle is kept to be looked at.
+// Records the device of each argument and keeps the handle of one tensor for inspection.
 struct LookImpl : torch::nn::Module {
   using Pair = std::pair<at::Tensor, int>;
   std::vector<at::Device> forward(const at::Tensor& one, const std::vector<at::Tensor>& many,
@@ -67,7 +67,7 @@ TEST(Placed, a_tensor_that_is_there_is_passed_on_as_it_is) {
 }
 
 TEST(Placed, moves_the_module_that_it_is_given) {
-  // LibTorch moves no parameter between the CPU and meta.
+  // LibTorch cannot move parameters between the CPU and meta.
   const at::Device device(torch::cuda::is_available() ? "cuda:0" : "cpu");
   Mlp model;
   const auto weight = model->first->weight;
@@ -101,7 +101,7 @@ TEST(Placed, takes_a_sequential_and_a_forward_with_defaults) {
 
 TEST(Placed, an_undefined_tensor_stays_undefined) { EXPECT_FALSE(detail::on_device({}, kMeta).defined()); }
 
-// Ranges of themselves, and what has no tensors in it.
+// A range of itself, and types without tensors.
 static_assert(!detail::holds_tensors<std::filesystem::path>());
 static_assert(!detail::holds_tensors<std::string>());
 static_assert(!detail::holds_tensors<std::vector<bool>>());
@@ -113,15 +113,15 @@ TEST(Placed, refuses_a_device_that_does_not_exist) {
   Mlp model;
   const auto beyond = at::Device(at::kCUDA, static_cast<at::DeviceIndex>(count));
   const auto text = error_of<ConfigError>([&] { Placed(model, beyond); });
-  EXPECT_THAT(text, HasSubstr("cuda:" + std::to_string(count) + " was given for"));
-  EXPECT_THAT(text, HasSubstr("there is: cpu"));
+  EXPECT_THAT(text, HasSubstr("no device cuda:" + std::to_string(count) + " for"));
+  EXPECT_THAT(text, HasSubstr("available devices: cpu"));
   if (count > 0) {
     EXPECT_THAT(text, HasSubstr("cuda:" + std::to_string(count - 1)));
   }
   EXPECT_THAT(error_of<ConfigError>([&] { Placed(model, at::Device("cpu:1")); }),
-              HasSubstr("cpu:1 was given"));
+              HasSubstr("no device cpu:1 for"));
   if (count == 0) {
-    EXPECT_THAT(error_of<ConfigError>([&] { Placed(model, at::kCUDA); }), HasSubstr("cuda was given"));
+    EXPECT_THAT(error_of<ConfigError>([&] { Placed(model, at::kCUDA); }), HasSubstr("no device cuda for"));
   }
   EXPECT_EQ(model->first->weight.device(), at::Device(at::kCPU));
   EXPECT_THAT(error_of<ConfigError>([&] { Placed<Mlp>(Mlp(nullptr), at::kCPU); }), HasSubstr("empty"));
@@ -144,7 +144,7 @@ TEST(Placed, trains_over_two_devices_as_on_one) {
   EXPECT_TRUE(at::allclose(x.grad(), wanted, 1e-10, 1e-10));
   for (std::size_t i = 0; i < one->parameters().size(); ++i)
     EXPECT_TRUE(at::allclose(first->parameters()[i].grad().cpu(), one->parameters()[i].grad(), 1e-10, 1e-10));
-  // From CUDA to the CPU the move is waited for.
+  // A copy from CUDA to the CPU is synchronous.
   Placed back(Mlp(3, 9, 3), at::kCPU);
   EXPECT_TRUE(back(out.to(torch::kFloat).detach()).device().is_cpu());
 }

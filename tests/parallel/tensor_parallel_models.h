@@ -1,4 +1,4 @@
-// What tests of tensor parallelism compare.
+// Helpers shared by the tests of tensor parallelism.
 #pragma once
 
 #include <lockstep/parallel/tensor_parallel.h>
@@ -11,13 +11,13 @@ inline at::Tensor doubles(std::uint64_t seed, at::IntArrayRef sizes) {
   return numbers(seed, sizes).to(at::kDouble);
 }
 
-// Values and dtype of a module that is whole.
+// Copies values and dtype from a whole module.
 inline void take(torch::nn::Module& module, torch::nn::Module& whole) {
   module.to(whole.parameters()[0].scalar_type());
   load_full_state(module, full_state(whole));
 }
 
-// Of each parameter, slices joined.
+// The gradient of each parameter, with slices joined.
 inline std::vector<at::Tensor> full_gradients(torch::nn::Module& module) {
   std::vector<at::Tensor> gradients;
   const auto shards = tensor_shards(module);

@@ -1,4 +1,4 @@
-// Tensor parallelism: regions, layers and the loss, each beside one rank's.
+// Tensor parallelism: regions, layers and the loss, each compared with one rank's.
 #include <mutex>
 
 #include <lockstep/nn/linear.h>
@@ -28,10 +28,10 @@ TEST(TensorParallel, regions_are_one_anothers_adjoint) {
       EXPECT_TRUE(at::equal(scatter_to_group(x, group, dim), own(x, dim)));
       EXPECT_TRUE(at::allclose(reduce_scatter_sequence(y, group, dim), own(total(y), dim), 1e-12));
     }
-    EXPECT_TRUE(copy_to_group(x, group).is_same(x));  // no gradient is asked for
+    EXPECT_TRUE(copy_to_group(x, group).is_same(x));  // No gradient is required.
     EXPECT_TRUE(at::allclose(reduce_from_group(y, group), total(y), 1e-12));
 
-    // Gradients, with a weight that differs between ranks where the result is used in split work.
+    // Gradients, with a weight that differs between ranks if split work uses the result.
     const auto grad = [&](const at::Tensor& value, const auto& function, const at::Tensor& weight) {
       auto leaf = value.detach().clone().requires_grad_();
       (function(leaf) * weight).sum().backward();
@@ -53,7 +53,7 @@ TEST(TensorParallel, regions_are_one_anothers_adjoint) {
           at::equal(grad(y, [&](auto t) { return reduce_scatter_sequence(t, group, dim); }, own(x, dim)), x));
     }
 
-    if (size == 1) {  // the very tensor
+    if (size == 1) {  // The same tensor.
       for (const auto& same :
            {reduce_from_group(x, group), gather_sequence(x, group), scatter_to_group(x, group)})
         EXPECT_TRUE(same.is_same(x));
@@ -72,7 +72,7 @@ TEST(TensorParallel, regions_are_one_anothers_adjoint) {
 TEST(TensorParallel, what_autograd_keeps_is_not_reduced_over) {
   on_every_rank([](World& world) {
     auto x = doubles(3 + world.rank(), {6}).requires_grad_();
-    const auto kept = x.tanh();  // its backward needs it
+    const auto kept = x.tanh();  // Its backward needs the result.
     reduce_from_group(kept, world.group()).sum().backward();
     EXPECT_TRUE(at::allclose(x.grad(), 1 - x.tanh().square(), 1e-12));
   });
@@ -80,7 +80,7 @@ TEST(TensorParallel, what_autograd_keeps_is_not_reduced_over) {
 
 TEST(TensorParallel, first_values_are_one_ranks_and_so_is_the_generator_after) {
   on_every_rank([](World& world) {
-    static std::mutex generator;  // ranks that are threads have one
+    static std::mutex generator;  // Ranks that are threads share one generator.
     const std::lock_guard lock(generator);
     auto group = world.group();
     const auto size = world.size(), rank = world.rank();
@@ -100,7 +100,7 @@ TEST(TensorParallel, first_values_are_one_ranks_and_so_is_the_generator_after) {
     EXPECT_TRUE(at::equal(row->bias, down->bias));
     EXPECT_TRUE(at::equal(vocab->weight, rows(table->weight)));
     EXPECT_TRUE(column->weight.is_leaf() && column->weight.requires_grad());
-    // Only the slice is held.
+    // Only the slice is in memory.
     EXPECT_EQ(column->weight.storage().nbytes(), static_cast<std::size_t>(8 * 12 / size) * sizeof(float));
     EXPECT_EQ(row->weight.storage().nbytes(), static_cast<std::size_t>(8 * 12 / size) * sizeof(float));
   });
@@ -135,7 +135,7 @@ TEST(TensorParallel, linear_layers_equal_one_ranks) {
 
         up->zero_grad();
         const auto deep = run([&](const auto& x) { return down(up(x).tanh()); });
-        if (parts == 1) {  // element by element, so that no order of features shows
+        if (parts == 1) {  // Elementwise, so the order of features does not matter.
           const auto split = run([&](const auto& x) { return row(column(x).tanh()); });
           EXPECT_TRUE(at::allclose(split.first, deep.first, 1e-12, 1e-12));
           EXPECT_TRUE(at::allclose(split.second, deep.second, 1e-12, 1e-12));
@@ -149,10 +149,9 @@ TEST(TensorParallel, linear_layers_equal_one_ranks) {
         EXPECT_TRUE(all_close(full_gradients(*gathered), gradients_of(*up), 1e-12));
         EXPECT_TRUE(all_close(full_gradients(*whole_row), gradients_of(*down), 1e-12));
       }
-    EXPECT_FALSE(
-        at::linear(doubles(35, {2, 4, 8}).requires_grad_(), doubles(36, {6, 8})).is_view());  // so that
-    // a row-parallel layer's sum needs no copy.
-    // In evaluation, and in single precision.
+    // Not a view, so a row-parallel layer's sum needs no copy.
+    EXPECT_FALSE(at::linear(doubles(35, {2, 4, 8}).requires_grad_(), doubles(36, {6, 8})).is_view());
+    // In evaluation mode, and in single precision.
     torch::NoGradGuard no_grad;
     torch::nn::Linear fc(16, 8);
     fill_parameters(*fc, 33);
@@ -183,7 +182,7 @@ TEST(TensorParallel, embeddings_equal_one_ranks_to_the_bit) {
     EXPECT_TRUE(same_bits(full_gradients(*mine), gradients_of(*one)));
     EXPECT_TRUE(same_bits(full_gradients(*sequence), gradients_of(*one)));
     for (const int wrong : {16, -1}) EXPECT_ANY_THROW(mine(at::full({2}, wrong, at::kLong))) << wrong;
-    EXPECT_TRUE(at::equal(mine(indices), expected));  // and all ranks are still together
+    EXPECT_TRUE(at::equal(mine(indices), expected));  // All ranks are still in step.
   });
 }
 
@@ -261,9 +260,9 @@ TEST(TensorParallel, sizes_that_do_not_divide_are_named) {
   on_every_rank([](World& world) {
     auto group = world.group();
     EXPECT_THAT(error_of<ConfigError>([&] { ColumnParallelLinear(4, 4, group, {.parts = 0}); }),
-                HasSubstr("parts = 0"));
+                HasSubstr("expected parts of at least 1, got 0"));
     EXPECT_THAT(error_of<ConfigError>([&] { VocabParallelEmbedding(8, 4, group, {.padding_idx = 8}); }),
-                HasSubstr("padding_idx = 8"));
+                HasSubstr("expected padding_idx from 0 to 7, got 8"));
     if (world.size() == 1) return;
     EXPECT_THAT(error_of<ConfigError>([&] { ColumnParallelLinear(4, 7, group); }),
                 AllOf(HasSubstr("7 output features"), HasSubstr(fmt::format("{} ranks", world.size()))));
@@ -275,7 +274,8 @@ TEST(TensorParallel, sizes_that_do_not_divide_are_named) {
 }
 
 TEST(TensorParallel, a_rank_that_throws_between_layers_ends_the_others_wait) {
-  if (!ranks_are_threads() || num_ranks() == 1) return;  // as threads, the runner tells the others
+  // Only as threads: the runner then stops the other ranks.
+  if (!ranks_are_threads() || num_ranks() == 1) return;
   const int last = num_ranks() - 1;
   std::atomic<int> told = 0;
   const auto error = error_of<std::logic_error>([&] {

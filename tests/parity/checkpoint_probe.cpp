@@ -1,8 +1,9 @@
 // The C++ side of tests/parity/checkpoint_test.py.
 //
-//   checkpoint_probe write FILE RAW    trains a little, saves it all to FILE, and the parameters' bytes to
-//   RAW checkpoint_probe read FILE RAW     loads the model from FILE, which Python wrote, and writes its
-//   bytes to RAW
+//   checkpoint_probe write FILE RAW   trains a little, saves everything to FILE and the parameters' bytes to
+// RAW
+//   checkpoint_probe read FILE RAW    loads the model from FILE, which Python wrote, and writes its bytes to
+// RAW
 #include <fstream>
 #include <iostream>
 

@@ -1,4 +1,4 @@
-"""Checkpoints and Python's safetensors read each other's files.
+"""Check that Lockstep's checkpoints and Python's safetensors can read each other's files.
 
 usage: checkpoint_test.py CHECKPOINT_PROBE
 """
@@ -58,7 +58,7 @@ def main():
         check(raw(loaded) == read(bytes_file), "the bytes that C++ has in memory")
         with safetensors.safe_open(ours, framework="pt") as opened:
             metadata = opened.metadata()
-        check(metadata["format"] == "pt", "transformers refuses files whose metadata do not name PyTorch")
+        check(metadata["format"] == "pt", "transformers rejects files whose metadata does not name PyTorch")
         manifest = json.loads(metadata["lockstep"])
         check(manifest["values"] == {"epoch": 3, "note": "from C++"}, f"the values: {manifest['values']}")
         check(manifest["optimizer"]["kind"] == "AdamW", "the optimizer's kind")
@@ -67,7 +67,7 @@ def main():
         check(group["parameters"] == [name for name, _ in loaded.named_parameters()], "its parameters")
         check(manifest["optimizer"]["counts"]["0.weight"] == {"step": 3}, "its steps")
         check(manifest["states"]["scheduler"][0]["last_epoch"] == 3, "the scheduler's state")
-        # The state goes into Python's optimizer, and the generator's state into Python's generator.
+        # Load the state into Python's optimizer, and the generator's state into Python's generator.
         optimizer = torch.optim.AdamW(loaded.parameters(), lr=0.1)
         for p, (name, _) in zip(loaded.parameters(), loaded.named_parameters()):
             optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": tensors[f"optimizer/{name}/exp_avg"],
@@ -91,7 +91,7 @@ def main():
             file.write(read(theirs)[:-1])
         refused = subprocess.run([probe, "read", damaged, bytes_file], capture_output=True, text=True, timeout=200)
         check(refused.returncode != 0 and damaged in refused.stderr, f"a damaged file is named: {refused.stderr[-300:]}")
-    print("each reads what the other wrote")
+    print("both read each other's files")
 
 
 def raw_by_name(tensors):

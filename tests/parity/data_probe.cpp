@@ -1,5 +1,4 @@
-// Does what data_test.py asks for on standard input, one case a line, and answers each with a line of
-// numbers.
+// Answers data_test.py: reads one case per line from standard input and prints a line of numbers for each.
 #include <algorithm>
 #include <iostream>
 #include <map>
@@ -16,7 +15,7 @@ namespace {
 
 using Numbers = std::vector<std::int64_t>;
 
-// "key=value ..." of a line.
+// The "key=value ..." fields of a line.
 class Case {
  public:
   explicit Case(const std::string& line) {
@@ -35,7 +34,7 @@ class Case {
     for (std::string part; std::getline(in, part, ',');) found.push_back(static_cast<T>(std::stod(part)));
     return found;
   }
-  // key=-1: none
+  // key=-1: no generator.
   std::optional<at::Generator> generator(const std::string& key) const {
     if (number(key) < 0) return std::nullopt;
     return at::make_generator<at::CPUGeneratorImpl>(static_cast<std::uint64_t>(number(key)));
@@ -68,7 +67,7 @@ Numbers sampled(Sampler& sampler, const Case& c, const std::optional<at::Generat
   return out;
 }
 
-// Each batch: its size, its samples.
+// The size and the samples of each batch.
 template <typename Loader>
 void append_batches(Numbers& out, Loader& loader, std::int64_t most) {
   for (auto& [x, y] : loader) {
@@ -100,7 +99,7 @@ Numbers loaded(const Case& c) {
   return out;
 }
 
-// What a rank of a job does.
+// Runs as one rank of a job.
 Numbers shared(const Case& c) {
   const auto size = c.number("size");
   const auto y = at::arange(size, at::kLong);
@@ -118,7 +117,7 @@ Numbers shared(const Case& c) {
   return out;
 }
 
-// Two iterators, advanced in turns.
+// Two iterators, advanced alternately.
 Numbers interleaved(const Case& c) {
   const auto y = at::arange(c.number("size"), at::kLong);
   DataLoader loader(TensorDataset{y}, {.batch_size = c.number("batch"), .shuffle = true});
@@ -141,7 +140,7 @@ Numbers answer(const Case& c) {
     append_pass(out, sampler, static_cast<std::size_t>(c.number("batch")));
     return out;
   }
-  if (c.kind == "npy") {  // dtype, shape, bytes in C order
+  if (c.kind == "npy") {  // Prints dtype, shape, and bytes in C order.
     const auto tensor = read_npy(c.text("path"));
     Numbers out = {static_cast<std::int64_t>(tensor.scalar_type()), tensor.dim()};
     out.insert(out.end(), tensor.sizes().begin(), tensor.sizes().end());

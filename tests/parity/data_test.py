@@ -1,5 +1,5 @@
-"""Lockstep's samplers, DataLoader, random_split and .npy files beside PyTorch's and NumPy's: the same indices in the same
-batches, and the same draws from the generators, which the numbers drawn afterwards show.
+"""Compare Lockstep's samplers, DataLoader, random_split and .npy files with PyTorch's and NumPy's: the same indices in the same
+batches, and the same draws from the generators, as numbers drawn afterwards show.
 
 usage: data_test.py PROBE
 """
@@ -27,7 +27,7 @@ def draws(*generators):
 
 
 def both(g):
-    """The default generator, and the one that was given."""
+    """Return the default generator and the given one."""
     return draws(None, g) if g is not None else draws(None)
 
 
@@ -127,7 +127,7 @@ def cases(folder):
         for rank in {0, ranks // 2, ranks - 1}:
             yield "distributed", dict(size=size, ranks=ranks, rank=rank, seed=rng.choice([0, 1, 42, -3, 2**40]), epoch=rng.choice([0, 1, 9]),
                                       shuffle=shuffle, drop_last=drop_last, batch=rng.choice([1, 3, 32]))
-    # Python's randperm takes another way from about this size on.
+    # Python's randperm uses another algorithm from about this size on.
     for size in (29999, 30001, 100003):
         yield "distributed", dict(size=size, ranks=3, rank=1, seed=5, epoch=2, shuffle=1, drop_last=0, batch=32)
     for seed, g, size, replacement in itertools.product([0, 3], [-1, 11], [1, 10, 64, 33], [0, 1]):

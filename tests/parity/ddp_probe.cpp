@@ -1,4 +1,4 @@
-// Trains under DistributedDataParallel as ddp_test.py does, and writes rank 0's parameters as raw floats.
+// Trains under DistributedDataParallel like ddp_test.py, and writes rank 0's parameters as raw floats.
 //
 //   lockstep run -n 2 ddp_probe OPTIMIZER SEED STEPS FILE
 #include <fstream>
@@ -16,7 +16,7 @@ MULTICALL_MAIN(ddp_probe) {
   const int seed = std::stoi(argv[2]), steps = std::stoi(argv[3]);
   auto world = lockstep::World::from_environment();
   torch::manual_seed(seed);
-  // One by one: the arguments of a call are made in any order, and draw random numbers.
+  // One by one, because arguments of a call may be evaluated in any order, and these draw random numbers.
   torch::nn::Sequential model;
   model->push_back(torch::nn::Linear(12, 32));
   model->push_back(torch::nn::Tanh());

@@ -1,5 +1,5 @@
-"""PyTorch's DistributedDataParallel (the wheel, gloo) and ours, on the same seeds: with 2 ranks the same bits, with 4 within
-1e-6 of the largest weight after 100 steps, because gloo adds four numbers in another order.
+"""Compare PyTorch's DistributedDataParallel (the wheel, with gloo) and Lockstep's from the same seeds: the same bits with 2 ranks; within
+1e-6 of the largest weight after 100 steps with 4, because gloo adds four numbers in another order.
 
 usage: ddp_test.py --lockstep PROGRAM --probe PROGRAM
 """
@@ -37,7 +37,7 @@ def rank_main(kind, seed, steps, path):
                 values = parameter.detach().flatten().tolist()
                 file.write(struct.pack(f"{len(values)}f", *values))
     dist.barrier()
-    os._exit(0)  # PyTorch's own end aborts now and then ("terminate called without an active exception")
+    os._exit(0)  # PyTorch sometimes aborts at exit ("terminate called without an active exception").
 
 
 def torch_run(ranks, *arguments):

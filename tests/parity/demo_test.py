@@ -1,4 +1,4 @@
-"""`./dev demo` prints what README.md shows of it, up to the numbers; and PyTorch's DDP comes to the losses of ours.
+"""Check that `./dev demo` prints what README.md shows, except for numbers, and that PyTorch's DDP reaches the same losses.
 
 usage: demo_test.py COMPARE.PY README.MD BIN DATA
 """
@@ -10,12 +10,12 @@ import sys
 
 compare, readme, binaries, data = sys.argv[1:]
 if not os.path.exists(os.path.join(data, "labels.npy")):
-    print("skipped: the digits were not fetched (./dev build does that)")
+    print("skipped: the digits were not fetched; run ./dev build")
     sys.exit(77)
 
 
 def form(text):
-    """Without what differs from run to run: numbers and how wide they are."""
+    """Strip what differs between runs: numbers and their widths."""
     text = re.sub(r"weights \w+", "weights #", text)
     return [line if line == "..." else re.sub(r" +", " ", re.sub(r"[0-9.]+", "#", line)).strip() for line in text.strip().splitlines()]
 
@@ -29,7 +29,7 @@ if done.returncode != 0:
 expected, printed = form(shown), form(done.stdout)
 elided = expected.index("...")
 if expected[:elided] != printed[:elided] or expected[elided + 1:] != printed[-(len(expected) - elided - 1):]:
-    sys.exit(f"failed: README.md shows\n{shown}")
+    sys.exit(f"failed: the output differs from README.md, which shows\n{shown}")
 losses = dict(re.findall(r"^(\w+, \S+ \w+) .* s +[0-9]+ +([0-9.]+) ", done.stdout, re.M))
 apart = abs(float(losses["Lockstep, 2 ranks"]) - float(losses["PyTorch, 2 ranks"]))
 if apart > 0.002:

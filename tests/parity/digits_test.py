@@ -1,5 +1,5 @@
-"""The example 04_digits: it learns, on 1, 2 and 4 ranks, and a run that is killed with -9 at some step goes on after the launcher's
-restart and ends with the weights of the undisturbed one.
+"""Test the example 04_digits: it learns on 1, 2 and 4 ranks, and a run killed with SIGKILL resumes after the launcher's restart and
+ends with the weights of an undisturbed run.
 
 usage: digits_test.py LOCKSTEP 04_DIGITS DATA
 """
@@ -17,7 +17,7 @@ import time
 
 lockstep, digits, data = sys.argv[1:]
 if not os.path.exists(os.path.join(data, "labels.npy")):
-    print("skipped: the digits were not fetched (./dev build does that)")
+    print("skipped: the digits were not fetched; run ./dev build")
     sys.exit(77)
 
 
@@ -28,7 +28,7 @@ def command(ranks, *arguments, options=()):
 def run(ranks, *arguments):
     done = subprocess.run(command(ranks, *arguments), capture_output=True, text=True, timeout=500)
     if done.returncode != 0:
-        sys.exit(f"failed: {ranks} ranks end with {done.returncode}: {done.stderr[-2000:]}")
+        sys.exit(f"failed: {ranks} ranks exited with status {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout
 
 
@@ -42,7 +42,7 @@ for ranks in (1, 2, 4):
 
 
 def steps_in(path):
-    """The number of steps that the checkpoint holds."""
+    """Return the number of steps in the checkpoint."""
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return next(json.loads(value)["values"]["step"] for value in header["__metadata__"].values() if '"values"' in value)
@@ -60,13 +60,13 @@ with tempfile.TemporaryDirectory() as folder:
         time.sleep(random.random() * 0.3)
         ranks = [int(pid) for pid in subprocess.run(["pgrep", "-f", f"^{digits} .*{path}"], capture_output=True, text=True).stdout.split()]
         if ranks:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # It has exited in the meantime.
                 os.kill(random.choice(ranks), signal.SIGKILL)
         out, error = job.communicate(timeout=500)
         found = re.findall(r"weights (\w+)", out)
-        print(f"killed {'one of ' + str(len(ranks)) if ranks else 'nobody: it had ended'}: {found}")
+        print(f"killed {'one of ' + str(len(ranks)) if ranks else 'none: the run had finished'}: {found}")
         if job.returncode != 0 or not found or found[-1] != undisturbed:
             sys.exit(f"failed: {found} after a kill, {undisturbed} undisturbed, status {job.returncode}: {error[-2000:]}")
-        # 24 batches in each of 3 epochs: the count does not begin again after a restart.
+        # 24 batches in each of 3 epochs: the count must not restart after a failure.
         if (steps := steps_in(path)) != 72:
             sys.exit(f"failed: the last checkpoint is of step {steps}, not 72")

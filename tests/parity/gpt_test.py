@@ -1,5 +1,5 @@
-"""The example 05_gpt: 50 steps with the losses of its twin in PyTorch, and the same on every layout of 1, 2, 4 and 8 ranks; and the
-loss falls.
+"""Test the example 05_gpt: 50 steps have the losses of its PyTorch twin, on every layout of 1, 2, 4 and 8 ranks, and the loss
+falls.
 
 usage: gpt_test.py LOCKSTEP 05_GPT
 """
@@ -22,7 +22,7 @@ def check(condition, what):
 
 def lines_of(*command):
     done = subprocess.run(list(command), capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    check(done.returncode == 0, f"{command} ends with 0: {done.stderr[-2000:]}")
+    check(done.returncode == 0, f"{command} exits with status 0: {done.stderr[-2000:]}")
     return done.stdout.splitlines()
 
 
@@ -47,7 +47,7 @@ for dtype, tolerance in (("double", 1e-9), ("float", 1e-5)):
             ours = lines_of(gpt, *SMALL, "--dtype", dtype, *options, "--dump", folder)
             twin = lines_of(sys.executable, "-B", TWIN, folder)
         print(f"{dtype} {options}: {losses_in(ours)[0]} to {losses_in(ours)[-1]}, {apart(ours, twin):.2g} from PyTorch's")
-        check(apart(ours, twin) <= tolerance, f"{dtype} {options}: {apart(ours, twin)} from the twin, {tolerance} is allowed")
+        check(apart(ours, twin) <= tolerance, f"{dtype} {options}: {apart(ours, twin)} from the twin, expected at most {tolerance}")
         check(losses_in(ours)[-1] < losses_in(ours)[0] - 0.5, f"{dtype} {options}: the loss falls: {ours[0]}, {ours[-1]}")
 
 # pp, dp, tp, schedule, micro-batches.
@@ -62,14 +62,14 @@ for dtype, tolerance, layouts, options in (("double", 1e-9, LAYOUTS, ["--dropout
         several = run(pp * dp * tp, "--dtype", dtype, *options, "--pp", str(pp), "--dp", str(dp), "--tp", str(tp), "--schedule", schedule,
                       "--microbatches", str(microbatches))
         layout = f"{dtype} {options}, pp {pp} dp {dp} tp {tp} {schedule} with {microbatches}"
-        check(apart(several, one) <= tolerance, f"{layout}: {apart(several, one)} from one rank, {tolerance} is allowed")
+        check(apart(several, one) <= tolerance, f"{layout}: {apart(several, one)} from one rank, expected at most {tolerance}")
         print(f"{layout}: {apart(several, one):.2g} from one rank")
 
-for wrong, text in ((["--dp", "2"], "--pp 1 --dp 2 --tp 1 is not allowed with 1 ranks"), (["--schedule", "2f2b"], "2f2b"),
-                    (["--tp", "65536", "--pp", "65536"], "is not allowed with 1 ranks"), (["--batch", "7", "--microbatches", "2"], "cannot be divided"),
+for wrong, text in ((["--dp", "2"], "--pp 1 --dp 2 --tp 1: expected a product of 1, the number of ranks"), (["--schedule", "2f2b"], "2f2b"),
+                    (["--tp", "65536", "--pp", "65536"], "expected a product of 1, the number of ranks"), (["--batch", "7", "--microbatches", "2"], "cannot be divided"),
                     (["--heads", "5"], "cannot be divided among 5 heads"), (["--data", "/nowhere"], "/nowhere: cannot be read")):
     done = subprocess.run([gpt, *wrong], capture_output=True, text=True, timeout=200)
-    check(done.returncode == 2 and text in done.stderr and not done.stdout, f"{wrong} is refused: {done}")
+    check(done.returncode == 2 and text in done.stderr and not done.stdout, f"{wrong} is rejected: {done}")
 done = subprocess.run([lockstep, "run", "-n", "2", gpt, "--tp", "2", "--heads", "3", "--width", "36"], capture_output=True, text=True, timeout=200)
-check(done.returncode == 2 and "3 heads cannot be divided among --tp 2 ranks" in done.stderr, f"heads that do not divide are refused: {done}")
-print("the losses are those of PyTorch and of one rank")
+check(done.returncode == 2 and "3 heads cannot be divided among --tp 2 ranks" in done.stderr, f"heads that do not divide are rejected: {done}")
+print("the losses equal those of PyTorch and of one rank")

@@ -1,8 +1,8 @@
-"""examples/05_gpt in PyTorch: goes on from the weights and batches that `05_gpt --dump DIR` wrote, and prints the same lines.
+"""examples/05_gpt in PyTorch: continues from the weights and batches written by `05_gpt --dump DIR`, and prints the same lines.
 
 usage: gpt_twin.py DIR
 
-Runs in the Python that has torch. Dropout is 0: the two have other random numbers.
+Runs in the Python that has torch. Dropout is 0, because the two draw different random numbers.
 """
 
 import json
@@ -18,7 +18,7 @@ DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}
 
 
 def read_safetensors(path):
-    """The tensors by name, and the values that were saved beside them."""
+    """Return the tensors by name, and the values saved with them."""
     with open(path, "rb") as file:
         data = bytearray(file.read())
     (length,) = struct.unpack_from("<Q", data)

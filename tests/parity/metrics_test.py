@@ -1,4 +1,4 @@
-"""What World::log_metric writes, read by its readers: Python's json and csv, and TensorBoard.
+"""Check that files written by World::log_metric can be read by Python's json and csv and by TensorBoard.
 
 metrics_test.py LOCKSTEP STEPS_PROBE
 """
@@ -48,7 +48,7 @@ def from_csv(path):
                    "value": float(row["value"])}
 
 
-def strict(text):  # NaN is no JSON
+def strict(text):  # NaN is not valid JSON.
     def refuse(constant):
         raise ValueError(constant)
     return json.loads(text, parse_constant=refuse)
@@ -71,7 +71,7 @@ def test_csv_and_a_folder_as_seen_from_the_launcher(folder):
 
 
 def test_alone_and_again(folder):
-    for _ in range(2):  # the second time adds to the file
+    for _ in range(2):  # The second run appends to the file.
         run([PROBE, str(STEPS), "1", "metrics", "nan"], LOCKSTEP_METRICS=str(folder), LOCKSTEP_METRICS_FORMAT="csv")
     rows = list(from_csv(folder / "metrics.csv"))
     check(rows[:len(rows) // 2], 0)
@@ -115,7 +115,7 @@ def test_tensorboard_reads_it(folder):
         assert [event.step for event in accumulator.Scalars('rate, "of" rank')] == [1000 + s for s in range(STEPS)]
         assert accumulator.file_version == 2.0, accumulator.file_version
 
-    # As the program does it: all runs below a folder, by name.
+    # Like the TensorBoard program: all runs below a folder, by name.
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
     multiplexer = EventMultiplexer()
     multiplexer.AddRunsFromDirectory(str(folder))
@@ -134,7 +134,7 @@ def main():
             except ModuleNotFoundError as error:
                 if error.name != "tensorboard":
                     raise
-                print(f"skipped {name}: there is no tensorboard")
+                print(f"skipped {name}: tensorboard is not installed")
                 skipped = True
                 continue
         print(f"{name}: passed")

@@ -1,9 +1,10 @@
-// Gradients of a model that two ranks share, as model_parallel_test.py has them of PyTorch: a line for each
-// weight on the rank that has it, "name sum weighted-sum", and the loss.
+// Gradients of a model that two ranks share, for comparison with PyTorch's in model_parallel_test.py. Prints
+// a line for each weight on the rank that has it, "name sum weighted-sum", and the loss.
 //
 //   lockstep run -n 2 --prefix never model_parallel_probe pipeline 1f1b
-//   lockstep run -n 2 --prefix never model_parallel_probe tensor sequence      weights after a step of SGD,
-//   whole
+//   lockstep run -n 2 --prefix never model_parallel_probe tensor sequence
+//
+// With "tensor", the weights are whole, after a step of SGD.
 #include <cstdio>
 #include <string>
 

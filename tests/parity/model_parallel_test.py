@@ -1,5 +1,5 @@
-"""Pipelines of torch.distributed.pipelining and layers split by torch.distributed.tensor (the wheel, gloo), and ours, on the same
-weights and batches in double: the same gradients, weights and losses within 1e-12.
+"""Compare pipelines with torch.distributed.pipelining and split layers with torch.distributed.tensor (the wheel, with gloo), on the
+same weights and batches in double: the same gradients, weights and losses within 1e-12.
 
 usage: model_parallel_test.py --lockstep PROGRAM --probe PROGRAM
 """
@@ -120,7 +120,7 @@ def rank_main(names):
             print(name, line)
         dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # PyTorch's own end aborts now and then
+    os._exit(0)  # PyTorch sometimes aborts at exit.
 
 
 def torch_run(names):
@@ -140,11 +140,11 @@ def parse(lines):
 
 
 def pipelines():
-    """Those that this PyTorch can do itself: before 2.13 a rank with neighbouring stages sends to itself, which gloo refuses."""
+    """Return the schedules that this PyTorch supports: before 2.13 a rank with adjacent stages sends to itself, which gloo rejects."""
     version = importlib.metadata.version("torch")
     if tuple(map(int, version.split(".")[:2])) >= (2, 13):
         return list(SCHEDULES)
-    print(f"zbv and dualpipev are left out: PyTorch {version} fails at them")
+    print(f"skipping zbv and dualpipev: PyTorch {version} fails on them")
     return [name for name in SCHEDULES if name not in ("zbv", "dualpipev")]
 
 
@@ -160,7 +160,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SCHEDULES"] = folder
         expected = torch_run([*schedules, *TENSOR])
-        # What PyTorch writes is read, and passes the check.
+        # Files that PyTorch writes can be read and pass the check.
         files = sorted(pathlib.Path(folder).iterdir())
         for path in files:
             shown = json.loads(subprocess.run([options.lockstep, "schedule", "show", "--file", path, "--json"], check=True, stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Ranks of PyTorch, for tests that compare with them."""
+"""Starts ranks of PyTorch, for tests that compare with them."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ from ports import free_port  # noqa: E402
 
 
 def start_ranks(script, ranks, *arguments, **options):
-    """The script with --rank and the arguments, once for each; torch.distributed finds the others."""
+    """Start the script once per rank, with --rank and the arguments. The ranks find each other through torch.distributed."""
     port = free_port()
     return [subprocess.Popen([sys.executable, script, "--rank", *map(str, arguments)],
                              env=os.environ | {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

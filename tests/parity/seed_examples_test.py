@@ -1,4 +1,4 @@
-"""The examples print the lines of their Python originals, for the same seed.
+"""Check that the examples print the same lines as their Python originals, for the same seed.
 
 usage: seed_examples_test.py 01_DATA_PARALLEL EXPECTED.txt 02_MODEL_PARALLEL 03_DISTRIBUTED LOCKSTEP
 
@@ -54,7 +54,8 @@ def data_parallel(seed):
             print(f"Epoch [{epoch+1}/10], Step [{i+1}/{len(dataloader)}], Loss: {loss.item():.4f}")
 
 
-# The program of examples/02_model_parallel/README.md, on the CPU where there are no two GPUs; its values are printed one a line.
+# The program of examples/02_model_parallel/README.md, on the CPU if there are fewer than two GPUs. Prints one
+# value per line.
 def model_parallel(seed):
     torch.manual_seed(seed)
 
@@ -89,7 +90,7 @@ def model_parallel(seed):
         print(f"{value:.4f}")
 
 
-# The program of examples/03_distributed/README.md, as rank 0 of 2 prints it.
+# The program of examples/03_distributed/README.md; rank 0 of 2 prints.
 THIRD = """
 import os
 import sys
@@ -124,7 +125,7 @@ for epoch in range(10):
             print(f"Epoch [{epoch+1}/10], Step [{i+1}/{len(dataloader)}], Loss: {loss.item():.4f}")
 sys.stdout.flush()
 dist.barrier()
-os._exit(0)  # PyTorch's own end aborts now and then
+os._exit(0)  # PyTorch sometimes aborts at exit
 """
 
 
@@ -134,7 +135,7 @@ def distributed(seed):
                               env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
              for rank in range(2)]
     lines = [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
-    check(all(rank.returncode == 0 for rank in ranks), "PyTorch's ranks end well")
+    check(all(rank.returncode == 0 for rank in ranks), "PyTorch's ranks exit with status 0")
     return lines[0]
 
 
@@ -151,7 +152,7 @@ def run(program, *arguments):
 
 def lines_of(program, *arguments):
     done = run(program, *arguments)
-    check(done.returncode == 0, f"{arguments} ends with 0: {done.stderr}")
+    check(done.returncode == 0, f"{arguments} exits with status 0: {done.stderr}")
     return done.stdout.splitlines()
 
 
@@ -164,7 +165,7 @@ def close(ours, theirs, tolerance, what):
     check(len(ours) == len(theirs), f"{what}: {len(ours)} lines, and {len(theirs)} of the original")
     for a, b in zip(ours, theirs):
         (text_a, loss_a), (text_b, loss_b) = (re.fullmatch(r"(.*Loss: )(\S+)", line).groups() for line in (a, b))
-        # Four digits are printed: a hair apart may round to neighbours.
+        # The programs print four digits, so a tiny difference may round to neighbouring values.
         check(text_a == text_b and abs(float(loss_a) - float(loss_b)) <= tolerance + 1.001e-4, f"{what}: {a} and {b}")
 
 
@@ -180,7 +181,7 @@ with open(expected, encoding="utf-8") as file:
     close(lines_of(program, "--seed", 0), file.read().splitlines(), 0, expected)
 for wrong in (["--seed"], ["--seed", "x"], ["--devices", "banana"], ["--sede", "1"]):
     done = run(program, *wrong)
-    check(done.returncode == 2 and "usage" in done.stderr and not done.stdout, f"{wrong} is refused: {done}")
+    check(done.returncode == 2 and "usage" in done.stderr and not done.stdout, f"{wrong} is rejected: {done}")
 for seed in (0, 1, 2, 3, 7, 42, 1234, 2**31, 2**63 - 1):
     original = printed_by(model_parallel, seed)
     ours = lines_of(second, "--seed", seed)
@@ -188,12 +189,12 @@ for seed in (0, 1, 2, 3, 7, 42, 1234, 2**31, 2**63 - 1):
     check(lines_of(second, "--seed", seed, "--devices", "cpu,cpu:0") == ours, f"the second, seed {seed}, on cpu,cpu:0")
 for wrong in (["--seed"], ["--seed", "x"], ["--devices", "cpu"], ["--devices", "cpu,banana"], ["--devices", "cpu,cuda:99"], ["--sede", "1"]):
     done = run(second, *wrong)
-    check(done.returncode == 2 and "usage" in done.stderr and not done.stdout, f"{wrong} is refused: {done}")
-check("cuda:99 was given for ModelPart2Impl" in run(second, "--devices", "cpu,cuda:99").stderr, "what was given is named")
+    check(done.returncode == 2 and "usage" in done.stderr and not done.stdout, f"{wrong} is rejected: {done}")
+check("no device cuda:99 for ModelPart2Impl" in run(second, "--devices", "cpu,cuda:99").stderr, "the error names the device")
 for seed in (0, 5):
     original = distributed(seed)
     ours = lines_of(lockstep, "run", "-q", "--prefix", "never", "-n", 2, third, "--seed", seed)
     check(len(original) == 160 and ours == original, f"the third, seed {seed}: {[p for p in zip(ours, original) if p[0] != p[1]][:3]}")
 forgotten = run(lockstep, "run", "-q", "--prefix", "never", "-n", 2, third, "--forget-ddp")
-check(forgotten.returncode == 1 and "replicas are not equal: 'linear.weight' on rank 1" in forgotten.stdout, f"--forget-ddp: {forgotten}")
-print("the lines are those of the originals")
+check(forgotten.returncode == 1 and "replicas differ: 'linear.weight' on rank 1" in forgotten.stdout, f"--forget-ddp: {forgotten}")
+print("the lines equal those of the originals")

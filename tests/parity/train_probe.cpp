@@ -1,5 +1,5 @@
-// Does in C++ what tests/parity/train_test.py did in Python, for it to compare: reads DIR/cases.json and
-// DIR/in.bin, writes DIR/out.bin.
+// The C++ side of tests/parity/train_test.py: reads DIR/cases.json and DIR/in.bin, and writes its results to
+// DIR/out.bin for comparison.
 #include <fstream>
 #include <iostream>
 #include <limits>
@@ -152,7 +152,7 @@ void run_scaler(const json& each) {
 }
 
 void run_autocast(const json& each) {
-  auto parameters = read_parameters(each);  // input, weight, bias, weight
+  auto parameters = read_parameters(each);  // Input, weight, bias, weight.
   Tensor result;
   {
     lockstep::Autocast guard(at::kCPU, dtype_of(each.at("to")));

@@ -1,8 +1,8 @@
-"""Optimizers, schedules, clipping, GradScaler and autocast against PyTorch's: every bit, over many seeds.
+"""Compare optimizers, schedules, clipping, GradScaler and autocast with PyTorch's: every bit, over many seeds.
 
 usage: train_test.py TRAIN_PROBE
 
-Python makes the inputs, does the work and writes them down; train_probe does the same in C++; bytes are compared.
+Python generates the inputs and computes the expected results; train_probe computes the same in C++; the bytes are compared.
 """
 
 import json
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float32, torch.float32, torch.float64, torch.bflo
 
 
 class Cases:
-    """What the probe reads, and what it should write."""
+    """The probe's input and its expected output."""
 
     def __init__(self):
         self.cases, self.inputs, self.expected, self.ends, self.length = [], [], [], [], 0
@@ -64,19 +64,19 @@ def gradient(like, draw):
     value = torch.randn(like.shape)
     kind = draw.random()
     if kind < 0.1:
-        value *= 1e-20  # squares are denormals
+        value *= 1e-20  # So that the squares are denormals.
     elif kind < 0.15:
         value *= 1e15 if like.dtype in (torch.float32, torch.float64) else 10
     elif kind < 0.2:
         value *= 0
     elif kind < 0.23 and value.numel() > 3:
         value.view(-1)[draw.randrange(value.numel())] = draw.choice([math.inf, -math.inf, math.nan])
-    result = torch.empty_like(like)  # with the parameter's strides
+    result = torch.empty_like(like)  # Has the parameter's strides.
     return result.copy_(value.to(like.dtype)).detach()
 
 
 def tensors(cases, case, draw, steps, absent=0.1, count=None, dtypes=DTYPES):
-    """Parameters, and a function that sets the gradients of a step."""
+    """Return parameters, and a function that sets the gradients of a step."""
     chosen = draw.sample(SHAPES, count or draw.randint(2, 6))
     parameters = [parameter(shape, draw.choice(dtypes), draw) for shape in chosen]
     case["tensors"] = [describe(p) for p in parameters]
@@ -130,7 +130,7 @@ def clip_case(cases, seed):
     set_gradients(0)
     grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
     if norm_type == math.inf and len(grads) < len([p for p in parameters if p.grad is not None]):
-        case["norm_type"] = norm_type = 2.0  # the largest of nothing is not defined
+        case["norm_type"] = norm_type = 2.0  # The largest of nothing is undefined.
     if "clip_value" in case:
         torch.nn.utils.clip_grad_value_(parameters, 0.25)
     else:
@@ -219,7 +219,7 @@ def schedule_case(cases, seed):
 
 
 def same(a, b, dtype):
-    """Every bit, but all NaNs are one."""
+    """Compare every bit, but treat all NaNs as equal."""
     if a == b:
         return True
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
@@ -277,7 +277,7 @@ def main():
         if seed % 5 == 0:
             autocast_case(cases, seed)
     compare(cases, probe, {"OMP_NUM_THREADS": "1"})
-    if "ATEN_CPU_CAPABILITY" not in os.environ:  # LibTorch's other kernels
+    if "ATEN_CPU_CAPABILITY" not in os.environ:  # LibTorch's other kernels.
         for capability in ("avx2", "default"):
             subprocess.run([sys.executable, "-B", __file__, probe, "10"], check=True,
                            env={**os.environ, "ATEN_CPU_CAPABILITY": capability})

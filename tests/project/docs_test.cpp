@@ -1,4 +1,4 @@
-// What the pages say of programs is what these do.
+// Checks that programs behave as the documentation says.
 #include <fstream>
 #include <sstream>
 

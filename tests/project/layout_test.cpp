@@ -94,7 +94,7 @@ TEST(Layout, no_folder_includes_one_after_it) {
       EXPECT_LE(place(part_of(target, 1)), place(part_of(file, 1))) << file << " includes " << target;
     }
   }
-  EXPECT_GT(seen, 500);  // the pattern still finds them
+  EXPECT_GT(seen, 500);  // Guards against a broken pattern.
 }
 
 TEST(Layout, no_folder_holds_more_than_thirty_files) {
@@ -106,7 +106,7 @@ TEST(Layout, no_folder_holds_more_than_thirty_files) {
       }
 }
 
-// The parts of lockstep_plain and lockstep_launcher, as their CMakeLists.txt say.
+// Folders that their CMakeLists.txt assign to lockstep_plain or lockstep_launcher.
 TEST(Layout, plain_folders_use_no_libtorch) {
   int folders = 0;
   for (const auto& entry : fs::recursive_directory_iterator(kRoot / "lockstep")) {
@@ -172,7 +172,7 @@ TEST(Layout, the_tests_mirror_the_tree) {
   }
 }
 
-// Python's programs read their variables by other means.
+// Python programs read their variables by other means.
 TEST(Layout, every_variable_that_the_code_reads_is_documented) {
   std::string docs;
   for (const auto& entry : fs::recursive_directory_iterator(kRoot / "docs"))

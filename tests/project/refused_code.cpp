@@ -1,4 +1,4 @@
-// Code that must not compile. Behind each such line stands what the compiler must say about it.
+// Code that must not compile. A comment after each such line states the expected error.
 #include <lockstep/lockstep.h>
 #include <torch/torch.h>
 
@@ -13,16 +13,16 @@ struct PlainNet : torch::nn::Module {
 [[maybe_unused]] void data_parallel_over_processes(Group group, at::Tensor x) {
   torch::nn::ModuleList list;
   DistributedDataParallel parts(list, group);
-  parts(x);  // refused: the model has no forward(), as ModuleList, ModuleDict and ParameterList have none
+  parts(x);  // refused: the model has no forward() (ModuleList, ModuleDict and ParameterList have none)
 
   torch::nn::Linear linear(2, 2);
   DistributedDataParallel ddp(linear, group);
-  auto y = ddp->forward(x, x);  // refused: the model's forward() does not take these arguments
+  auto y = ddp->forward(x, x);  // refused: the model's forward() does not accept these arguments
   y.sum().backward();
 
   PlainNet net;
   DistributedDataParallel plain(net, group);
-  plain(x);  // refused: the model's forward() does not take these arguments
+  plain(x);  // refused: the model's forward() does not accept these arguments
   DistributedDataParallel<PlainNet>(PlainNet(), group);  // refused: use of deleted function
   plain(x, true);
 

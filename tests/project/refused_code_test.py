@@ -1,9 +1,9 @@
-"""Misuse that the compiler must refuse, in one sentence each.
+"""Check that the compiler rejects misuse with one clear error each.
 
 usage: refused_code_test.py SOURCE compile_commands.json
 
-Compiles SOURCE as the build would, once. A line that ends in "// refused: TEXT" must be the cause of one error,
-which contains TEXT; there must be no others.
+Compiles SOURCE once, with the flags of the build. Each line that ends in "// refused: TEXT" must cause one error that
+contains TEXT; there must be no other errors.
 """
 
 import json
@@ -18,7 +18,7 @@ import sys
 def main():
     source, commands = sys.argv[1:]
     entry = next(e for e in json.loads(pathlib.Path(commands).read_text()) if os.path.samefile(e["file"], source))
-    # The diagnostics are read: in English, without colours and carets.
+    # The test parses the diagnostics: in English, without colours and carets.
     plain = ["-fsyntax-only", "-fno-diagnostics-show-caret", "-fdiagnostics-color=never", "-ftemplate-backtrace-limit=0"]
     result = subprocess.run(shlex.split(entry["command"]) + plain, cwd=entry["directory"], capture_output=True,
                             text=True, env={**os.environ, "LC_ALL": "C"})
@@ -27,7 +27,8 @@ def main():
         if match := re.search(r"// refused: (.*)$", line):
             expected[number] = match[1]
 
-    # Before an error the compiler lists through which lines it came there; its own line counts where there are none.
+    # Before an error the compiler lists the lines that led to it. Without such a list, the error's own line
+    # counts.
     name = re.escape(os.path.basename(source))
     found, cause = [], None
     for line in result.stderr.splitlines():

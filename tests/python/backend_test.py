@@ -1,5 +1,5 @@
-"""init_process_group("lockstep"), with 2 processes: what PyTorch builds on it gives gloo's results, and what goes wrong is
-told.
+"""init_process_group("lockstep"), with 2 processes: PyTorch's functions give gloo's results on it, and failures are
+reported.
 
 usage: PYTHONPATH=build/python python tests/python/backend_test.py [unittest arguments]
 """
@@ -25,7 +25,8 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "faults"))
 from harness import Lateness  # noqa: E402
 
 
-# ---- what runs on every rank, on gloo and on lockstep -------------------------------------------------------------------
+# ---- runs on every rank, on gloo and on lockstep
+# ------------------------------------------------------------------------
 
 
 def model(*sizes):
@@ -207,12 +208,13 @@ def parity(rank, size):
     torch.save(results, f"{os.environ['TEST_FOLDER']}/{os.environ['TEST_BACKEND']}.{rank}")
 
 
-# ---- what runs on lockstep alone ----------------------------------------------------------------------------------------
+# ---- runs only on lockstep
+# ----------------------------------------------------------------------------------------------
 
 
 @body
 def strides(rank, size):
-    """Tensors with gaps between their elements, of which gloo makes something else."""
+    """Tensors with gaps between their elements, for which gloo gives other results."""
     def gaps():
         return torch.full((40, 60), -1.0)[:, ::2].copy_(batch(rank, 40, 30))
 
@@ -226,27 +228,27 @@ def strides(rank, size):
     for result, expected in ((sent, whole[0]), (summed, whole[0] + whole[1]), (first, whole[0]), (second, whole[1]),
                              (received, whole[1 - rank])):
         assert torch.equal(result, expected) and not result.is_contiguous()
-        assert (torch.as_strided(result, (40, 30), (60, 2), 1) == -1).all()  # what lies between is left alone
+        assert (torch.as_strided(result, (40, 30), (60, 2), 1) == -1).all()  # the gaps stay unchanged
 
 
 @body
 def operands(rank, size):
-    """What a rank can see by itself is refused, and nothing has happened: the group goes on."""
+    """Errors that a rank can detect alone are refused without side effects, and the group stays usable."""
     def ones(*sizes):
         return [torch.ones(n) for n in sizes]
 
     world = dist.group.WORLD
     for pattern, call in (
             ("room for 5", lambda: dist.all_gather(ones(5, 5), torch.ones(3))),
-            ("2 outputs are needed", lambda: dist.all_gather(ones(3), torch.ones(3))),
+            ("expected 2 outputs", lambda: dist.all_gather(ones(3), torch.ones(3))),
             ("room for 5", lambda: dist.all_gather_into_tensor(torch.ones(10), torch.ones(3))),
-            ("the output 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10))),
-            ("the output 2", lambda: dist.reduce_scatter(torch.ones(2), ones(5, 5))),
-            ("2 inputs are needed", lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [4], [4])),
-            ("2 inputs are needed", lambda: dist.all_to_all(ones(2, 2, 2), ones(2, 2, 2))),
-            ("no rank 7", lambda: dist.broadcast(torch.ones(2), src=7)),
-            ("no rank 5", lambda: dist.isend(torch.ones(2), group_dst=5, group=world)),
-            ("no rank 5", lambda: dist.irecv(torch.ones(2), group_src=5, group=world))):
+            ("the output has 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10))),
+            ("the output has 2", lambda: dist.reduce_scatter(torch.ones(2), ones(5, 5))),
+            ("expected 2 inputs", lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [4], [4])),
+            ("expected 2 inputs", lambda: dist.all_to_all(ones(2, 2, 2), ones(2, 2, 2))),
+            ("root.*got 7", lambda: dist.broadcast(torch.ones(2), src=7)),
+            ("peer, got 5", lambda: dist.isend(torch.ones(2), group_dst=5, group=world)),
+            ("peer, got 5", lambda: dist.irecv(torch.ones(2), group_src=5, group=world))):
         expect_error(pattern, call)
     dist.all_reduce(x := torch.ones(3))
     assert x[0] == 2
@@ -254,14 +256,14 @@ def operands(rank, size):
 
 @body
 def written_over(rank, size):
-    """Tensors that are input and output."""
-    for count in (4, 400_000):  # in slots, and by way of staging or in place
+    """Tensors that are both input and output."""
+    for count in (4, 400_000):  # in slots, and staged or in place
         x = torch.arange(count, dtype=torch.float32) + rank * count
         dist.all_to_all_single(expected := torch.empty(count), x)
         dist.all_to_all_single(x, x)
         assert torch.equal(x, expected)
         x = torch.arange(count, dtype=torch.float32) * (rank + 1)
-        for piece in range(size):  # the rank's own, and another's
+        for piece in range(size):  # the rank's own piece, and another's
             dist.reduce_scatter_tensor(expected := torch.empty(count // size), x)
             y = x.clone()
             dist.reduce_scatter_tensor(out := y[piece * (count // size):][:count // size], y)
@@ -275,7 +277,7 @@ def written_over(rank, size):
 
 @body
 def allocated(rank, size):
-    """Tensors in shared memory are tensors like others."""
+    """Tensors in shared memory behave like other tensors."""
     import copy
     import pickle
 
@@ -319,13 +321,13 @@ def callbacks(rank, size):
 
 @body
 def patient_callbacks(rank, size):
-    """Callbacks that wait for what comes later, on whatever thread they run."""
+    """Callbacks that wait for later operations, on whatever thread they run."""
     import threading
 
     for number, wait in enumerate((lambda work: work.wait(), lambda work: work.get_future().wait())):
         later = threading.Event()
         if rank == 1:
-            await_rank_0(rank, f"callback {number}")  # the first is not done when rank 0 has its callback
+            await_rank_0(rank, f"callback {number}")  # the first is not done when rank 0 runs its callback
         first = dist.all_reduce(torch.ones(1000), async_op=True).get_future()
         if rank == 0:
             first = first.then(lambda _: later.wait(LIMIT))
@@ -346,7 +348,7 @@ def patient_callbacks(rank, size):
 
 @body
 def loaders(rank, size):
-    """Processes that are forked meanwhile do not disturb."""
+    """Processes that are forked meanwhile do not interfere."""
     from torch.utils.data import DataLoader
 
     data = [torch.tensor(float(i)) for i in range(64)]
@@ -397,12 +399,12 @@ def mismatch(rank, size):
     x = torch.ones(3 + rank)
     expect_error(both, lambda: dist.all_reduce(x))
     assert bool((x == 1).all())
-    expect_error(both, lambda: dist.all_reduce(x))  # the group is of no use any more
+    expect_error(both, lambda: dist.all_reduce(x))  # the group cannot be used any more
 
 
 @body
 def late(rank, size):
-    patience = datetime.timedelta(milliseconds=600)  # by default half an hour
+    patience = datetime.timedelta(milliseconds=600)  # the default is half an hour
     for call in (lambda group: dist.all_reduce(torch.ones(3), group=group),
                  lambda group: dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().wait(),
                  lambda group: dist.recv(torch.ones(3), src=1, group=group)):
@@ -437,7 +439,7 @@ def again(rank, size):
     for i in range(5):
         dist.destroy_process_group()
         if rank == 0:
-            time.sleep(0.1)  # the other is there first
+            time.sleep(0.1)  # the peer arrives first
         dist.init_process_group("lockstep", store=store, rank=rank, world_size=size)
         if i % 2 == 0:
             dist.all_reduce(x := torch.ones(3))
@@ -529,7 +531,7 @@ class Backend(ranks.TestCase):
             self.check(run("no_farewell"))
 
     def test_a_group_may_take_the_place_of_one_that_is_gone(self):
-        """A store that outlives groups, as torchrun's does, keeps nothing of them that would mislead others."""
+        """A store that outlives groups, like torchrun's, keeps no keys of theirs that would mislead later groups."""
         self.check(run("again"))
 
     def test_a_backend_for_one_device_of_several(self):
@@ -539,7 +541,7 @@ class Backend(ranks.TestCase):
         self.check(run("named", prefix=from_the_start))
 
     def test_under_pytorchs_own_checks(self):
-        # torch reads it when it is imported.
+        # torch reads the variable when it is imported.
         self.check(run("detail", prefix=from_the_start, TORCH_DISTRIBUTED_DEBUG="DETAIL"))
 
     def test_ranks_on_two_hosts_are_told(self):
@@ -548,7 +550,7 @@ class Backend(ranks.TestCase):
             self.skipTest("namespaces cannot be made here")
         for status, output in run("nothing", prefix=lambda rank: apart if rank else []):
             self.assertNotEqual(status, 0)
-            self.assertRegex(output, r"(?s)connects processes that share memory.*rank 0: host.*rank 1: host")
+            self.assertRegex(output, r"(?s)connects processes through shared memory.*rank 0: host.*rank 1: host")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 usage: PYTHONPATH=build/python python tests/python/docs_test.py PAGE [--frameworks [--install FOLDER]]
 
-Blocks that import a framework run with --frameworks alone, where it is installed. --install makes a virtual environment
-with all of them in FOLDER, for which it needs pip's index, and runs them there.
+Blocks that import a framework run only with --frameworks, if it is installed. --install creates a virtual environment
+with all frameworks in FOLDER, which requires access to pip's index, and runs the blocks there.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def framework_of(block):
 
 
 def environment(folder):
-    """The Python of one with the frameworks, which sees this one's packages: they bring no torch of their own."""
+    """The Python of an environment with the frameworks. It sees this one's packages, because they bring no torch."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)

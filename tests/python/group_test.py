@@ -1,4 +1,4 @@
-"""init_process_group("lockstep"): what PyTorch's tools ask of a group.
+"""init_process_group("lockstep"): what PyTorch's tools require of a group.
 
 usage: PYTHONPATH=build/python python tests/python/group_test.py [unittest arguments]
 """
@@ -50,7 +50,7 @@ def timeouts(rank, size):
 
 
 def calls(rank):
-    """Some of which PyTorch's tools count the rows."""
+    """Operations whose rows PyTorch's tools count."""
     x, two = torch.ones(4), [torch.ones(4), torch.ones(4)]
     dist.all_reduce(x)
     dist.all_reduce(x, async_op=True).wait()

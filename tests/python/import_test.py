@@ -1,4 +1,4 @@
-"""How a program comes to the backend "lockstep": imports, paths, names of devices, and the package that pip builds.
+"""How a program loads the backend "lockstep": imports, paths, names of devices, and the package that pip builds.
 
 usage: PYTHONPATH=build/python python tests/python/import_test.py [unittest arguments]
 """
@@ -20,7 +20,7 @@ def use(name="lockstep"):
     dist.all_reduce(x := torch.ones(3))
     dist.destroy_process_group()
 """
-# Builds as setuptools before 70.1 does in an environment without wheel.
+# Builds like setuptools before 70.1 in an environment without wheel.
 OLD_SETUPTOOLS = """
 import importlib.util, runpy, sys
 find = importlib.util.find_spec
@@ -49,7 +49,7 @@ class Import(unittest.TestCase):
         self.assertEqual(outcome[0], 0, outcome[1])
 
     def test_before_torch(self):
-        """Which imports it in turn, where that is not switched off."""
+        """torch imports the package unless that is switched off."""
         self.check(python("import torch_lockstep, torch" + ALONE + "use()"))
         self.check(python("import torch_lockstep, torch" + ALONE + "use()", TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
 
@@ -61,7 +61,7 @@ class Import(unittest.TestCase):
     def test_sources_alone_say_what_to_do(self):
         status, output = python("import torch_lockstep, torch" + ALONE + "use()", path=SOURCES)
         self.assertNotEqual(status, 0)
-        self.assertRegex(output, r"torch_lockstep is not built: .*/python/torch_lockstep has the sources alone\. Run `\./dev build`")
+        self.assertRegex(output, r"torch_lockstep is not built: .*/python/torch_lockstep has only the sources\. Run `\./dev build`")
 
     def test_devices_other_than_the_cpu_are_refused(self):
         self.check(python("import torch" + ALONE + """

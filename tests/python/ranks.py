@@ -1,4 +1,4 @@
-"""Runs functions on 2 ranks, as processes of their own, for the tests of this folder."""
+"""Runs functions on 2 ranks, as separate processes, for the tests of this folder."""
 
 import contextlib
 import json
@@ -15,8 +15,8 @@ import unittest
 import torch
 import torch.distributed as dist
 
-BODIES = {}  # what ranks run, by name
-LIMIT = 200  # seconds for all ranks of a test; less than any wait of lockstep that is not ended by what it waits for
+BODIES = {}  # functions that ranks run, by name
+LIMIT = 200  # seconds for all ranks of a test; less than any timeout of lockstep
 
 
 def body(function):
@@ -29,7 +29,7 @@ def batch(rank, *shape):
 
 
 def await_rank_0(rank, what):
-    """Rank 1 goes on when rank 0 has come here."""
+    """Rank 1 continues once rank 0 has reached this point."""
     path = os.environ["TEST_FOLDER"] + "/" + what
     if rank == 0:
         open(path, "w", encoding="utf-8").close()
@@ -61,8 +61,8 @@ SERVER = None  # a channel to the process that forks ranks
 
 
 def start_server():
-    """Forks the process that forks ranks: torch is imported already, which takes each of them seconds otherwise. A rank
-    then ends as any other Python process does. True in a rank, whose environment says what it is to do."""
+    """Forks the process that forks ranks. It has already imported torch, which would take each rank seconds. A rank then
+    ends like any other Python process. Returns True in a rank, whose environment names the function to run."""
     global SERVER
     SERVER, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
@@ -86,7 +86,7 @@ def start_server():
 
 
 def statuses_of(pids, parent):
-    """How they end, within the limit, and while this process's parent lives."""
+    """Returns how they end, within the limit and while this process's parent lives."""
     statuses = {}
     deadline = time.monotonic() + LIMIT
     while len(statuses) < len(pids):
@@ -127,7 +127,7 @@ def run_fresh(environments, prefix):
 
 
 def run(name, backend="lockstep", folder=None, prefix=None, **environment):
-    """[(exit status, output)] of 2 ranks. With a prefix for their commands, they are Python processes of their own."""
+    """Returns [(exit status, output)] of 2 ranks. With a prefix for their commands they are new Python processes."""
     with contextlib.ExitStack() as stack:
         folder = folder or stack.enter_context(tempfile.TemporaryDirectory())
         environments = [{"TEST_BODY": name, "TEST_BACKEND": backend, "RANK": str(rank), "WORLD_SIZE": "2", "TEST_FOLDER": folder,
@@ -150,7 +150,7 @@ class TestCase(unittest.TestCase):
 
 
 def main():
-    """Of a file with tests: runs them, or is one of their ranks."""
+    """The main function of a file with tests: runs them, or runs as one of their ranks."""
     if "TEST_BODY" in os.environ or start_server():
         rank_main()
     else:

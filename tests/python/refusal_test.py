@@ -1,4 +1,4 @@
-"""init_process_group("lockstep"): calls that a rank refuses, and those that it takes although gloo does not.
+"""init_process_group("lockstep"): calls that a rank refuses, and calls that it accepts although gloo does not.
 
 usage: PYTHONPATH=build/python python tests/python/refusal_test.py [unittest arguments]
 """
@@ -14,7 +14,7 @@ from ranks import batch, body, expect_error, run
 
 @body
 def averages(rank, size):
-    """Of integers: what NCCL does, the sum divided and truncated toward zero."""
+    """Averages of integers: as in NCCL, the sum is divided and truncated toward zero."""
     for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
         for count in (1, 300_000):  # in slots, and staged
             values = torch.tensor([7, -7, -1] * count, dtype=dtype)
@@ -31,7 +31,7 @@ def averages(rank, size):
 
 @body
 def advice(rank, size):
-    """Refusals name the backend, and say what to do."""
+    """Refusals name the backend and the remedy."""
     expanded, ones = torch.ones(1).expand(4), torch.ones(4)
     for pattern, call in (
             (r"avg of bool is not defined: .*tensor\.float\(\)", lambda: dist.all_reduce(ones.bool(), op=dist.ReduceOp.AVG)),
@@ -47,7 +47,7 @@ def advice(rank, size):
 
 @body
 def by_one_rank(rank, size):
-    """The others get the refusal, and the group lives."""
+    """The peers get the refusal, and the group stays usable."""
     bad = rank == 1
     expanded, ones = torch.ones(1).expand(4), torch.ones(4)
     mine = expanded if bad else ones  # a result cannot be written there
@@ -59,12 +59,12 @@ def by_one_rank(rank, size):
             (r"broadcast: .*clone\(\)", lambda: dist.broadcast(mine, src=0)),
             (r"reduce: .*clone\(\)", lambda: dist.reduce(mine, dst=0)),
             ("all_gather: .*room for 5", lambda: dist.all_gather([torch.ones(5 if bad else 4) for _ in range(2)], ones)),
-            ("reduce_scatter: .*output 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10 if bad else 4))),
-            ("all_to_all: 2 inputs", lambda: dist.all_to_all_single(ones, ones.clone(), None, [4] if bad else [2, 2])),
+            ("reduce_scatter: .*output has 2", lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(10 if bad else 4))),
+            ("all_to_all: expected 2 inputs", lambda: dist.all_to_all_single(ones, ones.clone(), None, [4] if bad else [2, 2])),
             ("all_reduce: .*only be summed", lambda: dist.all_reduce(sparse, op=dist.ReduceOp.MAX if bad else dist.ReduceOp.SUM)),
-            # Others of the same call: the rank that refuses one takes part in the rest.
+            # Other operations of the same call: the rank that refuses one takes part in the rest.
             (r"all_reduce: .*clone\(\)", lambda: dist.all_reduce_coalesced([ones.clone(), mine, ones.clone()])),
-            # It refuses what the others do not even call.
+            # It refuses a collective that its peers do not call.
             (r"all_reduce: .*clone\(\)", lambda: dist.all_reduce(mine) if bad else dist.barrier())):
         ones.fill_(1)
         expect_error(f"^lockstep: rank 1 refused {pattern}", call)
@@ -84,7 +84,7 @@ def by_one_rank(rank, size):
 
 @body
 def and_ends(rank, size):
-    """A rank that refuses, destroys the group and ends keeps nobody waiting."""
+    """A rank that refuses, destroys the group and ends does not block its peers."""
     if rank == 1:
         expect_error("refused", lambda: dist.all_reduce(torch.ones(1).expand(4)))
     else:
@@ -93,19 +93,19 @@ def and_ends(rank, size):
 
 @body
 def shorter_messages(rank, size):
-    """A message may be shorter than the tensor that receives it: it fills the first part, as with gloo."""
+    """A message may be shorter than the tensor that receives it: it fills the first part, like with gloo."""
     lockstep = os.environ["TEST_BACKEND"] == "lockstep"
     other = 1 - rank
     for count in (0, 3, 100_000):
         room = torch.full((count + 5,), -1.0)
-        gaps = torch.full((count + 5, 2), -1.0)[:, 0]  # gloo wants memory without gaps
+        gaps = torch.full((count + 5, 2), -1.0)[:, 0]  # gloo requires memory without gaps
         grid = torch.full((2, count + 1), -1.0)  # of another shape
         for receive in (room, gaps, grid) if lockstep else (room, grid):
             for early in (False, True):
                 receive.fill_(-1)
                 if rank == 0:
                     if not early:
-                        dist.barrier()  # the receive comes first, or the message
+                        dist.barrier()  # receive first, or message first
                     work = dist.isend(batch(count, count), dst=1)
                     if early:
                         dist.barrier()
@@ -122,7 +122,7 @@ def shorter_messages(rank, size):
                     assert torch.equal(flat[:count], batch(count, count)) and (flat[count:] == -1).all(), (count, flat)
     if not lockstep:
         return
-    # Longer ones, and those of another dtype, are errors on both sides, and the group lives.
+    # Longer ones, and those of another dtype, are errors on both sides, and the group stays usable.
     for pattern, sent, received in ((r"differ in size: .*\[5\].*\[4\]", torch.ones(5), torch.zeros(4)),
                                     ("differ in dtype", torch.ones(3, dtype=torch.int64), torch.zeros(4))):
         expect_error(pattern, lambda: dist.send(sent, dst=other) if rank else dist.recv(received, src=other))

@@ -1,4 +1,4 @@
-// Pipeline schedules: what they promise, and what is said of those that are wrong.
+// Pipeline schedules: their published properties, and the errors for invalid ones.
 #include <lockstep/schedule/schedule.h>
 
 #include <random>
@@ -15,7 +15,7 @@ using enum PipelineOp;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// "0F0 0F1 | 1F0": ranks apart.
+// "0F0 0F1 | 1F0": '|' separates ranks.
 PipelineSchedule read(std::string text) {
   for (char& letter : text) letter = letter == ' ' ? ',' : letter == '|' ? '\n' : letter;
   return schedule_from_csv(text, "given");
@@ -54,7 +54,7 @@ TEST(Schedule, idles_as_much_as_was_published) {
         EXPECT_NEAR(run("zbv", p, m).bubble, idle / (6 * m + idle), 1e-12) << p << " " << m;
         EXPECT_NEAR(run("zbv", p, m).bubble_inside, 0, 1e-12) << p << " " << m;
       }
-      // v stages a rank: the idle time is that of one stage of them.
+      // With v stages per rank, the idle time is that of one of the stages.
       if (m % p == 0) {
         EXPECT_NEAR(run("interleaved1f1b", p, m, 2).bubble, idle / (2 * m + idle), 1e-12) << p << " " << m;
       }
@@ -116,16 +116,16 @@ TEST(Schedule, takes_the_time_that_its_actions_take) {
 
 TEST(Schedule, a_wrong_one_is_refused_with_the_actions_that_disagree) {
   EXPECT_NO_THROW(check_schedule(read("0F0 0F1 0B0 0B1|1F0 1B0 1F1 1B1")));
-  EXPECT_THAT(problem_of("0F0 0F1 0B0 0B1|1F0 1B0 1B1"), HasSubstr("lacks 1F1, which rank 1 has to do"));
+  EXPECT_THAT(problem_of("0F0 0F1 0B0 0B1|1F0 1B0 1B1"), HasSubstr("lacks 1F1 on rank 1"));
   EXPECT_THAT(problem_of("0F0 0F1 0B0 0B1|1F0 1F1 1F1 1B0 1B1"),
-              HasSubstr("1F1 stands twice, as action 2 of rank 1 and as action 3 of rank 1"));
+              HasSubstr("1F1 appears twice, as action 2 of rank 1 and as action 3 of rank 1"));
   EXPECT_THAT(problem_of("0F0 0F1 0B0 0B1|1B0 1F0 1F1 1B1"),
               HasSubstr("1B0, action 1 of rank 1, comes before 1F0, action 2 of rank 1, which it needs"));
   EXPECT_THAT(problem_of("0F0 0B0 0F1 0B1|1F0 1F1 1B0 1B1"),
-              AllOf(HasSubstr("waits for ever"), HasSubstr("rank 0 waits in 0B0 for 1B0, action 3 of rank 1"),
+              AllOf(HasSubstr("deadlocks"), HasSubstr("rank 0 waits in 0B0 for 1B0, action 3 of rank 1"),
                     HasSubstr("rank 1 waits in 1F1 for 0F1, action 3 of rank 0")));
   EXPECT_THAT(problem_of("0F0 0B0 0I0 0W0"),
-              HasSubstr("0I0, action 3 of rank 0, is a part of 0B0, action 2 of rank 0"));
+              HasSubstr("0I0, action 3 of rank 0, is part of 0B0, action 2 of rank 0"));
   EXPECT_THAT(problem_of("0F0 0I0"), HasSubstr("lacks 0W0"));
   EXPECT_THAT(problem_of("0F0 0W0 0I0"), HasSubstr("0W0, action 2 of rank 0, comes before 0I0"));
 }
@@ -136,7 +136,8 @@ TEST(Schedule, transfers_are_complete_and_between_ranks) {
   EXPECT_EQ(with_transfers(read("0F0 0B0|1F0 1B0")), read(good));
   EXPECT_THAT(error_of<ConfigError>([&] { with_transfers(read(good)); }), HasSubstr("already"));
   EXPECT_THAT(problem_of("0F0 0SEND_F0 0B0|1RECV_F0 1F0 1B0 1SEND_B0"), HasSubstr("lacks 0RECV_B0"));
-  EXPECT_THAT(problem_of("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0"), HasSubstr("is between stages of one rank"));
+  EXPECT_THAT(problem_of("0F0 0SEND_F0 1RECV_F0 1F0 1B0 0B0"),
+              HasSubstr("is a transfer between stages of one rank"));
   EXPECT_THAT(problem_of("0RECV_F0 0F0 0B0"), HasSubstr("there is no stage before it"));
   EXPECT_THAT(problem_of("0RECV_B0 0F0 0SEND_F0 0B0|1RECV_F0 1F0 1B0 1SEND_B0"),
               AllOf(HasSubstr("rank 0 waits in 0RECV_B0 for 1SEND_B0"),
@@ -151,9 +152,9 @@ TEST(Schedule, pytorchs_form_is_read) {
     EXPECT_THAT(error_of<ConfigError>([&] { schedule_from_csv(std::string("0F0,") + wrong); }),
                 AllOf(HasSubstr("line 1, cell 2"), HasSubstr(wrong)));
   EXPECT_THAT(error_of<ConfigError>([] { schedule_from_csv("0F0\n0B0"); }),
-              HasSubstr("stage 0 is on line 1 too"));
+              HasSubstr("stage 0 is also on line 1"));
   EXPECT_THAT(error_of<ConfigError>([] { schedule_from_csv("0F0\n2F0"); }),
-              HasSubstr("stage 2 and no stage 1"));
+              HasSubstr("stage 2 but no stage 1"));
   EXPECT_THAT(error_of<ConfigError>([] { schedule_from_csv("\n"); }), HasSubstr("no actions"));
 }
 
@@ -163,16 +164,16 @@ TEST(Schedule, numbers_that_it_cannot_have_are_told) {
   EXPECT_THAT(error_of<ConfigError>([] { make_schedule("1f1b", {.ranks = 0}); }), HasSubstr("0 ranks"));
   EXPECT_THAT(error_of<ConfigError>(
                   [] { make_schedule("1f1b", {.ranks = 2, .microbatches = 2, .stages_per_rank = 2}); }),
-              HasSubstr("2 stages a rank are not allowed with 1f1b: 1 is"));
+              HasSubstr("'1f1b': expected 1 stage per rank, got 2"));
   EXPECT_THAT(
       error_of<ConfigError>([] { make_schedule("interleaved1f1b", {.ranks = 2, .microbatches = 5}); }),
       HasSubstr("2 rounds"));
   EXPECT_THAT(error_of<ConfigError>([] { make_schedule("dualpipev", {.ranks = 4, .microbatches = 7}); }),
-              HasSubstr("8 or more are allowed"));
+              HasSubstr("expected at least 8 micro-batches on 4 ranks, got 7"));
 }
 
 TEST(Schedule, is_simulated_with_measured_times) {
-  // Two ranks, one micro-batch: what one does the other waits for.
+  // Two ranks, one micro-batch: each rank waits while the other computes.
   const auto schedule = make_schedule("gpipe", {.ranks = 2, .microbatches = 1});
   const auto run = replay_schedule(schedule, {{2, 5}, {3, 4}});
   EXPECT_DOUBLE_EQ(run.makespan, 14);

@@ -24,7 +24,7 @@ namespace {
 constexpr const char* kAllowed =
     "auto, shm, shm+gloo, shm+mpi, gloo, mpi, nccl, cuda_ipc, or a list by device such as cpu:gloo,cuda:nccl";
 
-// Resolved for each group, when the hosts of its ranks are known.
+// Resolved for each group, once the hosts of its ranks are known.
 constexpr const char* kAuto = "auto";
 constexpr std::array kOfCpu = {"shm", "gloo", "mpi", "shm+gloo", "shm+mpi"};
 constexpr std::array kOfCuda = {"nccl", "cuda_ipc"};
@@ -38,10 +38,11 @@ void check_name(const std::string& whole, const std::string& name, bool threads)
   if (threads) {
     if (name == "threads") return;
     throw ConfigError(fmt::format(
-        "backend '{}' is not allowed where ranks are threads of one process: auto or threads is", whole));
+        "backend '{}' does not work with ranks that are threads of one process; expected auto or threads",
+        whole));
   }
   if (!is_one_of(kOfCuda, name) && !is_one_of(kOfCpu, name))
-    throw ConfigError(fmt::format("backend '{}' is not known: {} is", whole, kAllowed));
+    throw ConfigError(fmt::format("unknown backend '{}'; expected {}", whole, kAllowed));
 }
 
 Backends parse(const std::string& text, bool threads) {
@@ -59,10 +60,10 @@ Backends parse(const std::string& text, bool threads) {
                name = colon == std::string::npos ? "" : entry.substr(colon + 1);
     const bool cuda = device == "cuda";
     if ((!cuda && device != "cpu") || name.empty() || backends.contains(cuda ? at::kCUDA : at::kCPU))
-      throw ConfigError(fmt::format("backend '{}' is not allowed: {} is", text, kAllowed));
+      throw ConfigError(fmt::format("invalid backend '{}'; expected {}", text, kAllowed));
     check_name(text, name, threads);
     if (name != kAuto && cuda != is_one_of(kOfCuda, name))
-      throw ConfigError(fmt::format("backend '{}' is not allowed: {} serve cuda, {} serve cpu", text,
+      throw ConfigError(fmt::format("invalid backend '{}': for cuda use one of {}; for cpu one of {}", text,
                                     fmt::join(kOfCuda, ", "), fmt::join(kOfCpu, ", ")));
     backends[cuda ? at::kCUDA : at::kCPU] = name;
     start = end + 1;
@@ -80,19 +81,19 @@ bool on_one_host(const std::vector<int>& nodes) {
   return std::all_of(nodes.begin(), nodes.end(), [&](int node) { return node == nodes[0]; });
 }
 
-// Null: none.
+// Null if none serves CUDA.
 const char* choose_for_cuda(const Identity& identity, const std::vector<int>& nodes) {
   const auto devices = static_cast<int>(torch::cuda::device_count());
   const int ranks = identity.local_size.value_or(1);
   if (devices == 0) return nullptr;
   if (identity.size == 1) return "local";
-  // A launcher may show each rank one GPU, its own: how many there are says little.
+  // A launcher may show each rank only its own GPU, so the number of visible GPUs proves little.
   if (on_one_host(nodes) && cuda_ipc_available()) return kAuto;
   if (devices >= ranks && nccl_available()) return "nccl";
   log(LogLevel::warn,
-      "{} ranks on this host see {} GPUs; NCCL refuses to share one, and cuda_ipc {}: CUDA tensors cannot be "
-      "sent. Where each rank sees one of its own, LOCKSTEP_BACKEND=cpu:auto,cuda:nccl asks for NCCL",
-      ranks, devices, cuda_ipc_available() ? "serves the ranks of one host" : "is not in this build");
+      "{} ranks on this host see {} GPUs. NCCL cannot share a GPU between ranks, and cuda_ipc {}, so CUDA "
+      "tensors cannot be sent. If each rank sees its own GPU, set LOCKSTEP_BACKEND=cpu:auto,cuda:nccl",
+      ranks, devices, cuda_ipc_available() ? "works within one host only" : "is not in this build");
   return nullptr;
 }
 
@@ -118,7 +119,7 @@ std::optional<int> choose_device(const Backends& backends, const Identity& ident
   if (cuda == backends.end()) return std::nullopt;
   const int rank = identity.local_rank.value_or(0);
   const auto devices = std::max(1, static_cast<int>(torch::cuda::device_count()));
-  // The only one that a rank sees is its own; of several NCCL needs one for each.
+  // If a rank sees only one GPU, that one is its own. If it sees several, NCCL requires one per rank.
   if (cuda->second == "nccl" && devices > 1) return rank;
   return rank % devices;
 }
@@ -126,7 +127,7 @@ std::optional<int> choose_device(const Backends& backends, const Identity& ident
 std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout) {
   using std::chrono::milliseconds;
   if (timeout <= milliseconds(0))
-    throw ConfigError(fmt::format("a timeout of {} ms is not allowed: above 0 is", timeout.count()));
+    throw ConfigError(fmt::format("timeout: expected more than 0 ms, got {} ms", timeout.count()));
   return std::min<milliseconds>(timeout, std::chrono::hours(30 * 24));
 }
 
@@ -135,9 +136,8 @@ std::vector<int> choose_nodes(std::vector<int> found) {
   if (!text) return found;
   auto refuse = [&](const std::string& why) {
     return ConfigError(
-        fmt::format("LOCKSTEP_NODES={} is not allowed: {}; a number for each rank is, such as 0,0,1,1, of "
-                    "which those with "
-                    "the same share a host",
+        fmt::format("invalid LOCKSTEP_NODES={}: {}; expected a number for each rank, such as 0,0,1,1, where "
+                    "ranks with the same number share a host",
                     *text, why));
   };
   std::vector<int> nodes;
@@ -146,11 +146,11 @@ std::vector<int> choose_nodes(std::vector<int> found) {
     int node = -1;
     const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), node);
     if (error != std::errc() || end != word.data() + word.size() || node < 0)
-      throw refuse(fmt::format("'{}' is no number from 0", word));
+      throw refuse(fmt::format("'{}' is not a number of 0 or more", word));
     nodes.push_back(node);
   }
   if (nodes.size() != found.size())
-    throw refuse(fmt::format("it has {} numbers and the job {} ranks", nodes.size(), found.size()));
+    throw refuse(fmt::format("it has {} numbers, but the job has {} ranks", nodes.size(), found.size()));
   for (std::size_t a = 0; a < nodes.size(); ++a)
     for (std::size_t b = 0; b < a; ++b)
       if (nodes[a] == nodes[b] && found[a] != found[b])
@@ -160,17 +160,17 @@ std::vector<int> choose_nodes(std::vector<int> found) {
 
 namespace {
 
-constexpr const char* kNoGpu = "none";  // or none that this build can tell from others
+constexpr const char* kNoGpu = "none";  // also if this build cannot identify GPUs
 
-// Of the world, whichever group is made.
+// The world's store, for every group.
 c10::intrusive_ptr<c10d::Store> whole_store(const TransportContext& context) {
   auto* prefixed = dynamic_cast<c10d::PrefixStore*>(context.store.get());
   return prefixed ? prefixed->getUnderlyingNonPrefixStore() : context.store;
 }
 std::string gpu_key(int rank) { return fmt::format("gpu/{}", rank); }
 
-// Every rank says which GPU it has when it makes its first group, that of all ranks, whatever it knows of
-// GPUs itself: others may look.
+// Every rank publishes its GPU when it makes its first group, that of all ranks, even if it sees no GPU: its
+// peers may read it.
 void announce_gpu(const TransportContext& context) {
   const bool has_one = context.device_index < static_cast<int>(torch::cuda::device_count());
   const auto gpu = has_one ? gpu_of(context.device_index) : std::string();
@@ -184,7 +184,7 @@ std::vector<std::string> gpus_of_all(const TransportContext& context) {
   return gpus;
 }
 
-// What serves CUDA tensors is the same for all groups of a world, and decided by which GPUs its ranks have.
+// The engine for CUDA tensors is the same for all groups of a world and depends on which GPUs its ranks have.
 std::string resolve_by_gpus(const std::string& name, const TransportContext& context) {
   if ((name != kAuto && name != "nccl") || context.world_size == 1) return name;
   const auto gpus = gpus_of_all(context);
@@ -192,26 +192,25 @@ std::string resolve_by_gpus(const std::string& name, const TransportContext& con
     for (std::size_t b = a + 1; b < gpus.size(); ++b) {
       if (gpus[a] != gpus[b] || gpus[a] == kNoGpu) continue;
       if (name == kAuto) return "cuda_ipc";
-      throw ConfigError(
-          fmt::format("backend 'nccl' needs a GPU of its own for each rank: ranks {} and {} both have {}; "
-                      "cuda_ipc is allowed where the ranks of one host share GPUs",
-                      a, b, gpus[a]));
+      throw ConfigError(fmt::format(
+          "backend 'nccl' requires a separate GPU for each rank, but ranks {} and {} both have {}; "
+          "use cuda_ipc if ranks of one host share GPUs",
+          a, b, gpus[a]));
     }
   return name == kAuto && !nccl_available() ? "cuda_ipc" : "nccl";
 }
 
-// What serves this group.
+// The engine that serves this group.
 std::string resolve(const std::string& name, const TransportContext& context) {
   if (on_one_host(context.nodes)) return name == kAuto || name.starts_with("shm+") ? "shm" : name;
   if (name == "shm")
     throw ConfigError(
-        "backend 'shm' is not allowed: the group's ranks are on several hosts; auto, shm+gloo, shm+mpi, gloo "
-        "or mpi is");
+        "backend 'shm' works within one host, but the group's ranks are on several hosts; use auto, "
+        "shm+gloo, shm+mpi, gloo or mpi");
   if (name == "cuda_ipc")
     throw ConfigError(
-        "backend 'cuda_ipc' is not allowed: the group's ranks are on several hosts; nccl is, where each rank "
-        "has "
-        "a GPU");
+        "backend 'cuda_ipc' works within one host, but the group's ranks are on several hosts; use nccl, "
+        "which requires a GPU for each rank");
   return name == kAuto ? "shm+gloo" : name;
 }
 

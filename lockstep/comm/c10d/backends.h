@@ -1,4 +1,4 @@
-// Which engine serves which device.
+// Chooses the engine for each device.
 #pragma once
 
 #include <map>
@@ -14,14 +14,15 @@ namespace lockstep::detail {
 class ThreadsJob;
 using Backends = std::map<at::DeviceType, std::string>;
 
-// "auto", a name, or "cpu:gloo,cuda:nccl"; ConfigError names what is allowed.
+// Throws ConfigError, listing the valid names, unless text is "auto", a backend's name, or
+// "cpu:gloo,cuda:nccl".
 void check_backend_text(const std::string& text, bool threads);
-// The same, resolved for this host's devices. Which serves the CPU may depend on a group's hosts.
+// Resolves the text for this host's devices. The engine for the CPU may still depend on the hosts of a group.
 Backends choose_backends(const std::string& text, const Identity& identity, const std::vector<int>& nodes,
                          bool threads);
-// This rank's GPU, where one of them serves CUDA.
+// This rank's GPU, if an engine serves CUDA.
 std::optional<int> choose_device(const Backends& backends, const Identity& identity);
-// The host of each rank: as found, or as LOCKSTEP_NODES says. ConfigError where that is not possible.
+// Host of each rank, as found or as set in LOCKSTEP_NODES. Throws ConfigError if that is not possible.
 std::vector<int> choose_nodes(std::vector<int> found);
 
 Transports make_transports(const Backends& backends, const TransportContext& context, ThreadsJob* threads);

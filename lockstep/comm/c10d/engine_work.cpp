@@ -28,7 +28,7 @@ EngineWork::EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> inpu
 
 int EngineWork::sourceRank() const {
   std::lock_guard lock(mutex_);
-  TORCH_CHECK(completed_ && source_ >= 0, "sourceRank() is known for completed receives only");
+  TORCH_CHECK(completed_ && source_ >= 0, "sourceRank() is available only for completed receives");
   return source_;
 }
 
@@ -59,7 +59,7 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
   finish_ = nullptr;
   try {
     if (error && explain_) error = explain_(error);
-  } catch (...) {  // then it is told as it is
+  } catch (...) {  // then report the original error
   }
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
@@ -84,19 +84,19 @@ void EngineWork::settle(std::exception_ptr error, int source) noexcept {
       self.reset();
       settling.reset();
     }).detach();
-  } catch (...) {  // no more threads
+  } catch (...) {  // no thread can be started
     tell(self, *future);
   }
 }
 
-// Runs callbacks of the caller's.
+// Runs the caller's callbacks.
 void EngineWork::tell(const c10::intrusive_ptr<EngineWork>& work, c10::ivalue::Future& future) noexcept {
   try {
     work->resolve(future);
   } catch (const std::exception& problem) {
-    log(LogLevel::error, "a callback of an operation threw: {}", problem.what());
+    log(LogLevel::error, "a callback of an operation threw an exception: {}", problem.what());
   } catch (...) {
-    log(LogLevel::error, "a callback of an operation threw");
+    log(LogLevel::error, "a callback of an operation threw an exception that is not a std::exception");
   }
 }
 
@@ -132,7 +132,7 @@ c10::intrusive_ptr<c10::ivalue::Future> JoinedWork::getFuture() {
   for (const auto& op : parts_) futures.push_back(op->getFuture());
   return c10::collectAll(futures)->then(
       [results = results_](c10::ivalue::Future& all) {
-        all.value();  // throws what one of them failed with
+        all.value();  // throws the error of the work that failed
         return c10::IValue(c10::List<at::Tensor>(results));
       },
       type);

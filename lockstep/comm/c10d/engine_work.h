@@ -1,4 +1,4 @@
-// The c10d::Work of our own engines.
+// EngineWork: the c10d::Work of Lockstep's own engines.
 #pragma once
 
 #include <functional>
@@ -10,24 +10,25 @@ namespace lockstep::detail {
 
 class EngineWork : public c10d::Work {
  public:
-  // Tensors are kept until the work is destroyed: the outputs for result(), both for an engine that may
-  // write to them after the work was given up.
-  // title: of its row in PyTorch's profiler; null: it has none.
+  // Keeps the tensors until it is destroyed: the outputs for result(), and both because an engine may still
+  // write to them after the operation was abandoned.
+  // title: name of its row in PyTorch's profiler; null for no row.
   EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> inputs, std::vector<at::Tensor> outputs,
              const char* title = nullptr);
 
-  // Before it is posted. finish: done after success, before anybody hears of it. explain: what a failure is
-  // to its caller. Either may be null.
+  // Call it before the operation is posted. finish runs after success, before completion is visible. explain
+  // turns a failure into the error for the caller. Either may be null.
   void prepare(std::function<void()> finish, std::function<std::exception_ptr(std::exception_ptr)> explain) {
     finish_ = std::move(finish);
     explain_ = std::move(explain);
   }
 
-  // The first call decides; wakes the waiters. Any thread. source: of a receive.
+  // Completes the work; only the first call counts. Wakes the waiters. Thread-safe. source: the sender of a
+  // receive.
   void settle(std::exception_ptr error, int source = -1) noexcept;
 
-  // While a thread waits in an engine, and so may come to settle works of others: their callbacks, which may
-  // wait for that very thread, are not run on it.
+  // Lives while a thread waits in an engine, where it may settle works of other threads. Callbacks of those
+  // works are not run on this thread, because they may wait for it.
   class Waiting {
    public:
     Waiting();
@@ -36,7 +37,7 @@ class EngineWork : public c10d::Work {
     Waiting& operator=(const Waiting&) = delete;
   };
 
-  std::vector<at::Tensor> tensors() const;  // all of them
+  std::vector<at::Tensor> tensors() const;  // inputs and outputs
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -49,7 +50,7 @@ class EngineWork : public c10d::Work {
   std::function<void()> finish_;
   std::function<std::exception_ptr(std::exception_ptr)> explain_;
   int source_ = -1;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when asked for: most never are
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // created on request: most works never need it
 };
 
 // Several works as one.

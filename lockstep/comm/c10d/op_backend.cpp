@@ -18,8 +18,8 @@ Tensors first_of(const std::vector<Tensors>& tensors) { return tensors.empty() ?
 
 }  // namespace
 
-// A call's tensors as the engine takes them: dense. Values of what is not are copied now, and results to
-// where they belong when the operation has succeeded.
+// A call's tensors in dense form, as the engine takes them. Non-dense inputs are copied now; results are
+// copied to their destination after success.
 class OpBackend::Operands {
  public:
   explicit Operands(at::Device device) : device_(device) {}
@@ -35,7 +35,7 @@ class OpBackend::Operands {
     for (const auto& each : tensors) read(each);
     return *this;
   }
-  // The tensor's pieces, one for each rank: by their lengths along the first dimension, or all alike.
+  // Splits the tensor into one piece per rank: by lengths along the first dimension, or equally.
   Operands& read_pieces(const at::Tensor& tensor, int size, const std::vector<std::int64_t>& lengths = {}) {
     inputs = pieces(source(tensor), size, lengths);
     return *this;
@@ -68,7 +68,7 @@ class OpBackend::Operands {
     const auto place = device_.is_cpu() ? std::string("the CPU") : device_.str();
     TORCH_CHECK(tensor.defined(), "expected a tensor, got an undefined one");
     TORCH_CHECK(tensor.device() == device_, "expected a tensor on ", place, ", got one on ", tensor.device(),
-                ": move it with tensor.to(), or give the group a backend for that device too");
+                ": move it with tensor.to(), or add a backend for that device to the group");
     TORCH_CHECK(tensor.layout() == at::kStrided, "expected a dense tensor, got one of layout ",
                 tensor.layout(), ": convert it with tensor.to_dense()");
   }
@@ -80,7 +80,7 @@ class OpBackend::Operands {
     check(tensor);
     auto memory = dense(tensor);
     if (memory.is_same(tensor)) return memory;
-    check_tensor(tensor, "a tensor that takes a result", true);
+    check_tensor(tensor, "a tensor that receives a result", true);
     if (!reads_too) memory = at::empty(tensor.sizes(), tensor.options());
     copies.emplace_back(tensor.detach(), memory);
     return memory;
@@ -88,7 +88,7 @@ class OpBackend::Operands {
   static Tensors pieces(const at::Tensor& tensor, int size, const std::vector<std::int64_t>& lengths) {
     if (!lengths.empty()) return tensor.split_with_sizes(lengths);
     TORCH_CHECK(tensor.numel() % size == 0, "a tensor of ", tensor.numel(),
-                " elements cannot be cut into equal pieces for ", size, " ranks");
+                " elements cannot be split equally among ", size, " ranks");
     auto flat = tensor.view({-1});
     return flat.split_with_sizes(
         std::vector<std::int64_t>(static_cast<std::size_t>(size), flat.numel() / size));
@@ -120,9 +120,9 @@ WorkPtr OpBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptio
     tensor = only(tensors);
     TORCH_CHECK(tensor.is_cpu() && tensor.layout() == at::kSparse, "expected a sparse CPU tensor");
     TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM,
-                "sparse tensors can only be summed: for others use tensor.to_dense()");
+                "sparse tensors can only be summed; for other reductions use tensor.to_dense()");
     own = tensor.coalesce();
-    TORCH_CHECK(static_cast<std::size_t>(own.dim()) <= kDims, "sparse tensors may have ", kDims,
+    TORCH_CHECK(static_cast<std::size_t>(own.dim()) <= kDims, "expected a sparse tensor of at most ", kDims,
                 " dimensions, got ", own.dim());
   });
   c10d::AllgatherOptions gather;
@@ -136,7 +136,7 @@ WorkPtr OpBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptio
     return outputs[0];
   };
 
-  // How many values each rank has, and of what.
+  // Number of values of each rank, and their shape.
   std::vector<std::int64_t> head{own._nnz(), own.sparse_dim(), own.dense_dim()};
   head.insert(head.end(), own.sizes().begin(), own.sizes().end());
   head.resize(kHead + kDims, 0);
@@ -147,7 +147,7 @@ WorkPtr OpBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptio
     const auto* other = heads[static_cast<std::size_t>(r)].const_data_ptr<std::int64_t>();
     TORCH_CHECK(std::equal(head.begin() + 1, head.end(), other + 1), getBackendName(),
                 ": the sparse tensors of rank ", rank_, " and rank ", r,
-                " differ in shape or in their sparse dimensions");
+                " differ in shape or in the number of sparse dimensions");
     counts.push_back(other[0]);
   }
 
@@ -208,10 +208,10 @@ WorkPtr OpBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& i
     std::vector<Tensors> from_each(1);
     attempt(Operation::all_gather, options.timeout, [&] {
       TORCH_CHECK(outputs.size() == static_cast<std::size_t>(size_),
-                  "a list of outputs is needed for each rank: ", size_, ", not ", outputs.size());
+                  "expected one list of outputs per rank, ", size_, " in all, got ", outputs.size());
       for (const auto& of_rank : outputs) {
-        TORCH_CHECK(of_rank.size() == inputs.size(), "an output is needed for each input: ", inputs.size(),
-                    ", not ", of_rank.size());
+        TORCH_CHECK(of_rank.size() == inputs.size(), "expected one output per input, ", inputs.size(),
+                    " in all, got ", of_rank.size());
         from_each[0].push_back(of_rank[i]);
       }
     });
@@ -298,7 +298,7 @@ WorkPtr OpBackend::recvAnysource(Tensors& tensors, int tag) {
   return start_message(Operation::recv, OpType::RECVANYSOURCE, tensors, kAnySource, tag);
 }
 
-// The call as Group describes it, or as c10d's arguments tell.
+// The call as described by Group, or else as given by c10d's arguments.
 Call OpBackend::describe(Operation operation, const Tensors& inputs, const Tensors& outputs,
                          ReduceOp reduction, int root) {
   if (const Call* call = current_call()) return *call;
@@ -335,9 +335,8 @@ OpBackend::Request OpBackend::request(Operation operation, OpType type, Operands
   for (const auto* tensors : {&operands.inputs, &operands.outputs})
     for (const auto& tensor : *tensors) {
       if (first == nullptr) first = &tensor;
-      TORCH_CHECK(tensor.scalar_type() == first->scalar_type(),
-                  "the tensors of a call must have one dtype, not ", first->scalar_type(), " and ",
-                  tensor.scalar_type(), ": convert them with tensor.to()");
+      TORCH_CHECK(tensor.scalar_type() == first->scalar_type(), "expected tensors of one dtype, got ",
+                  first->scalar_type(), " and ", tensor.scalar_type(), ": convert them with tensor.to()");
       op.item_size = tensor.element_size();
     }
   op.call = describe(operation, operands.inputs, operands.outputs, reduction, static_cast<int>(root));
@@ -393,7 +392,8 @@ WorkPtr OpBackend::start(Operation operation, OpType type, const CallOptions& op
     wanted = request(operation, type, operands, from_c10d(reduction), root);
   });
   if (options.timeout > std::chrono::milliseconds(0)) wanted.timeout = options.timeout;
-  wanted.asynchronous = options.asyncOp && current_call() == nullptr;  // Group's calls are mostly waited for
+  // Group's calls are mostly waited for soon
+  wanted.asynchronous = options.asyncOp && current_call() == nullptr;
   return post_numbered(std::move(wanted));
 }
 

@@ -1,4 +1,4 @@
-// c10d's calls as parts of operations: what the engines of our own have in common as c10d::Backends.
+// OpBackend: turns c10d's calls into Ops. The common base of Lockstep's engines as c10d::Backends.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@ class OpBackend : public c10d::Backend {
   using Backend::Backend;
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
-  // Returns when it is done: how much the others have to say is known only when they have said so.
+  // Returns when it is done: the size of the peers' data is known only once they have sent it.
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
@@ -48,31 +48,32 @@ class OpBackend : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
-  void setSequenceNumberForGroup() override {}  // all begin with 0
+  void setSequenceNumberForGroup() override {}  // all ranks begin with 0
   std::uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
  protected:
   struct Request {
     Op op{};  // without `done`
     c10d::OpType type = c10d::OpType::UNKNOWN;
-    Tensors keep{};                  // what the part points into
-    Tensors results{};               // as the caller has them
-    std::function<void()> finish{};  // after success, before anybody hears of it; or null
-    std::function<std::exception_ptr(std::exception_ptr)> explain{};  // what the caller is told; or null
-    int tag = 0;                                                      // of a message
-    std::chrono::milliseconds timeout{};                              // 0: none was given
-    bool asynchronous = true;                                         // nobody waits for it at once
+    Tensors keep{};                  // the memory that op points into
+    Tensors results{};               // as the caller passed them
+    std::function<void()> finish{};  // runs after success, before completion is visible; may be null
+    // turns a failure into the caller's error; may be null
+    std::function<std::exception_ptr(std::exception_ptr)> explain{};
+    int tag = 0;                          // of a message
+    std::chrono::milliseconds timeout{};  // 0: none was given
+    bool asynchronous = true;             // false if the caller waits at once
   };
   virtual WorkPtr post(Request request) = 0;
-  // Whether a receive takes a message that is shorter than its tensor.
+  // True if a receive accepts a message shorter than its tensor.
   virtual bool takes_less() const { return false; }
-  // Whose memory the engine takes.
+  // Device whose memory the engine accepts.
   virtual at::Device device() const { return at::kCPU; }
-  // Fails a call in which this rank finds something wrong before anything has happened: throws what the caller
-  // gets. By default the error itself, and the peers are not told: they wait for this rank.
+  // Fails a call in which this rank finds an error before anything has happened; throws the caller's error.
+  // The default throws the error itself and does not notify the peers, which then wait for this rank.
   [[noreturn]] virtual void refuse(Operation operation, std::chrono::milliseconds timeout,
                                    const std::exception_ptr& error);
-  // Takes part in a collective with nothing but the text of a refusal, which the peers get. Of shared memory only.
+  // Joins a collective with only the text of a refusal, which the peers get. Shared memory only.
   void post_refusal(Operation operation, std::chrono::milliseconds timeout, std::string text);
   // Request::explain for this call.
   virtual std::function<std::exception_ptr(std::exception_ptr)> explanation(const Call&) { return nullptr; }
@@ -83,11 +84,12 @@ class OpBackend : public c10d::Backend {
   void attempt(Operation operation, std::chrono::milliseconds timeout, Body body);
   Call describe(Operation operation, const Tensors& inputs, const Tensors& outputs, ReduceOp reduction,
                 int root);
-  // give: puts the call's tensors into Operands.
+  // give: passes the call's tensors to Operands.
   template <typename CallOptions, typename Give>
   WorkPtr start(Operation operation, c10d::OpType type, const CallOptions& options, Give give,
                 const c10d::ReduceOp& reduction = c10d::ReduceOp::SUM, std::int64_t root = -1);
-  // Several calls as one: start_one(i) for each. A rank that refuses one of them takes part in the others.
+  // Several calls as one: start_one(i) for each. A rank that refuses one of them still takes part in the
+  // others.
   template <typename StartOne>
   WorkPtr start_several(c10d::OpType type, std::size_t count, Tensors results, StartOne start_one);
   WorkPtr post_numbered(Request request);
@@ -95,7 +97,7 @@ class OpBackend : public c10d::Backend {
   Request request(Operation operation, c10d::OpType type, Operands& operands, ReduceOp reduction,
                   std::int64_t root);
 
-  std::atomic<std::uint64_t> sequence_ = 0, messages_ = 0;  // of calls that are c10d's own
+  std::atomic<std::uint64_t> sequence_ = 0, messages_ = 0;  // of calls made through c10d directly
 };
 
 }  // namespace lockstep::detail

@@ -9,14 +9,14 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// What to do about a reduction that does not exist.
+// Advice for a reduction that does not exist.
 const char* advice(ReduceOp op, Dtype dtype) {
   if (dtype == Dtype::complex64 || dtype == Dtype::complex128)
-    return "complex numbers have sum and avg; for others reduce torch.view_as_real(tensor)";
+    return "complex numbers support sum and avg; for other reductions use torch.view_as_real(tensor)";
   if (dtype == Dtype::boolean) return "convert the tensor to numbers, e.g. with tensor.float()";
   if (dtype == Dtype::float32 || dtype == Dtype::float64 || dtype == Dtype::bfloat16 ||
       dtype == Dtype::float16)
-    return "bitwise reductions need integers or bool";
+    return "bitwise reductions require integers or bool";
   return op == ReduceOp::AVG ? "convert the tensor to a floating-point type or to int64"
                              : "convert the tensor to int64 or a floating-point type";
 }
@@ -24,7 +24,8 @@ const char* advice(ReduceOp op, Dtype dtype) {
 }  // namespace
 
 const at::Tensor& only(const Tensors& tensors) {
-  TORCH_CHECK(tensors.size() == 1, "expected one tensor, got ", tensors.size(), ": make a call for each");
+  TORCH_CHECK(tensors.size() == 1, "expected one tensor, got ", tensors.size(),
+              ": make a separate call for each");
   return tensors[0];
 }
 
@@ -40,13 +41,12 @@ void check_operands(const Call& call, const Tensors& inputs, const Tensors& outp
   if (point_to_point(operation)) {
     const bool any = operation == Operation::recv && call.root == kAnySource;
     TORCH_CHECK(any || (call.root >= 0 && call.root < call.size && call.root != call.rank),
-                "there is no rank ", call.root, " to exchange it with");
+                "expected another rank of the group as the peer, got ", call.root);
   }
-  TORCH_CHECK(!rooted(operation) || (call.root >= 0 && call.root < call.size), "there is no rank ", call.root,
-              " to be the root: there are ", call.size);
+  TORCH_CHECK(!rooted(operation) || (call.root >= 0 && call.root < call.size),
+              "expected a root below the group's size of ", call.size, ", got ", call.root);
   auto expect = [&](const char* what, const Tensors& tensors, std::size_t expected) {
-    TORCH_CHECK(tensors.size() == expected, expected, " ", what, " are needed, one for each rank, not ",
-                tensors.size());
+    TORCH_CHECK(tensors.size() == expected, "expected ", expected, " ", what, ", got ", tensors.size());
   };
   if (operation == Operation::reduce_scatter || operation == Operation::all_to_all)
     expect("inputs", inputs, all);
@@ -56,10 +56,10 @@ void check_operands(const Call& call, const Tensors& inputs, const Tensors& outp
   if (operation == Operation::gather) expect("outputs", outputs, root ? all : 0);
   if (operation == Operation::all_gather)
     TORCH_CHECK(inputs[0].numel() == outputs[rank].numel(), "the input has ", inputs[0].numel(),
-                " elements, and the output has room for ", outputs[rank].numel(), " of this rank's");
+                " elements, but this rank's part of the output has room for ", outputs[rank].numel());
   if (operation == Operation::reduce_scatter)
     TORCH_CHECK(inputs[rank].numel() == outputs[0].numel(), "this rank's part of the input has ",
-                inputs[rank].numel(), " elements, and the output ", outputs[0].numel());
+                inputs[rank].numel(), " elements, but the output has ", outputs[0].numel());
 }
 
 void check_reduction(const Call& call, bool truncates) {

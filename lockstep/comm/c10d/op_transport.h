@@ -1,4 +1,4 @@
-// The engines of our own as Group's transports: what they have in common.
+// OpTransport: common base of the Transports of Lockstep's own engines.
 #pragma once
 
 #include <lockstep/comm/c10d/transport.h>
@@ -6,7 +6,7 @@
 
 namespace lockstep::detail {
 
-// Own: a OpBackend with interrupt(cause), or with (cause, kind), and leave().
+// Own: an OpBackend with leave() and interrupt(cause) or interrupt(cause, kind).
 template <typename Own>
 class OpTransport : public Transport {
  public:
@@ -23,7 +23,7 @@ class OpTransport : public Transport {
         backend_->interrupt(cause, kind);
       else
         backend_->interrupt(cause);
-    } catch (...) {  // out of memory while waking: the deadline remains
+    } catch (...) {  // out of memory while waking: the deadline still ends the waits
     }
   }
   void leave() noexcept override { backend_->leave(); }

@@ -26,7 +26,7 @@ StoreReply JobStore::ask(StoreCall call, const std::vector<std::string>& keys,
   try {
     return channel_->ask(request, control::Clock::now() + timeout, [&] { return !failed_().empty(); });
   } catch (const Error&) {
-    // The verdict says more than that there is one.
+    // The reason of the verdict is more useful than the error that there is one.
     if (auto why = failed_(); !why.empty()) throw Error(why);
     throw;
   }

@@ -1,4 +1,5 @@
-// The job's store as c10d has it: engines meet through it. Its calls end at completion, deadline or verdict.
+// JobStore: the job's key-value store as a c10d::Store. Each call ends with a result, at its deadline or at a
+// verdict.
 #pragma once
 
 #include <chrono>
@@ -12,13 +13,13 @@
 
 namespace lockstep::detail {
 
-// A store's values are bytes.
+// The values of a c10d::Store are bytes.
 inline std::vector<std::uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
 
 class JobStore final : public c10d::Store {
  public:
-  // failed: why nobody should wait any longer; empty while all is well. The channel is woken when that
-  // changes.
+  // failed returns why waiting is pointless, or an empty string while the job is healthy. The channel is
+  // woken when that changes.
   JobStore(std::shared_ptr<control::Channel> channel, std::string prefix, std::chrono::milliseconds timeout,
            std::function<std::string()> failed);
 
@@ -50,7 +51,7 @@ class JobStore final : public c10d::Store {
   const std::function<std::string()> failed_;
 };
 
-// Text values, for our own use.
+// Text values, for internal use.
 void put(c10d::Store& store, const std::string& key, const std::string& value);
 std::string take(c10d::Store& store, const std::string& key);
 

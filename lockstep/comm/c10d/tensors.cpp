@@ -35,12 +35,12 @@ Dtype dtype_of(at::ScalarType type) {
 
 void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable) {
   if (!tensor.defined())
-    throw ConfigError(fmt::format("{} is an undefined tensor: a tensor with data is needed", what));
+    throw ConfigError(fmt::format("{}: expected a tensor with data, got an undefined tensor", what));
   if (tensor.layout() != at::kStrided || tensor.is_quantized())
-    throw ConfigError(fmt::format("{} has layout {}: a dense tensor is needed, not a sparse or quantized one",
+    throw ConfigError(fmt::format("{}: expected a dense tensor, got a sparse or quantized one (layout {})",
                                   what, fmt::streamed(tensor.layout())));
   if (!writable || tensor.is_contiguous()) return;
-  // Sorted by stride, each dimension must step over all that the smaller ones reach.
+  // Sorted by stride, each dimension must step over the whole extent of the smaller ones.
   std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // stride, size
   for (std::int64_t d = 0; d < tensor.dim(); ++d)
     if (tensor.size(d) > 1) dims.emplace_back(tensor.stride(d), tensor.size(d));
@@ -48,10 +48,10 @@ void check_tensor(const at::Tensor& tensor, std::string_view what, bool writable
   std::int64_t reach = 0;
   for (auto [stride, size] : dims) {
     if (stride <= reach && tensor.numel() > 0)
-      throw ConfigError(
-          fmt::format("{} may have several elements in one place of memory (sizes [{}], strides [{}], as "
-                      "expand() makes): a result cannot be written there; use clone()",
-                      what, fmt::join(tensor.sizes(), ", "), fmt::join(tensor.strides(), ", ")));
+      throw ConfigError(fmt::format(
+          "{}: cannot write a result to a tensor whose elements may overlap in memory (sizes [{}], "
+          "strides [{}], for example from expand()); use clone()",
+          what, fmt::join(tensor.sizes(), ", "), fmt::join(tensor.strides(), ", ")));
     reach += stride * (size - 1);
   }
 }
@@ -83,7 +83,7 @@ std::vector<at::Tensor> copy_what_is_written_over(Op& part, at::Device device) {
       if (given(i) == 0 || in >= out + taken(o) || out >= in + given(i)) continue;
       const bool own = (part.inputs.size() == 1 || i == rank) && (part.outputs.size() == 1 || o == rank);
       if (own && in == out) continue;
-      // On a device in the order of the current stream.
+      // On a device, in the order of the current stream.
       auto copy = at::from_blob(const_cast<char*>(in), {static_cast<std::int64_t>(given(i))},
                                 at::TensorOptions(at::kByte).device(device))
                       .clone();
@@ -107,7 +107,7 @@ Call describe_call(Operation operation, const at::Tensor& tensor, Site site) {
 
 namespace {
 
-// A conjugate or negative view is lazy: what stands in memory is not its value.
+// A conjugate or negative view is lazy: its memory does not contain its values.
 bool is_dense(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
@@ -130,7 +130,7 @@ at::Tensor dense_target(WorkState& pending, const at::Tensor& tensor, bool reads
 }
 
 at::Tensor to_move(const Transport& engine, const at::Tensor& tensor) {
-  // Engines of our own take the memory as it is.
+  // Lockstep's own engines take the memory unchanged.
   if (engine.traits().any_dtype) return tensor;
   return tensor.detach().view({-1}).view(at::kByte);
 }
@@ -163,7 +163,7 @@ c10d::ReduceOp to_c10d(ReduceOp op) { return static_cast<c10d::ReduceOp::RedOpTy
 ReduceOp from_c10d(const c10d::ReduceOp& op) {
   TORCH_CHECK(
       op.op_ <= c10d::ReduceOp::BXOR,
-      "expected sum, avg, product, min, max, band, bor or bxor, got another reduction: for PREMUL_SUM "
+      "expected sum, avg, product, min, max, band, bor or bxor, got another reduction; instead of PREMUL_SUM "
       "multiply the tensor first and use SUM");
   return static_cast<ReduceOp>(op.op_);
 }

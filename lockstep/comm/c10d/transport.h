@@ -1,5 +1,5 @@
-// What Group needs of an engine. Any c10d::Backend is an engine as it stands; a Transport is the
-// backend and what c10d has no word for: what the engine lacks, and how to wake those who wait in it.
+// Transport: what Group needs from an engine. Any c10d::Backend is an engine; a Transport adds what c10d
+// cannot express: which features the engine lacks, and how to wake threads that wait in it.
 #pragma once
 
 #include <chrono>
@@ -20,87 +20,94 @@ class ConnectBarrier;
 
 class Transport {
  public:
-  // Group supplies what is false here, in one place.
+  // Features of the engine. Group supplies what is false here.
   struct Traits {
-    bool avg = false;             // reduces with AVG itself
-    bool unequal = false;         // all_gather, gather, scatter, reduce_scatter of unequal sizes, and
-                                  // all_to_all by splits, without padding
-    bool reduce_scatter = true;   // has one whose completion can be seen
-    bool any_dtype = false;       // moves every dtype and reduces all that reduce.h does
-    bool compares_calls = false;  // finds mismatches itself, before data moves
-    bool tags = true;             // pairs messages by tags, and receives from any rank; else by order alone
+    bool avg = false;  // supports AVG
+    // all_gather, gather, scatter, reduce_scatter of unequal sizes, and all_to_all by splits, without padding
+    bool unequal = false;
+    bool reduce_scatter = true;   // has reduce_scatter, with visible completion
+    bool any_dtype = false;       // moves every dtype and supports all reductions of reduce.h
+    bool compares_calls = false;  // detects mismatched calls itself, before data moves
+    // pairs messages by tag, and receives from any rank; false: pairs by order only
+    bool tags = true;
     bool completes_unwatched = true;  // isCompleted() of sends and receives turns true without wait()
-    bool keeps_inputs = false;        // reduce leaves the tensors of ranks other than the root alone
-    bool wakes_waiters = true;        // interrupt() ends every wait() of its works; else Group's own waits do
-    bool blocks_host = true;          // wait() returns when the data is there (not: when a stream will wait)
-    bool captures = false;            // what it does can be recorded in a CUDA graph
-    bool on_device = false;           // a work that was waited for may still run there: isCompleted() tells
-    bool meets_first =
-        false;  // a first operation would wait for the others inside a call, without a deadline
+    bool keeps_inputs = false;        // reduce does not change the tensors of ranks other than the root
+    // interrupt() ends every wait() of its works; false: Group's own waits do
+    bool wakes_waiters = true;
+    // wait() returns when the data is there; false: it makes the stream wait
+    bool blocks_host = true;
+    bool captures = false;  // its operations can be captured in a CUDA graph
+    // a work may still run on the device after its wait(); isCompleted() reports it
+    bool on_device = false;
+    // a first operation would wait for peers inside a call, without a deadline
+    bool meets_first = false;
   };
 
   virtual ~Transport() = default;
   virtual Traits traits() const = 0;
   virtual c10d::Backend& backend() = 0;
-  // Reductions that the engine cannot do on this dtype, beyond avg; Group refuses them by name.
+  // False for reductions, other than avg, that the engine does not support on this dtype. Group rejects them
+  // by name.
   virtual bool reduces(Dtype dtype, ReduceOp op) const = 0;
-  // Ends every wait inside the engine, now and later, with an error. Any thread, any number of times.
-  // The engine is of no use afterwards, and destroying it does not wait for peers.
+  // Ends every wait inside the engine, now and later, with an error. Thread-safe; may be called any number of
+  // times. The engine cannot be used afterwards, and destroying it does not wait for peers.
   virtual void interrupt(const std::string& cause, CommError::Kind kind) noexcept = 0;
-  // Where ranks meet before a first operation, for which the engine would wait inside a call, without a
-  // deadline; null where it would not. Asked before each: of all ranks, or a message.
+  // Barrier for ranks before a first operation in which the engine would wait inside a call, without a
+  // deadline. Null if there is none. Queried before each operation: of all ranks, or a message.
   virtual ConnectBarrier* connect_barrier(bool /*of_all*/) { return nullptr; }
-  // When all have met: makes what later calls need of all of them.
+  // Called when all ranks have met: creates what later calls of all ranks need.
   virtual void open() {}
-  // What tells whether a work is done, and keeps no tensors.
+  // A work that reports the same completion but keeps no tensors alive.
   virtual c10::intrusive_ptr<c10d::Work> watched(c10d::Work& work) {
     return c10::intrusive_ptr<c10d::Work>::reclaim_copy(&work);
   }
-  // The current stream is being recorded for a CUDA graph: what is issued runs later, any number of times.
+  // True while the current stream is captured for a CUDA graph: what is issued runs later, any number of
+  // times.
   virtual bool capturing() const { return false; }
-  // Where collectives may be given as parts, without c10d; null elsewhere.
+  // The interface for collectives as Ops, without c10d; null if there is none.
   virtual OpSink* parts() { return nullptr; }
-  // Of a part that failed: peers may still read or write them.
+  // Keeps the tensors of a failed operation alive while peers may still read or write them.
   virtual void abandon(std::vector<at::Tensor> /*tensors*/) noexcept {}
-  // This rank will start nothing more, though works of its own may still hold the engine.
+  // This rank starts nothing more, although its works may still hold the engine.
   virtual void leave() noexcept {}
-  // A peer waits for this rank in a collective that it has not begun, where the engine can tell.
+  // True if a peer waits for this rank in a collective that it has not begun, as far as the engine can see.
   virtual bool is_awaited() { return false; }
-  // Ranks whose connection has ended, where the engine cannot tell by itself and we can. Asked some times a
-  // second while somebody waits.
+  // Ranks whose connection has ended, for engines that do not report it. Called several times a second during
+  // a wait.
   virtual std::vector<int> lost_peers() { return {}; }
-  // Which ranks have not come to the collective, where the engine can tell: "rank 1 is in ...".
+  // Which ranks have not reached the collective, as far as the engine can see: "rank 1 is in ...".
   virtual std::string absent(std::uint64_t /*sequence*/) { return {}; }
 };
 
-// Above 0, and no longer than a clock can count: 30 days. ConfigError otherwise for the former.
+// Limits the timeout to 30 days, which every clock can represent. Throws ConfigError unless it is above 0.
 std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout);
 
-// What a transport is made from; the same on every rank but for `rank`.
+// Arguments of a transport's construction; the same on every rank except `rank`.
 struct TransportContext {
   std::string group;       // unique within the job
   std::vector<int> ranks;  // the members' ranks in the world
-  std::vector<int> nodes;  // the members': those with the same number share a host
-  int rank = 0;            // our place in `ranks`
+  std::vector<int> nodes;  // host number of each member: members with the same number share a host
+  int rank = 0;            // this process's index in `ranks`
   int world_size = 1;
-  c10::intrusive_ptr<c10d::Store> store;  // prefixed: keys of this group alone
+  c10::intrusive_ptr<c10d::Store> store;  // prefixed: contains only keys of this group
   std::chrono::milliseconds timeout{};
-  std::string address;  // of this host, as its peers reach it; empty: loopback
+  std::string address;  // this host's address as its peers reach it; empty: loopback
   int device_index = 0;
-  int local_ranks = 0;           // processes of the job on this host; 0: not known
-  std::function<bool()> failed;  // the job has: who waits for peers while a transport is made, stops
+  int local_ranks = 0;  // number of processes of the job on this host; 0: unknown
+  // returns true once the job has failed, which ends waits for peers during construction
+  std::function<bool()> failed;
 
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-// Each throws ConfigError where the engine is not there, saying what would bring it.
+// Each throws ConfigError if the engine is not available, with what is needed to get it.
 std::unique_ptr<Transport> make_shm_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_gloo_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_mpi_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_nccl_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_cuda_ipc_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_local_transport(const TransportContext& context);
-// Shared memory inside each host, and between hosts what make_between makes, a transport of the same ranks.
+// Shared memory within each host, and between hosts a transport of the same ranks that make_between makes.
 using MakeTransport = std::unique_ptr<Transport>(const TransportContext&);
 std::unique_ptr<Transport> make_hierarchy_transport(const TransportContext& context, const std::string& name,
                                                     MakeTransport* make_between);

@@ -46,11 +46,11 @@ std::string both(const Call& a, const Call& b, std::string_view what) {
                      describe(a), b.rank, describe(b));
 }
 
-// Empty where the calls fit each other.
+// Empty if the calls match.
 std::string_view differing_field(const Call& a, const Call& b) {
   if (a.operation != b.operation) return "operation";
   if (a.sequence != b.sequence) return "sequence number";
-  // Dtypes that have no name here are told apart by their size at least.
+  // Dtypes without a name here are distinguished at least by their size.
   if (a.dtype != b.dtype || (a.count > 0 && b.count > 0 && a.bytes / a.count != b.bytes / b.count))
     return "dtype";
   if (reduces(a.operation) && a.reduction != b.reduction) return "reduction";
@@ -66,14 +66,14 @@ std::string_view differing_field(const Call& a, const Call& b) {
   }
 }
 
-// Sizes that a says it exchanges with b and b with a.
+// Sizes of the data that a exchanges with b, as each of them sees it.
 std::string sizes_differ(const Call& giver, std::int64_t gives, const Call& taker, std::int64_t takes) {
   return fmt::format(
       "the ranks' calls differ in size: rank {} gives rank {} {} elements in {}, which expects {} in {}",
       giver.rank, taker.rank, gives, describe(giver), takes, describe(taker));
 }
 
-// Of operations in which each pair of ranks has a size of its own.
+// For operations in which each pair of ranks has its own size.
 std::optional<std::string> size_mismatch(std::span<const Call* const> calls) {
   const Call& first = *calls[0];
   const auto n = calls.size();
@@ -98,7 +98,8 @@ std::optional<std::string> size_mismatch(std::span<const Call* const> calls) {
   return found;
 }
 
-// The packed form: this struct, then to and from as group_size numbers each. kAbsent marks "no table".
+// Packed form: this struct, followed by `to` and `from` as group_size numbers each. kAbsent marks a missing
+// table.
 constexpr std::int64_t kAbsent = -1;
 struct Packed {
   std::uint8_t operation, dtype, reduction, shape_dims;
@@ -215,12 +216,11 @@ Call unpack(std::span<const std::uint8_t> bytes, int group_size) {
   LOCKSTEP_ASSERT(bytes.size() == packed_size(group_size), "a packed call has the wrong length");
   Packed packed;
   std::memcpy(&packed, bytes.data(), sizeof packed);
-  // It came from another process: a value outside its range is an error, not an index.
+  // The bytes come from another process: an invalid value must be an error, never an index.
   if (packed.operation > static_cast<int>(Operation::recv) || packed.dtype > static_cast<int>(Dtype::other) ||
       packed.reduction > static_cast<int>(ReduceOp::BXOR) || packed.shape_dims > packed.shape.size() ||
       packed.root < -1 || packed.root >= group_size || packed.rank < 0 || packed.rank >= group_size)
-    throw Error(
-        "a rank sent a description of its call that makes no sense: are all ranks of the same build?");
+    throw Error("a rank sent an invalid description of its call: do all ranks run the same build?");
   Call call;
   call.operation = static_cast<Operation>(packed.operation);
   call.dtype = static_cast<Dtype>(packed.dtype);

@@ -1,4 +1,4 @@
-// One rank's share of an operation, as the engines of our own take it. No LibTorch.
+// Op: one rank's share of an operation, as Lockstep's own engines take it. Does not use LibTorch.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,8 @@ namespace lockstep::detail {
 
 constexpr int kAnySource = -1;
 
-// A rank found its own call wrong and came to the others with nothing but that: the same text on every rank.
-// Nothing has been written, and the engine goes on with the next operation.
+// A rank found an error in its own call and joined its peers with only that error: every rank gets the same
+// text. Nothing has been written, and the engine continues with the next operation.
 class Refused : public KindedError {
  public:
   explicit Refused(const std::string& text) : KindedError(CommError::Kind::stopped, text) {}
@@ -34,20 +34,22 @@ struct Op {
   Call call;
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
-  std::size_t item_size = 0;  // bytes an element
-  // Of a device's memory: when it may be used and when that has ended, as its engine has it.
+  std::size_t item_size = 0;  // bytes per element
+  // For a device's memory, in the engine's own form: when it may be used, and when the engine is done with
+  // it.
   std::shared_ptr<void> order = {};
-  // Instead of everything but the call: why this rank refuses it. Of collectives in shared memory only.
+  // Reason for a refusal; only the call is set then. Only for collectives in shared memory.
   std::string refusal = {};
-  bool takes_less = false;  // of a receive in shared memory: a shorter message fills the first part
-  // Called exactly once, by any thread, without a lock of the engine's; source is set for a receive.
+  // for a receive in shared memory: a shorter message fills the first part of the buffer
+  bool takes_less = false;
+  // Called exactly once, by any thread, without holding a lock of the engine. source is set for a receive.
   std::function<void(std::exception_ptr error, int source)> done;
 };
 
-// A part while an engine works on it.
+// An Op while an engine works on it.
 struct OpItem {
   Op op;
-  AwakeClock::time_point posted{}, deadline{};  // whoever posts it says
+  AwakeClock::time_point posted{}, deadline{};  // set by the poster
   void start(std::chrono::nanoseconds timeout) {
     posted = AwakeClock::now();
     deadline = posted + timeout;
@@ -55,41 +57,43 @@ struct OpItem {
   bool begun = false, settled = false;  // under the engine's mutex
 
   virtual ~OpItem() = default;
-  // Called exactly once, by any thread, without a lock of the engine's.
+  // Called exactly once, by any thread, without holding a lock of the engine.
   virtual void done(const std::exception_ptr& error, int source) = 0;
 };
 
-// Collectives, one at a time and in order, on the thread of whoever calls; a lane (transports/shm) orders
-// them.
+// Runs collectives one at a time, in order, on the calling thread. An OpQueue (transports/shm) orders them.
 class CollectiveEngine {
  public:
   virtual ~CollectiveEngine() = default;
-  // One thread at a time, begin and finish in turn. begin does not wait: peers may go on with what it says.
+  // Called by one thread at a time, begin and finish alternately. begin does not wait; its data lets peers
+  // proceed.
   virtual void begin(Op& op) = 0;
   virtual void finish(Op& op, AwakeClock::time_point deadline) = 0;
-  // An operation failed: peers may still be in it. What they may read or write is not used again.
+  // An operation failed and peers may still be in it. Memory that they may read or write is not reused.
   virtual void give_up() noexcept = 0;
-  // Any thread: whoever is in finish comes out of it with this cause, now and later.
+  // Ends finish with this cause, now and later. Thread-safe.
   virtual void interrupt(const std::string& cause) = 0;
-  // "rank 1 has not come": who keeps the others waiting. Any thread.
+  // Names the ranks that delay their peers: "rank 1 has not arrived". Thread-safe.
   virtual std::string absent() const = 0;
-  // A peer has come to an operation that this rank has not begun. While none is under way here.
+  // True if a peer has reached an operation that this rank has not begun. Call it only while none is in
+  // progress here.
   virtual bool is_awaited() const { return false; }
 };
 
-// An engine of our own, without c10d between: c10d's objects cost more than a small operation does.
+// Interface to Lockstep's own engines without c10d in between: c10d's objects cost more than a small
+// operation.
 class OpSink {
  public:
   virtual ~OpSink() = default;
-  // Never waits. soon: nobody is going to wait for it in a moment.
+  // Never blocks. soon: the caller will not wait for it at once.
   virtual void post(std::shared_ptr<OpItem> item, bool soon) = 0;
-  // Returns when item.done has been called or is about to be. After the deadline everything in the engine
-  // fails.
+  // Returns when item.done has been called or is about to be. When the deadline passes, everything in the
+  // engine fails.
   virtual void wait(OpItem& item, AwakeClock::time_point deadline) = 0;
 };
 
-// A thread that calls done, or lets go of it. An interpreter must not end while there is one: what is called
-// may want it.
+// Counts the threads that are calling done or destroying it. An interpreter must not shut down while there is
+// one, because the callback may need it.
 class Settling {
  public:
   Settling() { count_.fetch_add(1); }

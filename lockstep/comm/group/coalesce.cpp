@@ -1,4 +1,4 @@
-// Operations that go to their engine as one.
+// Group::coalesce: operations that are submitted to their engine as one batch.
 #include <mutex>
 
 #include <fmt/format.h>
@@ -16,15 +16,15 @@ const GroupState*& GroupState::coalescing() {
 void GroupState::refuse_within_coalesce(std::string_view what) const {
   if (const auto* group = coalescing())
     throw ConfigError(fmt::format(
-        "{} on group '{}' is not allowed within coalesce of group '{}': collectives, send and recv on that "
-        "are, and to wait for them afterwards",
+        "{} on group '{}' cannot be called within coalesce of group '{}': call only collectives, send and "
+        "recv of that group, and wait for them afterwards",
         what, name_, group->name_));
 }
 
 void GroupState::coalesce(const std::function<void()>& calls) {
   refuse_within_coalesce("coalesce");
   refuse_in_child({.operation = Operation::barrier, .rank = rank_, .size = size(), .group = name_});
-  // An engine has one batch at a time, whichever thread calls: nobody else's come between.
+  // An engine has one batch at a time, whichever thread calls: keep the operations of other threads out.
   const std::scoped_lock order(issue_mutex_, message_mutex_);
   coalescing() = this;
   std::exception_ptr trouble;
@@ -33,7 +33,7 @@ void GroupState::coalesce(const std::function<void()>& calls) {
   } catch (...) {
     trouble = std::current_exception();
   }
-  // What has been started goes its way in any case: other ranks may have started it, too.
+  // Submit what was started even after an exception: other ranks may have started it too.
   try {
     hand_over();
   } catch (...) {

@@ -1,4 +1,4 @@
-// The collectives of Group: what is checked, and what is supplied where an engine lacks it.
+// The collectives of Group: checks of the arguments, and substitutes for what an engine lacks.
 #include <algorithm>
 #include <numeric>
 
@@ -26,7 +26,7 @@ using detail::WorkState;
 
 namespace {
 
-// Above every tag of a user's.
+// Above every user tag.
 constexpr int kLargestTag = (1 << 30) - 1;
 int internal_tag(const Call& call) { return kLargestTag + 1 + static_cast<int>(call.sequence % (1 << 29)); }
 
@@ -44,14 +44,14 @@ Options reducing(const Transport& engine, const WorkState& pending) {
   return options;
 }
 
-// The division that the engine did not do; before the result goes where it belongs.
+// Divides the sum if the engine did not, before the result is copied to its destination.
 void supply_average(const Transport& engine, WorkState& pending, at::Tensor result) {
   if (pending.call().reduction != ReduceOp::AVG || engine.traits().avg) return;
   const auto size = pending.call().size;
   pending.finish.insert(pending.finish.begin(), [result, size] { at::Tensor(result).div_(size); });
 }
 
-// For engines that have none: an all-reduce of a copy, of which this rank takes its part. Twice the bytes.
+// For engines without reduce_scatter: all-reduces a copy and takes this rank's part. Moves twice the bytes.
 void reduce_scatter_by_all_reduce(Transport& engine, WorkState& pending, const at::Tensor& target,
                                   const std::vector<at::Tensor>& in, std::int64_t offset) {
   std::vector<at::Tensor> flat;
@@ -65,7 +65,7 @@ void reduce_scatter_by_all_reduce(Transport& engine, WorkState& pending, const a
   supply_average(engine, pending, part);
 }
 
-// Nothing to move on any rank: engines that do not compare calls need not hear of it.
+// True if no rank has data to move. Engines that compare calls must see the call all the same.
 bool nothing_to_do(const Transport& engine, std::int64_t total) {
   return total == 0 && !engine.traits().compares_calls;
 }
@@ -88,8 +88,8 @@ std::vector<at::Tensor> moved(const Transport& engine, const std::vector<at::Ten
 
 void check_root(const detail::GroupState& group, int root) {
   if (root < 0 || root >= group.size())
-    throw ConfigError(fmt::format("root={} is not allowed: group '{}' has ranks 0 to {}", root, group.name(),
-                                  group.size() - 1));
+    throw ConfigError(fmt::format("root: expected a rank from 0 to {} of group '{}', got {}",
+                                  group.size() - 1, group.name(), root));
 }
 
 std::shared_ptr<Transport> engine_for(const detail::GroupState& group, const at::Tensor& tensor,
@@ -97,22 +97,23 @@ std::shared_ptr<Transport> engine_for(const detail::GroupState& group, const at:
   auto engine = group.transport(tensor.device().type());
   if (!engine) group.check_open();
   if (!engine && group.verdict() == std::nullopt)
-    throw ConfigError(fmt::format("{} is on {}, and group '{}' has no transport for it: it has one for {}",
-                                  what, tensor.device().str(), group.name(), group.control_device().str()));
+    throw ConfigError(
+        fmt::format("{} is on {}, and group '{}' has no transport for that device: move the tensor to {}",
+                    what, tensor.device().str(), group.name(), group.control_device().str()));
   return engine;
 }
 
-// Engines know their reductions; reduce.h knows which exist.
+// Checks that the reduction exists (reduce.h) and that the engine supports it.
 void check_reduction(const detail::GroupState& group, const at::Tensor& tensor, ReduceOp op) {
   const auto dtype = detail::dtype_of(tensor.scalar_type());
   const char* hint = op == ReduceOp::AVG
-                         ? "avg needs a floating-point tensor"
-                         : "and, or, xor need integers or bool; complex numbers have sum and avg";
+                         ? "avg requires a floating-point tensor"
+                         : "and, or and xor require integers or bool; complex numbers support sum and avg";
   if (!detail::reducible(dtype, op))
     throw ConfigError(fmt::format("{} of a {} tensor is not defined: {}", name(op), name(dtype), hint));
   auto engine = engine_for(group, tensor, "the tensor");
   if (engine && !engine->reduces(dtype, op))
-    throw ConfigError(fmt::format("the {} transport of group '{}' has no {} for {} tensors",
+    throw ConfigError(fmt::format("the {} transport of group '{}' does not support {} of {} tensors",
                                   engine->backend().getBackendName(), group.name(), name(op), name(dtype)));
 }
 
@@ -120,7 +121,7 @@ void check_alike(const std::vector<at::Tensor>& tensors, const at::Tensor& model
   for (std::size_t i = 0; i < tensors.size(); ++i)
     if (tensors[i].scalar_type() != model.scalar_type() || tensors[i].device() != model.device())
       throw ConfigError(
-          fmt::format("{}[{}] is {} on {} and the other tensor {} on {}: one dtype and device is needed",
+          fmt::format("{}[{}] is {} on {}, but the other tensor is {} on {}: use the same dtype and device",
                       what, i, name(detail::dtype_of(tensors[i].scalar_type())), tensors[i].device().str(),
                       name(detail::dtype_of(model.scalar_type())), model.device().str()));
 }
@@ -128,8 +129,8 @@ void check_alike(const std::vector<at::Tensor>& tensors, const at::Tensor& model
 void check_list(const detail::GroupState& group, const std::vector<at::Tensor>& tensors,
                 std::string_view what, bool writable, const at::Tensor& model) {
   if (static_cast<int>(tensors.size()) != group.size())
-    throw ConfigError(fmt::format("{} has {} tensors: one per rank of group '{}' is needed, {}", what,
-                                  tensors.size(), group.name(), group.size()));
+    throw ConfigError(fmt::format("{}: expected {} tensors, one per rank of group '{}', got {} tensors", what,
+                                  group.size(), group.name(), tensors.size()));
   for (const auto& tensor : tensors) check_tensor(tensor, what, writable);
   check_alike(tensors, model, what);
 }
@@ -138,11 +139,11 @@ void check_numel(const at::Tensor& large, std::string_view large_name, const at:
                  std::string_view small_name, int size) {
   if (large.numel() != size * small.numel())
     throw ConfigError(
-        fmt::format("{} has {} elements and {} has {}: {} times as many are needed, one part per rank",
-                    large_name, large.numel(), small_name, small.numel(), size));
+        fmt::format("{}: expected {} times as many elements as {}, which has {}, got {} elements", large_name,
+                    size, small_name, small.numel(), large.numel()));
 }
 
-// All of `from` reaches `to` on this rank, without the engine.
+// Copies `from` to `to` on this rank, without the engine.
 void copy_here(WorkState& pending, const at::Tensor& to, const at::Tensor& from) {
   pending.finish.emplace_back([to, from] { to.detach().copy_(from.detach().view(to.sizes())); });
 }
@@ -178,7 +179,7 @@ Work Group::reduce(at::Tensor tensor, ReduceOptions options, Site site) {
   auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;
     const bool root = rank() == options.root;
-    // Engines use the tensors of other ranks as scratch.
+    // Engines may use the tensors of non-root ranks as scratch space.
     auto target = root                           ? dense_target(pending, tensor, true)
                   : engine.traits().keeps_inputs ? dense(tensor)
                                                  : tensor.detach().clone(at::MemoryFormat::Contiguous);
@@ -241,8 +242,9 @@ Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, CollectiveOpt
   engine_for(*state_, in, "all_gather's input");
   auto sizes = counts(out);
   if (sizes[static_cast<std::size_t>(rank())] != in.numel())
-    throw ConfigError(fmt::format("all_gather's output[{}] has {} elements: this rank's input has {}", rank(),
-                                  sizes[static_cast<std::size_t>(rank())], in.numel()));
+    throw ConfigError(
+        fmt::format("all_gather's output[{}]: expected {} elements, as in this rank's input, got {}", rank(),
+                    in.numel(), sizes[static_cast<std::size_t>(rank())]));
   auto call = describe_call(Operation::all_gather, in, site_.value_or(site));
   call.from = sizes;
   call.tag = std::move(options.tag);
@@ -259,7 +261,7 @@ Work Group::all_gather(std::vector<at::Tensor> out, at::Tensor in, CollectiveOpt
       pending.works.push_back(engine.backend().allgather(outs, ins, engine_options));
       return;
     }
-    // Padded to the largest.
+    // Padded to the size of the largest.
     const auto largest = *std::max_element(sizes.begin(), sizes.end());
     auto padded = at::zeros({largest}, in.options());
     padded.narrow(0, 0, in.numel()).copy_(source.view({-1}));
@@ -279,13 +281,14 @@ Work Group::gather(std::vector<at::Tensor> out, at::Tensor in, RootOptions optio
   if (root)
     check_list(*state_, out, "gather's output", true, in);
   else if (!out.empty())
-    throw ConfigError(
-        fmt::format("gather's output has {} tensors on rank {}: only the root, rank {}, has any", out.size(),
-                    rank(), options.root));
+    throw ConfigError(fmt::format(
+        "gather's output: expected no tensors on rank {}, which is not the root (rank {}), got {}", rank(),
+        options.root, out.size()));
   engine_for(*state_, in, "gather's input");
   if (root && out[static_cast<std::size_t>(rank())].numel() != in.numel())
-    throw ConfigError(fmt::format("gather's output[{}] has {} elements: this rank's input has {}", rank(),
-                                  out[static_cast<std::size_t>(rank())].numel(), in.numel()));
+    throw ConfigError(
+        fmt::format("gather's output[{}]: expected {} elements, as in this rank's input, got {}", rank(),
+                    in.numel(), out[static_cast<std::size_t>(rank())].numel()));
   auto call = describe_call(Operation::gather, in, site_.value_or(site));
   call.root = options.root;
   if (root) call.from = counts(out);
@@ -335,13 +338,14 @@ Work Group::scatter(at::Tensor out, std::vector<at::Tensor> in, RootOptions opti
   if (root)
     check_list(*state_, in, "scatter's input", false, out);
   else if (!in.empty())
-    throw ConfigError(
-        fmt::format("scatter's input has {} tensors on rank {}: only the root, rank {}, has any", in.size(),
-                    rank(), options.root));
+    throw ConfigError(fmt::format(
+        "scatter's input: expected no tensors on rank {}, which is not the root (rank {}), got {}", rank(),
+        options.root, in.size()));
   engine_for(*state_, out, "scatter's output");
   if (root && in[static_cast<std::size_t>(rank())].numel() != out.numel())
-    throw ConfigError(fmt::format("scatter's input[{}] has {} elements: this rank's output has {}", rank(),
-                                  in[static_cast<std::size_t>(rank())].numel(), out.numel()));
+    throw ConfigError(
+        fmt::format("scatter's input[{}]: expected {} elements, as in this rank's output, got {}", rank(),
+                    out.numel(), in[static_cast<std::size_t>(rank())].numel()));
   auto call = describe_call(Operation::scatter, out, site_.value_or(site));
   call.root = options.root;
   if (root) call.to = counts(in);
@@ -414,8 +418,9 @@ Work Group::reduce_scatter(at::Tensor out, std::vector<at::Tensor> in, AllReduce
   check_reduction(*state_, out, options.op);
   auto sizes = counts(in);
   if (sizes[static_cast<std::size_t>(rank())] != out.numel())
-    throw ConfigError(fmt::format("reduce_scatter's input[{}] has {} elements: this rank's output has {}",
-                                  rank(), sizes[static_cast<std::size_t>(rank())], out.numel()));
+    throw ConfigError(
+        fmt::format("reduce_scatter's input[{}]: expected {} elements, as in this rank's output, got {}",
+                    rank(), out.numel(), sizes[static_cast<std::size_t>(rank())]));
   auto call = describe_call(Operation::reduce_scatter, out, site_.value_or(site));
   call.reduction = options.op;
   call.to = sizes;
@@ -445,22 +450,23 @@ Work Group::all_to_all(at::Tensor out, at::Tensor in, AllToAllOptions options, S
   check_alike({out}, in, "all_to_all's output");
   engine_for(*state_, in, "all_to_all's input");
   if (detail::overlap(out, in))
-    throw ConfigError("all_to_all's input and output share memory: it does not work in place");
-  // Rows of the first dimension to elements.
+    throw ConfigError("all_to_all's input and output share memory: all_to_all does not work in place");
+  // Converts rows of the first dimension to elements.
   auto elements = [&](const at::Tensor& tensor, std::vector<std::int64_t> splits, std::string_view what) {
     const auto rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
     if (splits.empty()) {
       if (rows % size() != 0)
         throw ConfigError(
-            fmt::format("all_to_all's {} has {} rows, which {} ranks cannot share equally: give {}_splits",
+            fmt::format("all_to_all's {}put has {} rows, which cannot be split equally among {} ranks: set "
+                        "{}_splits",
                         what, rows, size(), what));
       splits.assign(static_cast<std::size_t>(size()), rows / size());
     }
     if (static_cast<int>(splits.size()) != size() || total(splits) != rows ||
         std::any_of(splits.begin(), splits.end(), [](auto split) { return split < 0; }))
       throw ConfigError(fmt::format(
-          "{}_splits=[{}] is not allowed: {} numbers from 0 on are, that add up to the {} rows of the {}put",
-          what, fmt::join(splits, ", "), size(), rows, what));
+          "{}_splits: expected {} non-negative numbers that add up to the {} rows of the {}put, got [{}]",
+          what, size(), rows, what, fmt::join(splits, ", ")));
     const auto row = rows == 0 ? 0 : tensor.numel() / rows;
     for (auto& split : splits) split *= row;
     return splits;
@@ -491,25 +497,26 @@ void check_peer(const Group& group, const PeerOptions& options, bool any_allowed
   const bool any = any_allowed && options.peer == kAnyRank && group.size() > 1;
   if (!any && (options.peer < 0 || options.peer >= group.size() || options.peer == group.rank()))
     throw ConfigError(fmt::format(
-        "peer={} is not allowed on rank {} of group '{}': another rank from 0 to {} is{}", options.peer,
-        group.rank(), group.name(), group.size() - 1, any_allowed ? ", or kAnyRank" : ""));
+        "peer: expected another rank from 0 to {}{} on rank {} of group '{}', got {}", group.size() - 1,
+        any_allowed ? ", or kAnyRank," : "", group.rank(), group.name(), options.peer));
   if (options.tag < 0 || options.tag > kLargestTag)
-    throw ConfigError(fmt::format("tag={} is not allowed: from 0 to {} is", options.tag, kLargestTag));
+    throw ConfigError(fmt::format("tag: expected 0 to {}, got {}", kLargestTag, options.tag));
 }
 
-// Of an engine that has none; null: the group has failed, which its caller hears.
+// Rejects tags and receives from any rank on an engine without tags. engine is null if the group has failed;
+// the caller reports that.
 void check_tags(const Group& group, const std::shared_ptr<Transport>& engine, const PeerOptions& options) {
   if (!engine || engine->traits().tags) return;
   const auto name = engine->backend().getBackendName();
   if (options.peer == kAnyRank)
     throw ConfigError(
-        fmt::format("recv from any rank is not allowed on group '{}': {} receives from a rank that is named, "
+        fmt::format("recv from any rank is not supported on group '{}': with {}, name the sender, a rank "
                     "from 0 to {}",
                     group.name(), name, group.size() - 1));
   if (options.tag != 0)
     throw ConfigError(fmt::format(
-        "tag={} is not allowed on group '{}': {} has no tags, and pairs the messages of two ranks in their "
-        "order; 0 is, or a group for each kind of message",
+        "tag={} is not supported on group '{}': {} has no tags and pairs the messages of two ranks in order; "
+        "use tag 0, or a separate group for each kind of message",
         options.tag, group.name(), name));
 }
 
@@ -543,7 +550,8 @@ Work Group::recv(at::Tensor tensor, PeerOptions options, Site site) {
   check_peer(*this, options, true);
   check_tags(*this, engine_for(*state_, tensor, "recv's tensor"), options);
   if (options.peer == kAnyRank && tensor.numel() == 0)
-    throw ConfigError("recv of an empty tensor from any rank: nothing comes, so its sender cannot be told");
+    throw ConfigError(
+        "recv of an empty tensor from any rank is not supported: nothing is sent, so the sender is unknown");
   auto call = describe_message(Operation::recv, tensor, options, site_.value_or(site));
   auto start = [&](Transport& engine, WorkState& pending) {
     if (nothing_to_do(engine, tensor.numel())) return;

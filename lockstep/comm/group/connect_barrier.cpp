@@ -15,7 +15,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kFirstLook(1), kPollInterval(50);
-// How long who is ready to enter stays so: others want the lock.
+// How long a rank stays ready to enter: its other threads need the lock.
 constexpr milliseconds kReady(20);
 constexpr const char *kMet = "met", *kGo = "go", *kFree = "free";
 
@@ -24,7 +24,7 @@ std::string key_of(const std::string& who, const std::string& what) {
 }
 std::string pair_of(int a, int b) { return fmt::format("{}-{}", std::min(a, b), std::max(a, b)); }
 
-// What stands there afterwards.
+// Returns the value after the exchange.
 std::string exchange(c10d::Store& store, const std::string& key, const std::string& expected,
                      const std::string& desired) {
   const auto stands = store.compareSet(key, bytes_of(expected), bytes_of(desired));
@@ -33,7 +33,7 @@ std::string exchange(c10d::Store& store, const std::string& key, const std::stri
 
 }  // namespace
 
-// The first word stands, and all go by it: nobody enters where another has given up.
+// The first outcome wins and applies to all ranks, so no rank enters if another gave up.
 void ConnectBarrier::settle(const std::string& who, const std::string& outcome) {
   exchange(*store_, key_of(who, "outcome"), "", outcome);
 }
@@ -55,7 +55,7 @@ bool ConnectBarrier::arrive(const std::string& who, std::optional<int> peer, mil
        nap = std::min(2 * nap, kPollInterval)) {
     const bool late = AwakeClock::now() >= deadline;
     if (late || stopped()) {
-      settle(who, fmt::format("rank {} has given up", rank_));
+      settle(who, fmt::format("rank {} gave up", rank_));
       break;
     }
     std::this_thread::sleep_for(nap);
@@ -90,10 +90,10 @@ bool ConnectBarrier::await(std::optional<int> peer, milliseconds limit, c10::fun
       missing.push_back(r);
   const auto* operation = peer ? "the first message between these ranks" : "the first operation of the group";
   if (missing.empty())
-    throw NotMet(CommError::Kind::peer_died, fmt::format("all have come to {}, but {} before", operation,
+    throw NotMet(CommError::Kind::peer_died, fmt::format("all ranks reached {}, but {} before", operation,
                                                          take(*store_, key_of(who, "outcome"))));
   throw NotMet(CommError::Kind::deadline,
-               fmt::format("rank{} {} {} not come to {} within {:.3f} s", missing.size() == 1 ? "" : "s",
+               fmt::format("rank{} {} {} not reached {} within {:.3f} s", missing.size() == 1 ? "" : "s",
                            fmt::join(missing, ", "), missing.size() == 1 ? "has" : "have", operation,
                            std::chrono::duration<double>(limit).count()));
 }
@@ -115,7 +115,7 @@ bool ConnectBarrier::enter(int peer) {
     std::this_thread::sleep_for(kFirstLook);
     stands = take(*store_, key);
   }
-  // Taken back, unless the other has entered meanwhile.
+  // Withdraw, unless the peer has entered meanwhile.
   if (stands == mine) stands = exchange(*store_, key, mine, kFree);
   if (stands != kGo) return false;
   std::lock_guard lock(mutex_);

@@ -1,6 +1,6 @@
-// Some engines wait without a deadline, inside a call, until all who take part in a first operation have
-// come: NCCL makes its communicators so. Ranks meet here before they enter such a call, and all of them enter
-// it or none.
+// ConnectBarrier: a barrier in the store before a call in which an engine would wait without a deadline.
+// NCCL, for example, creates its communicators inside the first operation. Ranks meet here first, and either
+// all of them enter the call or none does.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@
 
 namespace lockstep::detail {
 
-// Names the ranks that are missing, or the one that has given up.
+// Names the missing ranks, or the rank that gave up.
 class NotMet : public KindedError {
  public:
   using KindedError::KindedError;
@@ -26,14 +26,14 @@ class ConnectBarrier {
   ConnectBarrier(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
       : store_(std::move(store)), rank_(rank), size_(size) {}
 
-  // Until all ranks have come here, or with a peer until that has come here with this rank. Once that was so
-  // it returns at once, and false. Throws NotMet at the limit, where another rank has given up, and where
-  // stopped() says that there is no use. waits: told before and after it does. Any thread.
+  // Waits until all ranks have reached this barrier, or with a peer, until that peer has reached it with this
+  // rank. Later calls return at once, with false. Throws NotMet at the limit, if another rank gave up, or if
+  // stopped() returns true. waits is called before and after the wait. Thread-safe.
   bool await(std::optional<int> peer, std::chrono::milliseconds limit, c10::function_ref<void(bool)> waits,
              c10::function_ref<bool()> stopped);
-  // Of two who have met: whether both hold now what they need to enter the call, such as a lock that others
-  // of their threads want, too; it is held for a moment only. False: let go of it and try again. Once it was
-  // true it is at once.
+  // Called once two ranks have met. Returns true if both now hold what they need to enter the call, for
+  // example a lock that their other threads need too; a rank stays ready only for a moment. On false, release
+  // the lock and try again. Once it has returned true, it returns true at once.
   bool enter(int peer);
   bool has_entered(int peer);
 

@@ -19,9 +19,9 @@ namespace {
 
 using Clock = DeviceWatch::Clock;
 
-// Between two looks: a step's works are mostly done when it looks, so that it asks the driver little.
+// Interval between two checks. Most works of a step are done by then, so the driver is queried little.
 constexpr std::chrono::milliseconds kDeviceLook{50};
-// How long who lets go of a watch waits for its thread: it is done at once, unless the driver keeps it.
+// How long the destructor waits for the thread, which ends at once unless the driver blocks it.
 constexpr std::chrono::milliseconds kThreadWait{2000};
 
 }  // namespace
@@ -50,7 +50,7 @@ DeviceWatch::Answer DeviceWatch::ask(const Entry& entry) {
           CommError::Kind::deadline};
 }
 
-// The thread has a share: the driver may keep it, as long as somebody else waits in it for the device.
+// Shared with the thread: the driver may block the thread as long as another one waits in it for the device.
 struct DeviceWatch::State {
   State(c10::Device its_device, Fail its_fail) : device(its_device), fail(std::move(its_fail)) {}
 
@@ -61,7 +61,7 @@ struct DeviceWatch::State {
   std::deque<Entry> entries;
   bool over = false, started = false;
 
-  // The oldest, and of those behind it the first whose time is over. Under the mutex.
+  // The first entry whose deadline has passed, else the oldest. Call under the mutex.
   std::optional<Entry> next() const {
     if (over || entries.empty()) return std::nullopt;
     const auto now = Clock::now();
@@ -70,7 +70,7 @@ struct DeviceWatch::State {
     return entries.front();
   }
   void look() {
-    const c10::OptionalDeviceGuard here(device);  // asking must not make a context on another one
+    const c10::OptionalDeviceGuard here(device);  // the query must not create a context on another device
     std::unique_lock lock(mutex);
     while (!over) {
       condition.wait_for(lock, kDeviceLook, [this] { return over; });
@@ -79,7 +79,7 @@ struct DeviceWatch::State {
         auto [complete, cause, kind] = ask(*entry);
         lock.lock();
         if (!cause.empty() && !over) {
-          over = true;  // nothing more is added or looked at
+          over = true;  // no entry is added or checked from here on
           entries.clear();
           lock.unlock();
           return fail(std::move(cause), kind);
@@ -94,7 +94,7 @@ struct DeviceWatch::State {
 DeviceWatch::DeviceWatch(c10::Device device, Fail fail)
     : state_(std::make_shared<State>(device, std::move(fail))) {}
 
-// The process may end after this, and with it what the thread would touch.
+// After this the process may exit, and what the thread uses is destroyed with it.
 DeviceWatch::~DeviceWatch() {
   {
     std::lock_guard lock(state_->mutex);
@@ -121,7 +121,8 @@ void DeviceWatch::add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clo
   if (state_->over) return;
   state_->entries.push_back({std::move(work), std::move(what), begun, deadline});
   if (!state_->started) state_->started = crew_.start([state = state_] { state->look(); });
-  if (!state_->started) throw Error("no thread can be had to watch the deadlines of what the device does");
+  if (!state_->started)
+    throw Error("cannot start the thread that watches the deadlines of device operations");
 }
 
 }  // namespace lockstep::detail

@@ -1,6 +1,6 @@
-// Deadlines of what a device still has to do. On CUDA a wait makes a stream wait and returns; the program
-// then waits for the device, where no deadline of ours would find it. So whoever has waited leaves the
-// engine's work here, and a thread looks whether it is done in time.
+// DeviceWatch: enforces deadlines on work that a device has not finished yet. On CUDA, wait() makes a stream
+// wait and returns; the program then waits for the device, where Lockstep cannot enforce a deadline. So
+// wait() registers the engine's work here, and a thread checks that it finishes in time.
 #pragma once
 
 #include <functional>
@@ -18,17 +18,17 @@ namespace lockstep::detail {
 class DeviceWatch {
  public:
   using Clock = AwakeClock;
-  // Called at most once, by the watch's thread, and possibly after the watch is gone.
+  // Called at most once, on the watch's thread, possibly after the watch was destroyed.
   using Fail = std::function<void(std::string cause, CommError::Kind kind)>;
   DeviceWatch(c10::Device device, Fail fail);
-  ~DeviceWatch();  // waits for no device, but for its thread
+  ~DeviceWatch();  // waits for its thread, not for the device
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 
-  // Works of one engine, in the order they were issued. what: "all_reduce #7".
+  // Adds a work of the engine, in the order of issue. what: "all_reduce #7".
   void add(c10::intrusive_ptr<c10d::Work> work, std::string what, Clock::time_point begun,
            Clock::time_point deadline);
-  // Whether all that was added is done, as far as the device says.
+  // True if the device reports that everything added is done.
   bool idle() const;
 
  private:
@@ -36,7 +36,7 @@ class DeviceWatch {
   struct State;
   struct Answer {
     bool complete;
-    std::string cause;  // what is wrong with it; empty: nothing
+    std::string cause;  // the error; empty: none
     CommError::Kind kind = CommError::Kind::device;
   };
   static Answer ask(const Entry& entry);

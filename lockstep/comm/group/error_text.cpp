@@ -9,7 +9,8 @@ std::string plain_text(const std::exception& error) {
   if (const auto* c10_error = dynamic_cast<const c10::Error*>(&error))
     text = c10_error->what_without_backtrace();
   if (auto stack = text.find("\nException raised from"); stack != std::string::npos) text.resize(stack);
-  // Engines prefix "[/path/pair.cc:451] " or "[enforce fail at file.cpp:1] ": their lines, not the user's.
+  // Engines prefix "[/path/pair.cc:451] " or "[enforce fail at file.cpp:1] ": their source lines, not the
+  // user's.
   if (auto end = text.find("] "); text.starts_with('[') && end != std::string::npos &&
                                   text.substr(0, end).find(".c") != std::string::npos)
     text.erase(0, end + 2);

@@ -1,4 +1,4 @@
-// The text of an exception as a user should read it.
+// Text of an exception as a user should see it.
 #pragma once
 
 #include <exception>
@@ -6,10 +6,10 @@
 
 namespace lockstep::detail {
 
-// Without a stack trace and without the source lines of an engine.
+// Without stack trace and without the engine's source locations.
 std::string plain_text(const std::exception& error);
 
-// The same for any exception; LibTorch's come without their backtrace.
+// The same for any exception. LibTorch's come without their backtrace.
 std::string plain_text(const std::exception_ptr& error);
 
 }  // namespace lockstep::detail

@@ -25,7 +25,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// How long who lets go of an engine waits for it: the process may end after that.
+// How long to wait for an engine that is being released: the process may exit afterwards.
 constexpr milliseconds kLeaveWait(500);
 
 }  // namespace
@@ -85,7 +85,7 @@ control::FlightRing::Ticket GroupState::note_begin(const WorkState& pending) {
   const Call& call = pending.call();
   const bool message = point_to_point(call.operation);
   if (message && !has_message_line_) {
-    has_message_line_ = true;  // under the messages' mutex
+    has_message_line_ = true;  // under message_mutex_
     message_line_ = status_->add_line(key_, name_, true);
   }
   const control::Begun begun{.key = key_,
@@ -122,8 +122,7 @@ std::optional<std::uint64_t> GroupState::left_after(int rank) {
   return begun;
 }
 
-// Operations under way hold the group, so there are none. While an exception goes through, it is left at
-// once.
+// Operations in flight hold the group, so there are none. During stack unwinding the group is left at once.
 GroupState::~GroupState() { close(/*in_order=*/std::uncaught_exceptions() == 0); }
 
 std::shared_ptr<Transport> GroupState::transport(at::DeviceType device) const {
@@ -146,8 +145,8 @@ void GroupState::meet_all(Transport& engine, const WorkState& pending) {
   engine.open();
 }
 
-// Others need not wait for two who have not met: the order of messages is given up meanwhile. Both then hold
-// theirs when they enter the call.
+// Other messages need not wait for two ranks that have not met: the order of messages is released meanwhile.
+// Both ranks hold their own order again when they enter the call.
 void GroupState::meet_peer(Transport& engine, const WorkState& pending, std::unique_lock<std::mutex>& order) {
   auto* first = engine.connect_barrier(/*of_all=*/false);
   const int peer = pending.call().root;
@@ -174,7 +173,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   call.size = size();
   refuse_in_child(call);
   const Span span(SpanKind::wait, lockstep::name(call.operation), call.bytes);
-  const bool batched = coalescing() == this;  // and has the mutexes
+  const bool batched = coalescing() == this;  // then coalesce holds the mutexes
   if (!batched) refuse_within_coalesce(lockstep::name(call.operation));
   std::unique_lock order(point_to_point(call.operation) ? message_mutex_ : issue_mutex_, std::defer_lock);
   if (!batched) order.lock();
@@ -182,7 +181,7 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   call.sequence = point_to_point(call.operation) ? messages_ : collectives_;
   const auto engine = usable_engine(call, device.type());
   if (!engine->traits().captures && engine->capturing())
-    throw ConfigError(fmt::format("{} over {} cannot be captured in a CUDA graph: over nccl it can",
+    throw ConfigError(fmt::format("{} over {} cannot be captured in a CUDA graph; use nccl",
                                   lockstep::name(call.operation), engine->backend().getBackendName()));
   ++(point_to_point(call.operation) ? messages_ : collectives_);
   const bool compared = ModelScope::mark(*this, models_, call) || world_->compares_calls();
@@ -194,11 +193,11 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
   try {
     at::AutoDispatchBelowAutograd below_autograd;
     c10::NoGradGuard no_grad;
-    // Not within an engine's batch, which would wait for the comparison.
+    // Not within an engine's batch, which would block the comparison.
     if (compared && !engine->traits().compares_calls && !pending->by_messages &&
         !(batched && engine->backend().supportsCoalescing()))
       compare(*pending);
-    // A batch is everybody's, whatever is in it.
+    // All ranks take part in a batch, whatever it contains.
     if (!pending->by_messages || batched)
       meet_all(*engine, *pending);
     else if (pending->call().count > 0)
@@ -224,7 +223,8 @@ std::string forked_text(int rank) {
 
 bool GroupState::in_child() const { return shm::fork_generation() != generation_; }
 
-// Nothing is locked: a thread of the parent's may hold any lock here, and is not there to let go of it.
+// Takes no lock: a thread of the parent may have held one at the fork, and it does not exist here to release
+// it.
 void GroupState::refuse_in_child(const Call& call) const {
   if (!in_child()) return;
   auto details = details_of(call);
@@ -234,7 +234,7 @@ void GroupState::refuse_in_child(const Call& call) const {
 
 void GroupState::keep_track(const std::shared_ptr<WorkState>& pending) {
   std::lock_guard lock(state_mutex_);
-  // Most are waited for and gone when the next one comes.
+  // Most have been waited for and destroyed when the next one is issued.
   while (!issued_.empty() && issued_.back().expired()) issued_.pop_back();
   if (issued_.size() >= issued_limit_) {
     std::erase_if(issued_, [](const auto& each) {
@@ -246,7 +246,7 @@ void GroupState::keep_track(const std::shared_ptr<WorkState>& pending) {
   issued_.push_back(pending);
 }
 
-// A side collective: one all-gather of a few hundred bytes per rank, waited for before data moves.
+// A separate collective: one all-gather of a few hundred bytes per rank, completed before data moves.
 void GroupState::compare(const WorkState& pending) {
   const auto& call = pending.call();
   const auto device = control_device();
@@ -274,7 +274,7 @@ void GroupState::compare(const WorkState& pending) {
 }
 
 ConfigError GroupState::gone() const {
-  return ConfigError(fmt::format("group '{}' is used after its World is gone", name_));
+  return ConfigError(fmt::format("group '{}' is used after its World was destroyed", name_));
 }
 
 void GroupState::check_open() const {
@@ -356,13 +356,13 @@ void GroupState::adopt(std::shared_ptr<WorkState> pending) noexcept {
       std::lock_guard lock(state_mutex_);
       if (!closed_) return dropped_.push_back(std::move(pending));
     }
-    if (pending->settled()) return;  // it was logged when the World was left
-    // The engine goes with it, and may wait for peers: the thread that drops does not wait long.
+    if (pending->settled()) return;  // logged when the World ended
+    // This releases the engine, which may wait for peers: do not block the dropping thread for long.
     Crew crew;
     crew.start([pending = std::move(pending)]() mutable { pending.reset(); });
     crew.wait(kLeaveWait);
   } catch (const std::exception& error) {
-    fail({fmt::format("an operation was dropped and could not be kept: {}", error.what()), std::nullopt,
+    fail({fmt::format("an operation was dropped and could not be tracked: {}", error.what()), std::nullopt,
           CommError::Kind::engine});
   }
 }
@@ -371,7 +371,7 @@ void GroupState::watch(std::shared_ptr<WorkState> pending) {
   start_thread("waiting for a message", [pending = std::move(pending)] {
     try {
       pending->await(std::nullopt);
-    } catch (const std::exception&) {  // whoever waits for it next has it again
+    } catch (const std::exception&) {  // the next wait throws it again
     }
   }).detach();
 }
@@ -396,26 +396,27 @@ void GroupState::reap() {
     if (dropped_.empty()) return;
     candidates.assign(dropped_.begin(), dropped_.end());
   }
-  // done() settles what has ended; a failure becomes the group's verdict, which the caller checks next.
+  // done() settles operations that have ended. A failure becomes the group's verdict, which the caller checks
+  // next.
   for (auto& pending : candidates) pending->done();
   std::lock_guard lock(state_mutex_);
   dropped_.remove_if(
       [](const auto& pending) { return pending->settled() && !(pending->failed() && !pending->heard()); });
 }
 
-// What the device has still to do can be broken off as long as the engines are here; when they go they wait
-// for it, with no deadline.
+// Waits for the device while the engines still exist and the work can be aborted: when they are destroyed
+// they wait for it without a deadline.
 void GroupState::await_device() noexcept {
   const auto deadline = AwakeClock::now() + timeout_;
   DeviceWatch* watch = nullptr;
   {
     std::lock_guard lock(state_mutex_);
-    watch = device_watch_.get();  // this thread alone lets go of it
+    watch = device_watch_.get();  // only this thread destroys it
   }
   try {
     while (watch != nullptr && !failed_ && AwakeClock::now() < deadline && !watch->idle())
       std::this_thread::sleep_for(milliseconds(1));
-  } catch (const std::exception&) {  // the process ends, and the device's library has gone before it
+  } catch (const std::exception&) {  // the process is exiting and the device's library is already unloaded
   }
 }
 
@@ -440,7 +441,7 @@ void GroupState::give_way() noexcept {
 }
 
 void GroupState::close(bool in_order) noexcept {
-  // The engines' threads are the parent's, and so is what they hold: they stay as they are.
+  // The engines' threads belong to the parent, and so does everything they hold: leak them here.
   if (in_child()) {
     new Transports(std::move(transports_));
     new std::list(std::move(dropped_));
@@ -468,23 +469,23 @@ void GroupState::close(bool in_order) noexcept {
     without_engines_ = true;
   }
   watch.reset();
-  // Others see by themselves that our connections end, and must know that it is in order.
+  // Peers notice that our connections end, and must learn that this is in order.
   const bool looked_at = std::any_of(engines.begin(), engines.end(),
                                      [](const auto& each) { return !each.second->traits().wakes_waiters; });
   if (!failed_ && looked_at) world_->note_left(key_, rank_, collectives_);
   for (auto& [device, engine] : engines) engine->leave();
-  if (!failed_) return;  // `engines` and `dropped` go here, in order
+  if (!failed_) return;  // destroys `engines` and `dropped`, in order
 
-  // An engine that was interrupted should go at once; if one does not, nobody waits for it.
+  // An engine that was interrupted should end at once. If one does not, do not wait for it.
   try {
     Crew crew;
-    // Where no thread is to be had, they go here after all.
+    // If no thread can be started, they are destroyed here.
     crew.start([engines = std::move(engines), dropped = std::move(dropped)]() mutable {
       dropped.clear();
       engines.clear();
     });
     crew.wait(kLeaveWait);
-  } catch (const std::exception&) {  // no memory to be had
+  } catch (const std::exception&) {  // out of memory
   }
 }
 

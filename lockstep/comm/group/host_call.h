@@ -1,6 +1,6 @@
-// The deadline of a call into an engine whose waits are a device's. NCCL connects two ranks inside the first
-// call that has something to carry between them, and waits there for the other one: the deadline counts for
-// that, too.
+// HostCall: a deadline for a call into an engine that otherwise waits only on the device. NCCL connects two
+// ranks inside the first call that moves data between them and waits there for the peer. The deadline covers
+// that wait too.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace lockstep::detail {
 
-// As long as it lives, the call is under way.
+// The call is in progress while this object lives.
 class HostCall {
  public:
   HostCall(GroupState& group, Transport& engine, const WorkState& pending) {

@@ -20,7 +20,7 @@ GroupModel::GroupModel(const Group& group, const std::string& name) {
 
 ModelScope::ModelScope(const std::optional<GroupModel>& model, bool begins)
     : model_(model ? &*model : nullptr), begins_(begins), outer_(std::exchange(innermost_model, this)) {
-  // Within what has begun nothing begins.
+  // A scope within one of the same model does not begin a pass.
   for (const auto* scope = outer_; scope != nullptr; scope = scope->outer_)
     if (scope->model_ == model_) begins_ = false;
 }

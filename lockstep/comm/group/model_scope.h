@@ -1,5 +1,5 @@
-// Which model of a group the calls of a thread belong to. Models of equal shapes make calls that look alike:
-// only their identity tells gradients of one from those of another.
+// ModelScope: marks which model of a group a thread's calls belong to. Models of equal shapes make calls that
+// look alike, so only the model's number distinguishes the gradients of one from those of another.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace lockstep::detail {
 
-// Collective: every rank makes its models of a group in the same order, and so gives them the same numbers.
+// Collective: every rank makes its models of a group in the same order, so they get the same numbers.
 class GroupModel {
  public:
   GroupModel(const Group& group, const std::string& name);
@@ -21,9 +21,9 @@ class GroupModel {
   std::string text_;                 // "model 2 (Generator)"
 };
 
-// While it lives, this thread's collectives on the model's group name the model in their tag, where the group has
-// several. begins: they are the first of a forward or backward pass, at which ranks may have come to different
-// models. The first of them is then compared also by engines that compare no calls by themselves.
+// While it lives, this thread's collectives on the model's group carry the model in their tag, if the group
+// has several models. begins: the first call starts a forward or backward pass, where ranks may run different
+// models. That call is then compared even on engines that do not compare calls.
 class ModelScope {
  public:
   ModelScope(const std::optional<GroupModel>& model, bool begins);  // no model: no effect
@@ -31,7 +31,8 @@ class ModelScope {
   ModelScope(const ModelScope&) = delete;
   ModelScope& operator=(const ModelScope&) = delete;
 
-  // Of a call that this thread makes on the group: adds the model to its tag. Returns true if it must be compared.
+  // Adds the model to the tag of a call that this thread makes on the group. Returns true if the call must be
+  // compared.
   static bool mark(const GroupState& group, int models, Call& call);
 
  private:

@@ -1,4 +1,4 @@
-// Group::share: one piece of memory for all ranks of a host.
+// Group::share: one tensor in memory that all ranks of a host map.
 #include <algorithm>
 #include <sstream>
 
@@ -14,7 +14,7 @@
 namespace lockstep {
 namespace {
 
-// A segment, for the others to fetch.
+// A segment published for the other ranks to map.
 struct Offer {
   std::uint64_t id = 0;
   ~Offer() {
@@ -28,17 +28,17 @@ at::Tensor Group::share(at::IntArrayRef sizes, at::ScalarType dtype, Site site) 
   auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (auto size : sizes)
     if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes))
-      throw ConfigError(fmt::format(
-          "sizes=[{}] are not allowed: numbers from 0 on are, of elements that can be counted in bytes",
-          fmt::join(sizes, ", ")));
+      throw ConfigError(
+          fmt::format("Group::share: expected non-negative sizes whose bytes fit into 64 bits, got [{}]",
+                      fmt::join(sizes, ", ")));
   if (size() == 1) return at::zeros(sizes, dtype);
   if (backend(at::kCPU) != "shm")
     throw ConfigError(fmt::format(
-        "a tensor cannot be shared in group '{}': its backend for CPU tensors is '{}', and 'shm' is needed, "
-        "which is there where all ranks are processes of one host",
+        "a tensor cannot be shared in group '{}': its backend for CPU tensors is '{}', and 'shm' is needed. "
+        "Groups whose ranks are all processes of one host can use it",
         name(), backend(at::kCPU)));
 
-  // All or none: rank 0 says what it has, and the others whether they have come to it.
+  // All ranks or none: rank 0 publishes the segment, and the others report whether they could map it.
   const auto wanted = fmt::format("{} [{}]", c10::toString(dtype), fmt::join(sizes, ", "));
   std::shared_ptr<shm::Segment> segment;
   std::string word, failure;
@@ -60,7 +60,7 @@ at::Tensor Group::share(at::IntArrayRef sizes, at::ScalarType dtype, Site site) 
       std::uint64_t id = 0;
       std::getline(in >> name >> id >> std::ws, offered);
       if (offered != wanted)
-        throw ConfigError(fmt::format("{} is to be shared here, and {} on rank 0", wanted, offered));
+        throw ConfigError(fmt::format("this rank asks for {}, rank 0 for {}", wanted, offered));
       segment = shm::Peer::reach(name)->segment(id, [&] {
         if (state_->world().failed()) throw Error("the job has failed");
       });

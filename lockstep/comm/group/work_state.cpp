@@ -36,11 +36,11 @@ CommError::Details details_of(const Call& call) {
 
 namespace {
 
-// How often a wait looks whether its peers are still there.
+// How often a wait checks that its peers are still there.
 constexpr milliseconds kWatchInterval(100);
-// How long an engine's error waits for the control plane to say who is to blame.
+// How long an engine's error waits for the control plane to name the rank to blame.
 constexpr milliseconds kHearing(500);
-// Of an engine whose waits end at our own deadline, or at a verdict.
+// Timeout for an engine whose waits Lockstep ends itself, at the deadline or at a verdict.
 constexpr milliseconds kEnginePatience = std::chrono::hours(30 * 24);
 
 }  // namespace
@@ -131,16 +131,16 @@ void WorkState::await(std::optional<milliseconds> limit) {
     group_->refuse_in_child(call());
     if (held_.load(std::memory_order_acquire))
       throw ConfigError(fmt::format(
-          "{} #{} of group '{}' cannot be waited for within coalesce: it begins when coalesce returns",
+          "{} #{} of group '{}' cannot be waited for within coalesce: it starts when coalesce returns",
           name(call().operation), call().sequence, call().group));
     const Span span(SpanKind::wait, name(call().operation), call().bytes,
                     {call().group_key, call().sequence, point_to_point(call().operation)});
     group_->note_wait(call(), true);
     const control::StatusWriter::Blocked blocked(group_->status());
     std::unique_lock lock(mutex_, std::defer_lock);
-    // Almost always at once; the other one reads two clocks first.
+    // try_lock() succeeds almost always; try_lock_until() reads two clocks first.
     if (!lock.try_lock() && !lock.try_lock_until(deadline)) {
-      // Somebody else waits in the engine, with a later deadline than ours: the verdict wakes them.
+      // Another thread waits in the engine with a later deadline than ours: the verdict wakes it.
       group_->fail(
           {fmt::format("{} #{} was not complete within {:.3f} s, its deadline", name(call().operation),
                        call().sequence, duration<double>(Clock::now() - start_).count()),
@@ -149,7 +149,7 @@ void WorkState::await(std::optional<milliseconds> limit) {
     }
     const bool elsewhere = settled();
     if (!elsewhere) wait_locked(deadline);
-    // Where it has completed here, the note of its end has ended the wait, too.
+    // If it completed here, recording its end has already ended the wait.
     if (elsewhere || state_ == State::failed) group_->note_wait(call(), false);
   }
 }
@@ -169,8 +169,8 @@ milliseconds WorkState::left() const {
   return std::max(duration_cast<milliseconds>(deadline_ - Clock::now()), milliseconds(1));
 }
 
-// An engine's time passes while the process is stopped, ours does not: where our own waits keep the deadline,
-// the engine's must not come first.
+// An engine's timeout runs while the process is stopped, and our deadline does not. If our own waits enforce
+// the deadline, the engine must not time out first.
 milliseconds WorkState::engine_timeout() const {
   const auto traits = transport_->traits();
   return traits.blocks_host && !traits.wakes_waiters ? kEnginePatience : timeout_;
@@ -178,14 +178,14 @@ milliseconds WorkState::engine_timeout() const {
 
 void WorkState::wait_in_engine(c10d::Work& work, Clock::time_point deadline) {
   for (;;) {
-    // c10d reads 0 as "no limit", so a deadline that has passed is the shortest wait.
+    // c10d reads 0 as "no limit", so a deadline that has passed becomes the shortest wait.
     const auto left =
         std::max(duration_cast<milliseconds>(deadline - Clock::now()) + milliseconds(1), milliseconds(1));
     try {
       work.wait(left);
       return;
     } catch (...) {
-      // Stopped meanwhile, and there is time left: the work is none the worse for it.
+      // The process was stopped meanwhile and there is time left: the work is still intact.
       if (work.isCompleted() || group_->verdict() || Clock::now() >= deadline) throw;
     }
   }
@@ -194,17 +194,17 @@ void WorkState::wait_in_engine(c10d::Work& work, Clock::time_point deadline) {
 void WorkState::wait_for(c10d::Work& work, Clock::time_point deadline) {
   const auto traits = transport_->traits();
   if (!traits.blocks_host) {
-    // Before the wait: a barrier's is the program's.
+    // Before the wait: a barrier's wait blocks the program.
     if (!transport_->capturing()) group_->watch_device(transport_->watched(work), call(), start_, deadline);
-    work.wait();  // with a limit NCCL would hold the program, not the stream
-    // What was broken off is over, too.
+    work.wait();  // with a limit, NCCL would block the program instead of the stream
+    // An aborted work counts as complete too.
     if (group_->verdict()) throw Error("it was interrupted");
   } else if (traits.wakes_waiters || work.isCompleted()) {
     wait_in_engine(work, deadline);
     if (traits.on_device && !work.isCompleted())
       group_->watch_device(transport_->watched(work), call(), start_, deadline);
   } else if (by_messages) {
-    // Gloo's own wait cannot be cut into slices: a time-out there closes the connection.
+    // Gloo's own wait cannot be split: a timeout there closes the connection.
     auto bell = std::make_shared<Bell>();
     std::exception_ptr error;
     bool complete = false;
@@ -247,25 +247,26 @@ void WorkState::wait_for_bell(Bell& bell, Clock::time_point deadline) {
     if (Clock::now() >= deadline) throw Error("the deadline has passed");
     if (auto lost = lost_peer()) {
       error_.peer = *lost;
-      throw KindedError(CommError::Kind::peer_died,
-                        fmt::format("rank {} has closed its connection: it has ended or left", *lost));
+      throw KindedError(
+          CommError::Kind::peer_died,
+          fmt::format("rank {} has closed its connection: it has exited or left the job", *lost));
     }
   }
   if (judged) throw Error("it was interrupted");
 }
 
-// Of those who are gone, one that this operation needs.
+// Returns a lost rank that this operation needs.
 std::optional<int> WorkState::lost_peer() const {
   const auto lost = transport_->lost_peers();
   if (!point_to_point(call().operation)) {
-    // Who left in order has done its part of whatever it had begun.
+    // A rank that left in order has completed its part of everything that it had begun.
     for (int rank : lost)
       if (auto begun = group_->left_after(rank); !begun || *begun <= call().sequence) return rank;
     return std::nullopt;
   }
   for (int rank : lost)
     if (rank == call().root) return rank;
-  // A message of anybody: as long as there is anybody.
+  // A message from any rank can still arrive as long as some rank is left.
   if (call().root >= 0 || lost.empty()) return std::nullopt;
   for (int rank : lost)
     if (!group_->left_after(rank)) return rank;
@@ -306,7 +307,7 @@ bool WorkState::done() {
   for (std::size_t i = waited_; i < last; ++i) {
     if (parts_ ? item_.finished.load(std::memory_order_acquire) : works[i]->isCompleted()) continue;
     if (group_->verdict()) {
-      settle_failed({{}, CommError::Kind::stopped});  // the verdict says
+      settle_failed({{}, CommError::Kind::stopped});  // the verdict has the cause
       return true;
     }
     if (Clock::now() < deadline_) return false;
@@ -315,10 +316,10 @@ bool WorkState::done() {
   return true;
 }
 
-// An engine notices that a peer is gone sooner than the agent has found out how.
+// An engine notices a lost peer before the agent knows the cause.
 void WorkState::hear_control_plane(const std::exception& error, Clock::time_point deadline) {
   const bool ours = dynamic_cast<const Error*>(&error) != nullptr;
-  if (!ours) (void)transport_->lost_peers();  // notes when connections ended, for the look in failure_of()
+  if (!ours) (void)transport_->lost_peers();  // records when connections ended, for failure_of()
   if (!ours && Clock::now() < deadline && !group_->verdict()) group_->world().await_failure(kHearing);
 }
 
@@ -327,7 +328,7 @@ void WorkState::settle_complete() {
   for (const auto& step : finish) step();
   if (call().operation == Operation::recv)
     source_ = call().root != kAnyRank ? call().root : works.back()->sourceRank();
-  // Engines' works keep their tensors.
+  // Works of the engine hold tensors.
   works.clear();
   finish.clear();
   keep.clear();
@@ -342,13 +343,13 @@ void WorkState::settle_complete() {
 void WorkState::settle_failed(Failure failure) {
   auto& [cause, kind, refused] = failure;
   const auto elapsed = Clock::now() - start_;
-  const auto peer = error_.peer;  // known already where a connection has ended
+  const auto peer = error_.peer;  // already known if a connection has ended
   error_ = details_of(call());
   error_.peer = peer;
   error_.elapsed = elapsed;
   if (point_to_point(call().operation) && call().root >= 0) error_.peer = call().root;
 
-  // A verdict says more than the engine that it interrupted.
+  // A verdict explains more than the error of the engine that it interrupted.
   if (auto verdict = group_->verdict()) {
     cause = verdict->cause;
     kind = verdict->kind;
@@ -358,7 +359,7 @@ void WorkState::settle_failed(Failure failure) {
   error_.cause = cause;
   error_.kind = kind;
   refused_ = refused;
-  group_->note_end(call(), record, true);  // the program may catch the error and go on
+  group_->note_end(call(), record, true);  // the program may catch the error and continue
   if (refused) {                           // nothing was read or written, and the next operation can succeed
     keep.clear();
     state_.store(State::failed, std::memory_order_release);
@@ -370,7 +371,7 @@ void WorkState::settle_failed(Failure failure) {
   if (auto* client = group_->world().client())
     client->tell(control::Fault{control::Fault::Kind::comm, CommError(error_).what()});
   group_->world().observe([&](Observer& observer) { observer.failed(call(), elapsed, error_.cause); });
-  // The tensors stay: the engine may still write to them.
+  // Keep the tensors: the engine may still write to them.
   if (parts_) transport_->abandon(keep);
   state_.store(State::failed, std::memory_order_release);
 }
@@ -419,7 +420,7 @@ Work::~Work() { drop(); }
 
 void Work::drop() noexcept {
   if (pending_ && (!pending_->settled() || (pending_->failed() && !pending_->heard()))) {
-    // In a forked child the engine that has it is the parent's, and is left alone.
+    // In a forked child the engine belongs to the parent: leak the operation.
     if (pending_->group().in_child())
       new std::shared_ptr(pending_);
     else
@@ -429,7 +430,7 @@ void Work::drop() noexcept {
 }
 
 detail::WorkState& Work::pending() const {
-  if (!pending_) throw Error("this Work was moved from: the other one has the operation");
+  if (!pending_) throw Error("this Work was moved from: wait for the Work that it was moved to");
   return *pending_;
 }
 

@@ -1,5 +1,5 @@
-// What a Work holds: the engine's own work objects, the tensors that must live as long, and what is left
-// to do when the engine is done.
+// WorkState: the state behind a Work. It holds the engine's work objects, the tensors that must stay alive,
+// and what remains to be done once the engine is done.
 #pragma once
 
 #include <atomic>
@@ -23,16 +23,16 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
   WorkState(std::shared_ptr<GroupState> group, std::shared_ptr<Transport> transport, Call call,
             std::chrono::milliseconds timeout);
 
-  // Filled while the operation is issued, by one thread.
+  // Filled by one thread while the operation is issued.
   std::vector<c10::intrusive_ptr<c10d::Work>> works;
   std::vector<at::Tensor> keep;
-  std::vector<std::function<void()>> finish;  // in order: what is left when the engine is done
-  bool by_messages = false;                   // it is made of the engine's sends and receives
+  std::vector<std::function<void()>> finish;  // run in order once the engine is done
+  bool by_messages = false;                   // True if it consists of the engine's sends and receives
   control::FlightRing::Ticket record = control::FlightRing::kNone;
-  // In place of works, for an engine that takes parts. Tensors are dense and kept; one tensor where the call
-  // has a table of sizes stands for its pieces.
+  // Used instead of works for an engine that takes Ops. Tensors are dense and kept alive. If the call has a
+  // table of sizes, one tensor stands for all its pieces.
   void post(OpSink& engine, c10::ArrayRef<at::Tensor> inputs, c10::ArrayRef<at::Tensor> outputs);
-  // Takes part with nothing but the reason for not taking part (refusal.h).
+  // Joins the operation with only the reason for a refusal (refusal.h).
   void post_refusal(OpSink& engine, std::string text);
 
   std::chrono::steady_clock::time_point begun() const { return moment_.steady; }
@@ -41,29 +41,29 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
   const std::shared_ptr<Transport>& transport() const { return transport_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
   Clock::time_point deadline() const { return deadline_; }
-  // Of the timeout, at least a moment.
+  // Rest of the timeout, at least a moment.
   std::chrono::milliseconds left() const;
-  // What the engine is told.
+  // Timeout that is passed to the engine.
   std::chrono::milliseconds engine_timeout() const;
-  // Sends and receives of some engines complete unseen unless somebody waits for them.
+  // True if the engine reports completion of a send or receive only to a waiter.
   bool needs_watching() const;
   std::optional<int> source() const;
 
-  // CommError where it has failed.
+  // Throws CommError if it failed.
   void wait(std::optional<std::chrono::milliseconds> limit);
-  // The same for who is not the program: a failure is left for the program to hear.
+  // The same for an internal caller: a failure stays to be reported to the program.
   void await(std::optional<std::chrono::milliseconds> limit);
   bool done();
   bool failed() const { return state_.load(std::memory_order_acquire) == State::failed; }
-  CommError error() const { return CommError(error_); }  // of one that has failed
-  // Of one that has failed: whether a call has thrown its error, or that of what failed its whole group.
+  CommError error() const { return CommError(error_); }  // only after a failure
+  // After a failure: true if a call has thrown this error, or the error that failed the whole group.
   bool heard() const;
   bool settled() const { return state_.load(std::memory_order_acquire) != State::running; }
-  // In a batch that the engine does not have yet: nobody can wait for it. Then work is that of the batch,
-  // where the engine has one.
+  // Marks the operation as part of a batch that the engine does not have yet, so it cannot be waited for.
+  // hand_over() ends that; work is the batch's work, if the engine has one.
   void hold() { held_.store(true, std::memory_order_release); }
   void hand_over(const c10::intrusive_ptr<c10d::Work>& work);
-  // The engine refused the operation while it was issued.
+  // The engine rejected the operation while it was issued.
   void settle_at_issue(const std::exception& error);
   [[noreturn]] void fail_at_issue(const std::exception& error);
   [[noreturn]] void throw_error() const;
@@ -82,14 +82,14 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
   void hear_control_plane(const std::exception& error, Clock::time_point deadline);
   void wait_for(c10d::Work& work, Clock::time_point deadline);
   void wait_in_engine(c10d::Work& work, Clock::time_point deadline);
-  // Until it rings; throws at the deadline, at a verdict, or when a peer is seen to be gone.
+  // Waits until it rings. Throws at the deadline, at a verdict, or when a peer is found to be gone.
   void wait_for_bell(Bell& bell, Clock::time_point deadline);
   std::optional<int> lost_peer() const;
-  // A deadline that has passed says more than the engine.
+  // The cause of a failure. A deadline that passed explains more than the engine's error.
   struct Failure {
     std::string cause;
     CommError::Kind kind;
-    bool refused = false;  // by this rank or a peer: the group lives
+    bool refused = false;  // by this rank or a peer: the group stays usable
   };
   Failure failure_of(const std::exception& error, Clock::time_point deadline);
   void settle_complete();
@@ -97,15 +97,15 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
 
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Transport> transport_;
-  Item item_;  // has the call, whichever engine it goes to
+  Item item_;  // holds the call, for every engine
   OpSink* parts_ = nullptr;
   const Clock::Moment moment_ = Clock::moment();
   const Clock::time_point start_ = moment_.awake;
   const std::chrono::milliseconds timeout_;
   const Clock::time_point deadline_;
-  // Held by whoever waits inside the engine; a verdict interrupts the engine and so frees it.
+  // Held while a thread waits inside the engine. A verdict interrupts the engine and so releases it.
   std::timed_mutex mutex_;
-  std::size_t waited_ = 0;  // works that are complete
+  std::size_t waited_ = 0;  // number of works that are complete
   std::atomic<State> state_ = State::running;
   std::atomic<bool> watched_ = false, held_ = false;
   std::optional<int> source_;
@@ -114,7 +114,7 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
   mutable std::atomic<bool> thrown_ = false;
 };
 
-// What an error says of the call that it ended; cause, peer and time are the caller's to add.
+// What an error reports about its call; the caller adds cause, peer and time.
 CommError::Details details_of(const Call& call);
 
 }  // namespace lockstep::detail

@@ -34,26 +34,27 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// Those who were refused are told by the agent, which stays that long.
+// How long the agent stays to notify ranks that were refused.
 constexpr milliseconds kRefusalLimit(5000);
-// Those who are told of a failure are told by the agent, which stays that long.
+// How long the agent stays to notify ranks of a failure.
 constexpr milliseconds kFailureLimit(300);
 
-// A rank that has left and stays for the others says so after that time, then after twice as much.
+// A rank that has left and stays to host the agent logs a line after this time, then after twice as long, and
+// so on.
 constexpr std::chrono::seconds kFirstLine(60);
 
-// Of this process, until it ends: another World of it meets the others through the same ones.
+// The connection of this process, kept until it ends: later Worlds of the process use it too.
 struct AgentConnection {
   const pid_t process = ::getpid();
   std::mutex mutex;
   std::string name;
   std::shared_ptr<Client> client;
-  control::Agent* agent = nullptr;  // where this process holds it
+  control::Agent* agent = nullptr;  // set if this process hosts it
   int worlds = 0;
 };
 
 AgentConnection& agent_connection() {
-  // Never destroyed: threads of others may still use it while we end. A child of fork() has one of its own.
+  // Never destroyed: other threads may still use it while the process exits. A child of fork() makes its own.
   static std::atomic<AgentConnection*> the = new AgentConnection;
   if (the.load()->process != ::getpid()) the = new AgentConnection;
   return *the;
@@ -74,15 +75,15 @@ AgentConnection& agent_connection() {
 }
 
 ConfigError no_key(const Identity& identity) {
-  return ConfigError(fmt::format(
-      "the {} ranks are on several hosts (MASTER_ADDR={}), which must prove a key to one another, and there "
-      "is none: "
-      "make one with\n  lockstep key --output job.key\nand start every rank with\n  "
-      "LOCKSTEP_KEY_FILE=job.key",
-      identity.size, identity.master_address));
+  return ConfigError(
+      fmt::format("a job of {} ranks on several hosts (MASTER_ADDR={}) needs a shared key, and none is set: "
+                  "make one with\n  lockstep key --output job.key\nand start every rank with\n  "
+                  "LOCKSTEP_KEY_FILE=job.key",
+                  identity.size, identity.master_address));
 }
 
-// torchrun listens at the master's port itself: the head takes another one and says so in torchrun's store.
+// torchrun listens on the master's port itself. The coordinator takes another port and publishes it in
+// torchrun's store.
 class TorchrunStore {
  public:
   TorchrunStore(const Identity& identity, milliseconds timeout)
@@ -91,7 +92,7 @@ class TorchrunStore {
     options.port = static_cast<std::uint16_t>(identity.master_port);
     options.waitWorkers = false;
     options.timeout = timeout;
-    // On a thread of its own: a port that accepts and never answers would hold the constructor for good.
+    // On its own thread: a port that accepts and never answers would block the constructor forever.
     auto connect = std::make_shared<std::packaged_task<c10::intrusive_ptr<c10d::TCPStore>()>>(
         [address = identity.master_address, options] {
           return c10::make_intrusive<c10d::TCPStore>(address, options);
@@ -99,7 +100,7 @@ class TorchrunStore {
     auto connected = connect->get_future();
     start_thread("torchrun's store", [connect] { (*connect)(); }).detach();
     if (connected.wait_for(timeout + std::chrono::seconds(1)) != std::future_status::ready)
-      throw Error("torchrun's store does not answer");
+      throw Error("torchrun's store does not respond");
     store_ = connected.get();
   }
   void publish(const std::string& address) { put(*store_, key_, address); }
@@ -110,8 +111,8 @@ class TorchrunStore {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
-// Op of the proof: agents of another job, or of an earlier attempt, do not fit even with the same key. What
-// MPICH has is of this host alone.
+// Part of the proof of the key, so agents of another job or of an earlier attempt do not match even with the
+// same key. MPICH's job id differs from host to host.
 std::string job_of_all_hosts(const Identity& identity) {
   return fmt::format("{} {} {} {}", identity.launcher, identity.master_address, identity.restart_count,
                      identity.launcher == "MPICH" ? "" : identity.job);
@@ -130,7 +131,7 @@ control::AgentOptions agent_options(const Identity& identity, const std::string&
   options.coordinator = control::is_local_address(identity.master_address);
   auto key = control::job_key("");
   if (!key) {
-    // Nothing says that there are several hosts: those who do not come will be named.
+    // Nothing indicates several hosts: missing ranks will be named.
     if (options.coordinator && !identity.local_size) return options;
     throw no_key(identity);
   }
@@ -151,7 +152,8 @@ control::AgentOptions agent_options(const Identity& identity, const std::string&
   return options;
 }
 
-// The agent's socket: `lockstep run` has told its name; else it is the same on every rank of the job's host.
+// The agent's socket: `lockstep run` passes its name; otherwise it is the same on every rank of the job on a
+// host.
 std::string agent_name(const Identity& identity) {
   if (!identity.agent.empty()) return identity.agent;
   return fmt::format("lockstep/{}/{}", ::getuid(), identity.job).substr(0, 100);
@@ -163,14 +165,14 @@ control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& 
   for (;;) {
     if (auto socket = control::connect_local(agent_connection.name)) {
       if (!control::is_own(socket->get()))
-        throw ConfigError(fmt::format("the socket @{} is held by another user (uid {})",
+        throw ConfigError(fmt::format("the socket @{} belongs to another user (uid {})",
                                       agent_connection.name, control::peer_of(socket->get()).uid));
       return std::move(*socket);
     }
     if (!identity.agent.empty())
       throw ConfigError(fmt::format(
-          "LOCKSTEP_AGENT={} is set and nobody listens there: it is left over from a job that has ended, "
-          "or this process is in another network namespace than lockstep run",
+          "LOCKSTEP_AGENT={}: no agent listens there. The variable is left over from a job that has ended, "
+          "or this process is in a different network namespace from `lockstep run`",
           identity.agent));
     try {
       auto options = agent_options(identity, agent_connection.name, timeout);
@@ -178,7 +180,7 @@ control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& 
       agent_connection.agent = new control::Agent(std::move(options));  // until the process ends
       if (publishes) TorchrunStore(identity, timeout).publish(agent_connection.agent->address());
     } catch (const control::NameInUse&) {
-      // Another rank was faster. It listens in a moment.
+      // Another rank was faster. Its agent will listen in a moment.
       if (Clock::now() >= deadline) throw;
       std::this_thread::sleep_for(milliseconds(1));
     }
@@ -189,13 +191,12 @@ void tell_about_threads(const Identity& identity, const control::Welcome& welcom
   const std::set<int> different(welcome.threads.begin(), welcome.threads.end());
   if (different.size() < 2 || identity.rank != 0) return;
   log(LogLevel::warn,
-      "ranks have different numbers of threads ({}): sums inside operators may differ in their last bits "
-      "from one "
-      "rank to another; lockstep run --threads K or OMP_NUM_THREADS=K makes them equal",
+      "ranks use different numbers of threads ({}), so sums inside operators may differ between ranks in the "
+      "last bits; set the same number with `lockstep run --threads K` or OMP_NUM_THREADS=K",
       fmt::join(welcome.threads, ", "));
 }
 
-// Whoever holds the agent is needed until the others have heard.
+// A process that hosts the agent is needed until its peers have been notified.
 void stay_for_others(int world, milliseconds limit) {
   control::Agent* agent = agent_connection().agent;
   const auto deadline = Clock::now() + limit;
@@ -203,7 +204,7 @@ void stay_for_others(int world, milliseconds limit) {
     std::this_thread::sleep_for(milliseconds(2));
 }
 
-// And as long as they work: without it they could not go on.
+// It is also needed while its peers work: they cannot continue without it.
 void stay_while_others_work(int world, const Client& client) {
   control::Agent* agent = agent_connection().agent;
   const auto start = Clock::now();
@@ -212,16 +213,18 @@ void stay_while_others_work(int world, const Client& client) {
     std::this_thread::sleep_for(milliseconds(2));
     if (Clock::now() - start < next_line) continue;
     log(LogLevel::warn,
-        "this rank has left the job and stays for the others, which meet through its process: for {} s now",
+        "this rank has left the job, but its process hosts the agent: waiting {} s for the others",
         next_line.count());
     next_line *= 2;
   }
 }
 
-constexpr std::size_t kShownList = 80;      // characters of a list of ranks
-constexpr std::size_t kAskedAtOnce = 2048;  // so many answers fit into a message
+constexpr std::size_t kShownList = 80;  // longest list of ranks shown, in characters
+// number of keys asked about at once: that many answers fit into a message
+constexpr std::size_t kAskedAtOnce = 2048;
 
-// The first few of those whose key is not there. Each has a moment only: the store may be gone too.
+// The first few ranks whose key is missing. Each lookup gets only a moment, because the store may be gone
+// too.
 template <typename Key>
 std::vector<int> not_there(c10d::Store& store, const Key& key, const std::vector<int>& ranks) {
   std::vector<int> missing;
@@ -269,7 +272,7 @@ Membership join_job(Identity& identity, milliseconds timeout,
     }
   };
   auto part = [&] {
-    if (!meet.client) return;  // nobody was met
+    if (!meet.client) return;  // no agent was reached
     meet.client->leave();
     stay_for_others(hello.world, kRefusalLimit);
   };
@@ -299,7 +302,7 @@ void leave_job(Client& client, bool in_order) noexcept {
   stay_for_others(world, kFailureLimit);
 }
 
-// What ranks exchange is short however many they are: the beginning of the list, and a number for all of it.
+// The exchanged text is short however many ranks there are: the start of the list, and a hash of all of it.
 void agree_on_order(const TransportContext& context, milliseconds timeout) {
   const auto start = Clock::now();
   auto key = [](int rank) { return fmt::format("order/{}", rank); };
@@ -324,8 +327,9 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
         const std::string theirs(all[i].begin(), all[i].end());
         if (theirs == mine) continue;
         throw ConfigError(
-            fmt::format("ranks make one group in different orders: rank {} gives {}, rank {} gives {}", self,
-                        shown, awaited[i], theirs.substr(std::min<std::size_t>(17, theirs.size()))));
+            fmt::format("the members of a group pass its ranks in different orders: rank {} passes {}, "
+                        "rank {} passes {}",
+                        self, shown, awaited[i], theirs.substr(std::min<std::size_t>(17, theirs.size()))));
       }
     }
   } catch (const ConfigError&) {
@@ -335,10 +339,9 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
     identity.rank = self;
     identity.size = context.world_size;
     const auto missing = context.failed() ? std::vector<int>{} : not_there(store, key, awaited);
-    const auto whom = missing.empty()
-                          ? ""
-                          : fmt::format("we waited for rank{} {}: ", missing.size() == 1 ? "" : "s",
-                                        fmt::join(missing, ", "));
+    const auto whom = missing.empty() ? ""
+                                      : fmt::format("waited for rank{} {}: ", missing.size() == 1 ? "" : "s",
+                                                    fmt::join(missing, ", "));
     throw_join_error(identity, "making a group", shown, start, whom + plain_text(error),
                      context.failed() || Clock::now() - start < timeout ? CommError::Kind::peer_died
                                                                         : CommError::Kind::deadline);

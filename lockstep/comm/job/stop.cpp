@@ -17,14 +17,16 @@
 namespace lockstep::detail {
 namespace {
 
-// How long a rank that ends waits to hear who is to blame. Longer than the coordinator takes to decide.
+// How long a rank that ends waits to learn which rank is to blame. Longer than the coordinator takes to
+// decide.
 constexpr std::chrono::milliseconds kVerdict(2000);
 
 std::atomic<int> came = 0;
 std::atomic<std::int64_t> came_at = 0;
-std::atomic<control::Client*> told = nullptr;  // kept alive for good: a handler may run at any time
+std::atomic<control::Client*> told = nullptr;  // never destroyed: a handler may run at any time
 std::terminate_handler terminate_before = nullptr;
-std::atomic<pid_t> process = 0;  // whose handlers these are; a child of fork() inherits them and is no rank
+// process that installed the handlers; a child of fork() inherits them but is not a rank
+std::atomic<pid_t> process = 0;
 
 void keep(const std::shared_ptr<control::Client>& client) {
   static std::mutex mutex;
@@ -43,8 +45,8 @@ std::int64_t now_ms() {
   return now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
 }
 
-// The launcher passes the signal that one rank got on to all, also to that one: what comes within a second is
-// the same request. A later one is meant.
+// The launcher forwards a signal that one rank received to all ranks, including that one, so a signal within
+// a second is the same request. A later one is deliberate.
 void on_signal(int signal) {
   if (in_child()) {
     ::signal(signal, SIG_DFL);
@@ -68,13 +70,14 @@ control::Fault current_fault() {
   } catch (const std::exception& error) {
     return {Fault::Kind::exception, plain_text(error)};
   } catch (...) {
-    return {Fault::Kind::exception, "something that is not a std::exception"};
+    return {Fault::Kind::exception, "an exception that is not a std::exception"};
   }
 }
 
-// Tells the control plane. Returns whether the text of the exception is shown, or need not be, so that this
-// process keeps silent: `lockstep run` shows the first failure with its text, and exceptions that differ from
-// it. Under other launchers each rank speaks for itself, and who fails because of another says only that.
+// Reports to the control plane. Returns true if the text of the exception is shown elsewhere or need not be
+// shown, so this process can stay silent: `lockstep run` shows the first failure with its text, and
+// exceptions that differ from it. Under other launchers each rank prints its own text, and a rank that fails
+// because of another one only says so.
 bool tell_of_exception(control::Client& client) {
   const auto fault = current_fault();
   client.tell(fault);
@@ -83,14 +86,14 @@ bool tell_of_exception(control::Client& client) {
   if (!failure || failure->rank < 0 || failure->rank == client.rank() ||
       fault.kind != control::Fault::Kind::uncaught_comm)
     return false;
-  log(LogLevel::error, "rank {} ends because of the failure of rank {}", client.rank(), failure->rank);
+  log(LogLevel::error, "rank {} ends because rank {} failed", client.rank(), failure->rank);
   return true;
 }
 
 void on_terminate() {
   auto* client = told.load();
   const bool shown = client && !in_child() && std::current_exception() && tell_of_exception(*client);
-  // A handler of the program's own runs in any case; that of the C++ library would show the text again.
+  // The program's own handler always runs. The C++ library's handler would print the text again.
   if (terminate_before && !(shown && terminate_before == __gnu_cxx::__verbose_terminate_handler))
     terminate_before();
   std::abort();

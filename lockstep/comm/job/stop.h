@@ -1,5 +1,4 @@
-// What concerns the process as a whole: signals that ask it to stop, exceptions that nobody catches,
-// checkpoints that it has saved.
+// Process-wide events: signals that ask the process to stop, uncaught exceptions, and saved checkpoints.
 #pragma once
 
 #include <memory>
@@ -8,15 +7,15 @@
 
 namespace lockstep::detail {
 
-// From here on SIGTERM and SIGINT ask the job to stop; a second one has its usual effect. Handlers of the
-// program's own stay. The client, where there is one, tells the others.
+// From here on SIGTERM and SIGINT ask the job to stop; a second signal has its usual effect. Handlers that
+// the program installed stay. The client, if there is one, notifies the other ranks.
 void catch_stop_signals(const std::shared_ptr<control::Client>& client);
 bool stop_signal_came();
 
-// The text of an exception that ends this process goes to the control plane first.
+// From here on, the text of an exception that ends this process is sent to the control plane first.
 void tell_of_exceptions(const std::shared_ptr<control::Client>& client);
 
-// A checkpoint has been saved: a job that is started again begins after the steps that it holds.
+// Reports that a checkpoint was saved: a restarted job resumes after the steps that it holds.
 void tell_of_checkpoint();
 
 }  // namespace lockstep::detail

@@ -42,7 +42,7 @@ std::string given_or(const std::string& given, const char* variable, const char*
   return !given.empty() ? given : env::text(variable).value_or(fallback);
 }
 
-// Between two looks whether what is under way when the World is left is over.
+// Interval between two checks whether the operations in flight are over when the World leaves.
 constexpr std::chrono::microseconds kFirstNap(50), kLongestNap(5000);
 // How long it waits for that without a word.
 constexpr std::chrono::seconds kPatience(1);
@@ -54,7 +54,7 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
       timeout_(limit(options.timeout, "LOCKSTEP_TIMEOUT", std::chrono::minutes(30))),
       join_timeout_(limit(options.join_timeout, "LOCKSTEP_JOIN_TIMEOUT", std::chrono::minutes(5))),
       backend_(!options.backend.empty() ? options.backend
-               : threads                ? "auto"  // the variable is about processes
+               : threads                ? "auto"  // the environment variable is for processes
                                         : env::text("LOCKSTEP_BACKEND").value_or("auto")),
       compares_calls_(env::flag("LOCKSTEP_CHECK", false)),
       cpu_allocator_(options.cpu_allocator.value_or(env::flag("LOCKSTEP_CPU_ALLOCATOR", true))),
@@ -66,7 +66,7 @@ WorldState::WorldState(Identity identity, WorldOptions options, std::shared_ptr<
 
 void WorldState::join() {
   set_log_prefix(fmt::format("rank {}", identity_.rank));
-  check_backend_text(backend_, threads_ != nullptr);  // before anybody is met: it needs nobody
+  check_backend_text(backend_, threads_ != nullptr);  // first, because it needs no other rank
   const auto format = parse_metric_format("metrics_format", metrics_format_);
   if (!metrics_folder_.empty())
     metrics_ = std::make_unique<MetricLog>(metrics_folder_, format, identity_.rank);
@@ -88,7 +88,7 @@ void WorldState::join() {
     nodes_ = choose_nodes(membership.nodes);
   }
   if (client_) tell_of_exceptions(client_);
-  // Weak: an engine that is left behind may keep the store longer than this.
+  // Weak, because an abandoned engine may keep the store alive longer than this object.
   auto failed = [self = weak_from_this()] {
     auto state = self.lock();
     return state && state->failed_ ? state->verdict().cause : std::string();
@@ -108,7 +108,7 @@ void WorldState::join() {
 
 std::shared_ptr<GroupState> WorldState::default_group() const {
   std::lock_guard lock(mutex_);
-  if (!default_group_) throw ConfigError("this World has been left: it has no groups");
+  if (!default_group_) throw ConfigError("this World has left the job: it has no groups");
   return default_group_;
 }
 
@@ -119,12 +119,13 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   std::sort(sorted.begin(), sorted.end());
   if (ranks.empty() || sorted.front() < 0 || sorted.back() >= identity_.size ||
       std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
-    throw ConfigError(fmt::format("a group of ranks {} is not allowed: different ranks from 0 to {} are",
-                                  text, identity_.size - 1));
+    throw ConfigError(
+        fmt::format("World::group: expected different ranks from 0 to {}, got {}", identity_.size - 1, text));
   if (place == ranks.end())
-    throw ConfigError(fmt::format("rank {} makes a group of ranks {}: only its members make a group",
-                                  identity_.rank, text));
-  if (closed_) throw ConfigError("this World has been left: it makes no more groups");
+    throw ConfigError(
+        fmt::format("World::group: rank {} is not one of the ranks {}: only its members make a group",
+                    identity_.rank, text));
+  if (closed_) throw ConfigError("this World has left the job: it cannot make groups");
 
   const auto name = options.name.empty() ? "world" + text : options.name;
   auto fail = [&](Verdict verdict) {
@@ -155,9 +156,9 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   };
   const auto members = fmt::format("{}", fmt::join(sorted, ","));
   {
-    // Members agree on this name because each has made the same number of groups of the same ranks.
+    // Members agree on this name because each has made the same number of groups of these ranks.
     std::lock_guard lock(mutex_);
-    // Lists of ranks may be longer than the store's keys.
+    // Hashed, because a list of ranks may be longer than the store's keys.
     context.group = fmt::format("{:016x}/{}#{}", static_cast<std::uint64_t>(hash_of(members)), ranks.size(),
                                 group_counts_[members]++);
   }
@@ -166,7 +167,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
     try {
       agree_on_order(context, join_timeout_);
     } catch (...) {
-      // Nobody got it: the next try goes by the same name.
+      // No rank got the group, so the next attempt uses the same name.
       std::lock_guard lock(mutex_);
       --group_counts_[members];
       throw;
@@ -179,7 +180,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   } catch (const ConfigError&) {
     throw;
   } catch (const std::exception& error) {
-    // The control plane knows more of a peer that is gone than the engine that could not reach it.
+    // The control plane knows more about a peer that died than the engine that could not reach it.
     if (dynamic_cast<const Error*>(&error) == nullptr) await_failure(milliseconds(500));
     const auto* kinded = dynamic_cast<const Kinded*>(&error);
     fail(failed_ ? verdict()
@@ -191,7 +192,7 @@ std::shared_ptr<GroupState> WorldState::make_group(std::vector<int> ranks, Group
   std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& known) { return known.expired(); });
   groups_.push_back(group);
-  // A verdict that came meanwhile did not know of this group.
+  // A verdict that arrived meanwhile did not know this group.
   if (verdict_) group->fail(*verdict_);
   return group;
 }
@@ -209,7 +210,7 @@ void WorldState::fail(Verdict verdict) noexcept {
   try {
     if (judge(std::move(verdict))) wake();
   } catch (const std::exception& error) {
-    log(LogLevel::error, "a failure could not be told to every group: {}", error.what());
+    log(LogLevel::error, "could not notify every group of a failure: {}", error.what());
   }
 }
 
@@ -222,7 +223,7 @@ bool WorldState::judge(Verdict verdict) {
     verdict = *verdict_;
     failed_ = true;
   }
-  // Also where another thread is on its way to them: whoever asks next must find it there.
+  // Even if another thread is already notifying the groups: the next call must find the verdict.
   for (auto& group : live_groups()) group->judge(verdict);
   return first;
 }
@@ -238,7 +239,7 @@ void WorldState::await_failure(milliseconds limit) {
     judge({});
     return;
   }
-  // The verdict reaches the groups on the thread that hears it; here it must be known at once.
+  // The groups get the verdict on the thread that receives it, but here it must be known at once.
   if (auto failure = client_->failure(limit)) judge(verdict_of(*failure));
 }
 
@@ -257,7 +258,7 @@ void WorldState::note_left(std::int64_t group, int rank, std::uint64_t collectiv
                                         .keys = {left_key(prefix_, group, rank)},
                                         .values = {std::to_string(collectives)}};
     client_->ask(request, control::Clock::now(), [] { return false; });
-  } catch (const std::exception&) {  // it is written; nobody waits for the answer
+  } catch (const std::exception&) {  // the request is written; no caller waits for the answer
   }
 }
 
@@ -277,7 +278,7 @@ std::optional<std::uint64_t> WorldState::left_after(std::int64_t group, int rank
 }
 
 void WorldState::step(std::int64_t step) {
-  if (step < 0) throw ConfigError(fmt::format("step({}) is not allowed: from 0 is", step));
+  if (step < 0) throw ConfigError(fmt::format("World::step: expected a step of 0 or more, got {}", step));
   step_.store(step, std::memory_order_relaxed);
   if (auto status = client_ ? client_->status() : nullptr) status->step(step);
   observe([&](Observer& observer) { observer.stepped(step); });
@@ -286,7 +287,7 @@ void WorldState::step(std::int64_t step) {
 void WorldState::log_metric(std::string_view name, double value, std::optional<std::int64_t> step) {
   check_metric_name(name);
   if (step && *step < 0)
-    throw ConfigError(fmt::format("log_metric of step {} is not allowed: from 0 is", *step));
+    throw ConfigError(fmt::format("log_metric: expected a step of 0 or more, got {}", *step));
   if (const auto current = step_.load(std::memory_order_relaxed); !step && current >= 0) step = current;
   if (metrics_) metrics_->add(name, value, step);
   if (auto status = client_ ? client_->status() : nullptr) status->metric(name, value, step.value_or(-1));
@@ -310,8 +311,8 @@ void WorldState::note_told() noexcept {
   if (fails_at_exit_.exchange(false)) fail_at_exit(false);
 }
 
-// In order: all that is under way, whether its Work is held or not. Nothing more is issued. After that the program
-// must hear of operations that have failed, unless a call has thrown what ended them.
+// In order: finishes everything in flight, whether its Work is held or not. Nothing more is issued. If no
+// call has thrown an error, the program must then learn about operations that failed.
 void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>>& groups, bool in_order) {
   std::vector<std::shared_ptr<WorkState>> all, dropped;
   for (const auto& group : groups) {
@@ -322,7 +323,7 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
   bool told = false;
   const auto tells_at = Clock::now() + kPatience;
   for (auto nap = kFirstNap;; nap = std::min(2 * nap, kLongestNap)) {
-    // All of them: engines move what is asked for.
+    // Polls all of them, because polling makes engines progress.
     bool over = true;
     for (const auto& pending : all) over = pending->done() && over;
     if (over || !in_order) break;
@@ -345,10 +346,11 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
   for (const auto& pending : all) {
     if (pending->failed() && pending->heard()) continue;
     if (pending->failed())
-      log(LogLevel::error, "an operation that nobody waited for has failed: {}", pending->error().what());
+      log(LogLevel::error, "an operation whose result was never waited for has failed: {}",
+          pending->error().what());
     else if (!pending->settled())
       log(LogLevel::error,
-          "an operation that nobody waited for was not finished, because another has failed: {}",
+          "an operation whose result was never waited for did not finish, because another one failed: {}",
           describe(pending->call()));
     else
       continue;
@@ -360,7 +362,7 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
 }
 
 void WorldState::close(bool in_order) noexcept {
-  // In a child the World is its parent's: what it holds is left alone.
+  // In a child of fork() the World is the parent's: leave alone what it holds.
   if (in_child()) {
     new auto(default_group_);
     return;
@@ -385,12 +387,12 @@ void WorldState::close(bool in_order) noexcept {
     if (unwinding && !failed_) client_->tell(control::Fault{control::Fault::Kind::unwinding, {}});
     leave_job(*client_, !unwinding && !failed_);
   } catch (const std::exception& error) {
-    log(LogLevel::warn, "leaving the job: {}", error.what());
+    log(LogLevel::warn, "error while leaving the job: {}", error.what());
   }
 }
 
 void WorldState::add_observer(std::shared_ptr<Observer> observer) {
-  if (!observer) throw ConfigError("add_observer was given no observer");
+  if (!observer) throw ConfigError("add_observer: the observer is null");
   std::lock_guard lock(mutex_);
   observers_.push_back(std::move(observer));
   observed_ = true;

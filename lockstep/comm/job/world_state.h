@@ -1,4 +1,4 @@
-// What a World owns: identity, store, groups, observers.
+// Everything that a World owns: identity, store, groups, observers.
 #pragma once
 
 #include <atomic>
@@ -22,10 +22,10 @@ class ThreadsJob;
 
 class WorldState : public std::enable_shared_from_this<WorldState> {
  public:
-  // threads: set when ranks are threads of this process; then no launcher and no network is used.
+  // threads: non-null when ranks are threads of this process; no launcher and no network is used then.
   WorldState(Identity identity, WorldOptions options, std::shared_ptr<ThreadsJob> threads = nullptr);
 
-  // Meets the other ranks and makes the group of all.
+  // Waits for the other ranks and makes the group of all ranks.
   void join();
 
   const Identity& identity() const { return identity_; }
@@ -39,19 +39,20 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   void wake();
   bool failed() const { return failed_; }
   bool in_threads() const { return threads_ != nullptr; }
-  // What the control plane says within the limit: an engine that lost a peer knows less of it.
+  // Waits at most that long for the control plane's verdict: an engine that lost a peer knows less about the
+  // cause.
   void await_failure(std::chrono::milliseconds limit);
-  control::Client* client() const { return client_.get(); }  // null where there is no control plane
-  // Of a group, for those of its ranks that are still in an operation: see GroupState::left_after.
+  control::Client* client() const { return client_.get(); }  // null without a control plane
+  // How a rank left a group, for members that are still in an operation: see GroupState::left_after.
   void note_left(std::int64_t group, int rank, std::uint64_t collectives) noexcept;
   std::optional<std::uint64_t> left_after(std::int64_t group, int rank) noexcept;
   void step(std::int64_t step);
   void log_metric(std::string_view name, double value, std::optional<std::int64_t> step);
   bool stop_requested();
   void close(bool in_order) noexcept;
-  // A call has thrown a CommError: where the World has failed, the program knows that.
+  // A call has thrown a CommError, so the program knows about the failure.
   void note_told() noexcept;
-  // After close(): the error of an operation whose Work was dropped, where ranks are threads and no call has
+  // After close(): the error of an operation whose Work was dropped, if ranks are threads and no call has
   // thrown it.
   std::exception_ptr unheard() const { return unheard_; }
 
@@ -80,13 +81,13 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   const std::string metrics_folder_, metrics_format_;
   std::unique_ptr<MetricLog> metrics_;  // null: nothing is written
   std::atomic<std::int64_t> step_ = -1;
-  std::vector<int> nodes_;  // of each rank: those with the same number share a host
+  std::vector<int> nodes_;  // host number of each rank: ranks with the same number share a host
   std::map<at::DeviceType, std::string> backends_;
   at::Device device_ = at::kCPU;
-  std::string address_;  // of this host, as peers reach it; empty: loopback
+  std::string address_;  // this host's address as peers reach it; empty: loopback
   std::shared_ptr<control::Client> client_;
   std::shared_ptr<control::Channel> channel_;
-  std::string prefix_;  // of this World's names: a process may have had others before
+  std::string prefix_;  // prefix of this World's names: the process may have had other Worlds before
   c10::intrusive_ptr<c10d::Store> store_;
 
   mutable std::mutex mutex_;
@@ -94,16 +95,16 @@ class WorldState : public std::enable_shared_from_this<WorldState> {
   std::atomic<bool> failed_ = false, closed_ = false;
   std::atomic<bool> told_ = false, fails_at_exit_ = false;
   std::exception_ptr unheard_;
-  const std::uint64_t generation_;  // of processes: another one in a child of fork()
+  const std::uint64_t generation_;  // of the process: different in a child of fork()
   std::shared_ptr<GroupState> default_group_;
   std::vector<std::weak_ptr<GroupState>> groups_;
-  std::map<std::string, int> group_counts_;  // how often a list of ranks was made into a group
+  std::map<std::string, int> group_counts_;  // number of groups made of each list of ranks
   std::vector<std::shared_ptr<Observer>> observers_;
   std::atomic<bool> observed_ = false;
 };
 
-// Has it called with every World of this process that has been joined, on the thread that joined it. Set
-// before main(): parts of the library that build on this one come in by it.
+// Registers a function that is called with every World of this process that has joined, on the thread that
+// joined it. Call it before main(): parts of the library that build on this one hook in here.
 void when_joined(void (*call)(const std::shared_ptr<WorldState>&));
 
 }  // namespace lockstep::detail

@@ -1,4 +1,4 @@
-// For CPUs with AVX2 and F16C; lockstep/CMakeLists.txt has the options.
+// For CPUs with AVX2 and F16C; lockstep/comm/reduce/options.cmake sets the compiler options.
 #if defined(__x86_64__)
 #define LOCKSTEP_VECTOR_BYTES 32
 #define LOCKSTEP_UNROLL 4

@@ -1,4 +1,4 @@
-// For CPUs with AVX-512 F, BW, DQ and VL; lockstep/CMakeLists.txt has the options.
+// For CPUs with AVX-512 F, BW, DQ and VL; lockstep/comm/reduce/options.cmake sets the compiler options.
 #if defined(__x86_64__)
 #define LOCKSTEP_VECTOR_BYTES 64
 #define LOCKSTEP_UNROLL 4

@@ -19,7 +19,7 @@ constexpr int kNotForced = -1;
 std::atomic<int> forced{kNotForced};
 
 #if defined(__x86_64__)
-// __builtin_cpu_supports knows it in newer compilers alone.
+// Only newer compilers support f16c in __builtin_cpu_supports.
 bool has_f16c() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
@@ -37,7 +37,7 @@ std::string_view name(SimdLevel level) {
   return "portable";
 }
 
-// __builtin_cpu_supports asks also whether the kernel saves the wide registers.
+// __builtin_cpu_supports also checks that the kernel saves the wide registers.
 bool supported(SimdLevel level) {
 #if defined(__x86_64__)
   switch (level) {
@@ -59,8 +59,7 @@ SimdLevel wanted_simd_level() {
     if (!asked || *asked == name(level)) return level;
     allowed += fmt::format("{}{}", allowed.empty() ? "" : ", ", name(level));
   }
-  throw ConfigError(
-      fmt::format("LOCKSTEP_SIMD='{}' is not allowed: on this CPU one of {} is", *asked, allowed));
+  throw ConfigError(fmt::format("invalid LOCKSTEP_SIMD='{}': this CPU supports {}", *asked, allowed));
 }
 
 SimdLevel simd_level() {
@@ -70,7 +69,7 @@ SimdLevel simd_level() {
 }
 
 void use_simd_level(std::optional<SimdLevel> level) {
-  LOCKSTEP_ASSERT(!level || supported(*level), "instructions that this CPU does not have");
+  LOCKSTEP_ASSERT(!level || supported(*level), "this CPU does not support the level");
   forced = level ? static_cast<int>(*level) : kNotForced;
 }
 

@@ -1,4 +1,4 @@
-// Which instructions the reductions use. Their bits do not depend on it.
+// SimdLevel: the instruction set that the reductions use. Results are bit-identical on all levels.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,17 @@ enum class SimdLevel : std::uint8_t { portable, avx2, avx512 };
 
 std::string_view name(SimdLevel level);
 
-// Whether this CPU, and this build, has it. Portable always is.
+// True if this CPU and this build support the level. Portable is always supported.
 bool supported(SimdLevel level);
 
-// What LOCKSTEP_SIMD asks for, else the widest that is supported. A ConfigError where it asks for what is
+// The level in LOCKSTEP_SIMD, else the widest that is supported. Throws ConfigError if LOCKSTEP_SIMD is
 // unknown or not supported.
 SimdLevel wanted_simd_level();
 
-// What is used: wanted_simd_level(), asked once.
+// The level in use: wanted_simd_level(), evaluated once.
 SimdLevel simd_level();
 
-// For tests, which compare levels in one process; nullopt undoes it. The level must be supported.
+// For tests, which compare levels in one process. The level must be supported; nullopt restores the default.
 void use_simd_level(std::optional<SimdLevel> level);
 
 }  // namespace lockstep::detail

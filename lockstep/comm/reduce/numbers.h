@@ -1,9 +1,9 @@
-// Vectors of numbers, for vector.h: how they are read, folded and written. LOCKSTEP_VECTOR_BYTES says
-// how wide they are; they are those of GCC and clang, so that one text serves every width. Half alone has
-// instructions of its own where there are some.
+// Vectors of numbers for reduce/vector.h: loads, folds and stores. LOCKSTEP_VECTOR_BYTES sets the width. They
+// are GCC's and clang's vector types, so one source serves every width. Only Half uses intrinsics, where
+// available.
 //
-// All widths give the same bits. Sums and products are not contracted (-ffp-contract=off), and where both
-// sides are NaN the left one stays: hardware takes the first operand's, compilers swap operands.
+// All widths give the same bits. Sums and products are not contracted (-ffp-contract=off), and if both
+// operands are NaN the left one is kept: hardware returns the first operand's, and compilers swap operands.
 #pragma once
 
 #include <stdint.h>
@@ -31,7 +31,7 @@ using Floats = Vector<float>;
 using Words = Vector<uint32_t>;
 using SignedWords = Vector<int32_t>;
 
-// memcpy, because nothing is aligned and anything may alias.
+// memcpy, because the data may be unaligned and may alias.
 template <typename T>
 LOCKSTEP_INLINE Vector<T> load(const char* from) {
   Vector<T> v;
@@ -39,13 +39,13 @@ LOCKSTEP_INLINE Vector<T> load(const char* from) {
   return v;
 }
 
-// The one place that writes results.
+// The only function that writes results.
 template <typename V>
 LOCKSTEP_INLINE void store(char* to, V v) {
   __builtin_memcpy(to, &v, kVector);
 }
 
-// A vector of numbers of two bytes, as many as a vector has floats.
+// A vector of two-byte numbers, with as many elements as a vector of floats.
 typedef uint16_t Shorts __attribute__((vector_size(LOCKSTEP_VECTOR_BYTES / 2)));
 LOCKSTEP_INLINE Words load_shorts(const char* from) {
   Shorts v;
@@ -63,7 +63,7 @@ LOCKSTEP_INLINE Words all(uint32_t word) { return Words{} + word; }
 
 // --- Folds. ----------------------------------------------------------------------------------------------
 
-// kNan: whose NaN it is can be seen in the result.
+// kNan: the result must keep the payload of the left NaN.
 template <bool kNan>
 struct FloatSum {
   template <typename V>
@@ -84,7 +84,7 @@ struct FloatProduct {
       return a * b;
   }
 };
-// As at::minimum and at::maximum: a NaN on either side wins; of equals, the left one.
+// Like at::minimum and at::maximum: a NaN on either side wins; of equal values, the left one.
 struct FloatMin {
   template <typename V>
   static LOCKSTEP_INLINE V of(V a, V b) {
@@ -98,7 +98,7 @@ struct FloatMax {
   }
 };
 
-// Signed integers wrap around, as LibTorch's do: these get them as unsigned.
+// Signed integers wrap around, as in LibTorch: they are passed as unsigned.
 struct Sum {
   template <typename V>
   static LOCKSTEP_INLINE V of(V a, V b) {
@@ -142,7 +142,7 @@ struct Xor {
   }
 };
 
-// --- Formats: how kVector bytes become numbers to fold, and the other way. --------------------------------
+// --- Formats: conversion between kVector bytes and the numbers to fold. ----------------------------------
 
 template <typename T>
 struct Plain {
@@ -157,8 +157,8 @@ struct Plain {
   static LOCKSTEP_INLINE Wide divided(Wide v, T divisor) { return v / divisor; }
 };
 
-// The numbers of kVector bytes of bfloat16 or half as two vectors of float; which is where does not matter
-// as long as narrow() puts it back.
+// The numbers of kVector bytes of bfloat16 or half, as two vectors of float. Their order is irrelevant as
+// long as narrow() restores it.
 struct Pair {
   Floats first, second;
 };
@@ -176,7 +176,7 @@ struct Paired {
 };
 
 struct Bfloat16 : Paired {
-  // A word holds two numbers, and each is the upper half of a float.
+  // A word holds two numbers, each the upper half of a float.
   static LOCKSTEP_INLINE Pair widen(const char* from) {
     const Words w = load<uint32_t>(from);
     return {from_bits(w << 16), from_bits(w & 0xffff0000u)};
@@ -184,12 +184,12 @@ struct Bfloat16 : Paired {
   static LOCKSTEP_INLINE Words narrow(Pair v) {
     return (rounded(v.first) >> 16) | (rounded(v.second) & 0xffff0000u);
   }
-  // In order, without a fold between: half a vector to a vector of float, and back.
+  // In order, without a fold in between: converts half a vector to a vector of float, and back.
   static LOCKSTEP_INLINE Floats single(const char* from) { return from_bits(load_shorts(from) << 16); }
   static LOCKSTEP_INLINE void put_single(char* to, Floats v) { store_shorts(to, rounded(v) >> 16); }
 
  private:
-  // To the nearest, of two the even one, in the upper half. Every NaN becomes 7fc0, as c10::BFloat16 has it.
+  // Rounds to nearest even, into the upper half. Every NaN becomes 7fc0, as in c10::BFloat16.
   static LOCKSTEP_INLINE Words rounded(Floats v) {
     const Words w = bits(v), up = w + 0x7fffu + ((w >> 16) & 1u);
     return v != v ? all(0x7fc00000u) : up;
@@ -199,7 +199,7 @@ struct Bfloat16 : Paired {
 #if LOCKSTEP_VECTOR_BYTES > 16
 struct Half : Paired {
 #if LOCKSTEP_VECTOR_BYTES == 64
-  static constexpr __mmask16 kAll = 0xffff;  // with no mask GCC 12 warns of a value that is not used
+  static constexpr __mmask16 kAll = 0xffff;  // without a mask GCC 12 warns about an unused value
 #endif
   static LOCKSTEP_INLINE Pair widen(const char* from) {
     return {widen_half(from), widen_half(from + kVector / 2)};
@@ -236,13 +236,13 @@ struct Half : Paired {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #endif
   }
-  // Every NaN becomes 7e00 with its sign, as c10::Half has it where the instruction is not used.
+  // Every NaN becomes 7e00 with its sign, as in c10::Half without the instruction.
   static LOCKSTEP_INLINE Floats quiet(Floats v) {
     return from_bits(v != v ? (bits(v) & 0x80000000u) | 0x7fc00000u : bits(v));
   }
 };
 #else
-// The arithmetic of c10::Half (torch/headeronly/util/Half.h, where it is explained), on vectors.
+// The arithmetic of c10::Half (explained in torch/headeronly/util/Half.h), on vectors.
 struct Half : Paired {
   static LOCKSTEP_INLINE Pair widen(const char* from) {
     const Words w = load<uint32_t>(from);
@@ -253,14 +253,14 @@ struct Half : Paired {
   static LOCKSTEP_INLINE void put_single(char* to, Floats v) { store_shorts(to, rounded(v)); }
 
  private:
-  static LOCKSTEP_INLINE Floats widened(Words w) {  // of a number in the upper half
+  static LOCKSTEP_INLINE Floats widened(Words w) {  // a number in the upper half
     const Words magnitude = w & 0x7fffffffu;
     const Floats normal = from_bits((magnitude >> 3) + (0xe0u << 23)) * 0x1p-112f;
     const Floats denormal = from_bits((magnitude >> 16) | (126u << 23)) - 0.5f;
     const auto small = reinterpret_cast<SignedWords>(magnitude) < (1 << 26);
     return from_bits((w & 0x80000000u) | (small ? bits(denormal) : bits(normal)));
   }
-  static LOCKSTEP_INLINE Words rounded(Floats v) {  // in the lower half
+  static LOCKSTEP_INLINE Words rounded(Floats v) {  // result in the lower half
     const Words w = bits(v), exponent = w & 0x7f800000u, least = all(0x38800000u);
     const Floats scaled = (from_bits(w & 0x7fffffffu) * 0x1p+112f) * 0x1p-110f;
     const auto tiny = reinterpret_cast<SignedWords>(exponent) < 0x38800000;

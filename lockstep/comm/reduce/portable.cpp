@@ -1,4 +1,4 @@
-// What any CPU runs: 16 bytes are a vector register nearly everywhere.
+// Runs on any CPU: nearly all have vector registers of 16 bytes.
 #define LOCKSTEP_VECTOR_BYTES 16
 #define LOCKSTEP_UNROLL 2
 #include <lockstep/comm/reduce/vector.h>

@@ -15,7 +15,7 @@ bool bitwise(ReduceOp op) { return op == ReduceOp::BAND || op == ReduceOp::BOR |
 std::optional<Number> number_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::float32:
-    case Dtype::complex64: return Number::f32;  // complex numbers are summed part by part
+    case Dtype::complex64: return Number::f32;  // complex numbers are summed component by component
     case Dtype::float64:
     case Dtype::complex128: return Number::f64;
     case Dtype::bfloat16: return Number::bf16;
@@ -50,7 +50,7 @@ bool fold_at(SimdLevel level, Number number, Fold fold, const FoldJob& job) {
   if (level == SimdLevel::avx512) return fold_avx512(number, fold, job);
   if (level == SimdLevel::avx2) return fold_avx2(number, fold, job);
 #endif
-  LOCKSTEP_ASSERT(level == SimdLevel::portable, "instructions that this build does not have");
+  LOCKSTEP_ASSERT(level == SimdLevel::portable, "this build does not support the level");
   return fold_portable(number, fold, job);
 }
 
@@ -59,7 +59,7 @@ bool convert_at(SimdLevel level, Number number, const ConvertJob& job) {
   if (level == SimdLevel::avx512) return convert_avx512(number, job);
   if (level == SimdLevel::avx2) return convert_avx2(number, job);
 #endif
-  LOCKSTEP_ASSERT(level == SimdLevel::portable, "instructions that this build does not have");
+  LOCKSTEP_ASSERT(level == SimdLevel::portable, "this build does not support the level");
   return convert_portable(number, job);
 }
 
@@ -115,7 +115,7 @@ std::size_t item_size(Dtype dtype) {
     case Dtype::complex128: return 16;
     case Dtype::other: break;
   }
-  LOCKSTEP_ASSERT(false, "the size of an unknown dtype");
+  LOCKSTEP_ASSERT(false, "item_size: unknown dtype");
   return 0;
 }
 
@@ -125,21 +125,21 @@ template <typename Folding>
 void reduce(Folding&& folds, Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
             std::span<void* const> outputs, std::size_t count, std::size_t ranks) {
   const auto number = number_of(dtype);
-  LOCKSTEP_ASSERT(!inputs.empty() && number && reducible(dtype, op), "a reduction that does not exist");
-  // One rank's average is its number as it is, also where a division would change a NaN.
+  LOCKSTEP_ASSERT(!inputs.empty() && number && reducible(dtype, op), "no such reduction");
+  // With one rank the average is the input unchanged, even where a division would change a NaN.
   const bool divides = op == ReduceOp::AVG && inputs.size() > 1;
   const FoldJob job{
       inputs.data(),      inputs.size(), outputs.data(), outputs.size(), count * item_size(dtype),
       divides ? ranks : 0};
   const bool done = folds(*number, fold_of(dtype, op), job);
-  LOCKSTEP_ASSERT(done, "a reduction that its dtype does not have");
+  LOCKSTEP_ASSERT(done, "the dtype does not support this reduction");
 }
 
 bool fold_here(Number number, Fold fold, const FoldJob& job) {
   return fold_at(simd_level(), number, fold, job);
 }
 
-// memcpy, because a part of a tensor's memory need not be aligned.
+// memcpy, because part of a tensor's memory need not be aligned.
 template <typename T>
 void divide_integers(void* data, std::size_t count, std::int64_t divisor) {
   auto* bytes = static_cast<char*>(data);
@@ -159,11 +159,11 @@ void divide_truncated(Dtype dtype, void* data, std::size_t count, std::size_t di
     case Dtype::int32: return divide_integers<std::int32_t>(data, count, by);
     case Dtype::int64: return divide_integers<std::int64_t>(data, count, by);
     case Dtype::uint8: return divide_integers<std::uint8_t>(data, count, by);
-    default: LOCKSTEP_ASSERT(false, "an average that its dtype does not have");
+    default: LOCKSTEP_ASSERT(false, "the dtype does not support averages");
   }
 }
 
-// In memory that this processor reaches.
+// For memory that this processor can address.
 void reduce_here(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
                  std::span<void* const> outputs, std::size_t count, std::size_t ranks) {
   const bool truncates = op == ReduceOp::AVG && averages_truncated(dtype);
@@ -175,7 +175,7 @@ void reduce_here(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
 void convert(Dtype dtype, const ConvertJob& job) {
   const auto number = number_of(dtype);
   const bool done = number && convert_at(simd_level(), *number, job);
-  LOCKSTEP_ASSERT(done, "a dtype that is its own accumulator");
+  LOCKSTEP_ASSERT(done, "the dtype is its own accumulator");
 }
 
 }  // namespace

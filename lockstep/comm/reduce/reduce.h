@@ -1,7 +1,7 @@
-// The arithmetic of reductions, without LibTorch. The order of a sum is fixed per element: the aligned
-// binary tree over ranks, ((0+1)+(2+3))+..., in float for bfloat16 and float16, rounded once. So the
-// bits depend on the inputs alone, and p ranks give those of one rank that adds p tensors by the tree.
-// Of several NaNs the leftmost stays. LOCKSTEP_SIMD chooses the instructions (level.h); the bits are
+// The arithmetic of reductions. Does not use LibTorch. The order of a sum is fixed per element: the aligned
+// binary tree over ranks, ((0+1)+(2+3))+..., in float for bfloat16 and float16, rounded once. So the bits
+// depend only on the inputs, and p ranks give the same bits as one rank that adds p tensors by the tree. Of
+// several NaNs the leftmost is kept. LOCKSTEP_SIMD selects the instructions (reduce/level.h); the bits are
 // the same with all of them.
 #pragma once
 
@@ -14,34 +14,36 @@
 
 namespace lockstep::detail {
 
-// Whether reduce_tree has this pair: any arithmetic on numbers, bitwise on integers, avg on floating
-// point; booleans are bytes of 0 and 1 (sum is or, product is and).
+// True if reduce_tree supports this pair: arithmetic on all numbers, bitwise on integers, avg on floating
+// point. Booleans are bytes of 0 and 1 (sum is or, product is and).
 bool reducible(Dtype dtype, ReduceOp op);
-// True for the integers, whose averages the two functions below have although reducible() says no: Group offers
-// none, and Python programs expect NCCL's. It is the sum, which wraps around, divided and truncated toward zero.
+// True for the integers. The two functions below compute their averages although reducible() returns false:
+// Group offers none, but Python programs expect NCCL's. The sum, which wraps around, is divided and truncated
+// toward zero.
 bool averages_truncated(Dtype dtype);
 
 std::size_t item_size(Dtype dtype);
 
-// output[i] = the tree over inputs[*][i], for count elements. output may be one of the inputs.
-// One pass: reads every input once, writes once. ranks: over which the inputs are sums already, where they
-// are: an average divides by it.
+// output[i] = the tree over inputs[*][i], for count elements. output may be one of the inputs. One pass:
+// reads every input once, writes once. ranks: the number of ranks by which an average divides, if the inputs
+// are already sums.
 void reduce_tree(Dtype dtype, ReduceOp op, std::span<const void* const> inputs, void* output,
                  std::size_t count, std::size_t ranks = 0);
 
-// A subtree's sum that is to be added to another's must not have been rounded: it is kept in this type.
-// float32 for bfloat16 and float16, else the dtype itself.
+// The type for the sum of a subtree, which must not be rounded before it is added to another: float32 for
+// bfloat16 and float16, else the dtype itself.
 Dtype accumulator(Dtype dtype);
-// Where the two differ: to the accumulator, and back as a result is rounded.
+// If the two differ: conversion to the accumulator, and back with a result's rounding.
 void widen(Dtype dtype, const void* input, void* output, std::size_t count);
 void narrow(Dtype dtype, const void* input, void* output, std::size_t count);
 
-// The same into every output, in the same pass. Each output is one of the inputs, or apart from them all:
-// given p buffers as inputs and as outputs, it is an all-reduce in place.
+// The same into every output, in one pass. Each output is one of the inputs, or separate from all of them:
+// with p buffers as both inputs and outputs, it is an all-reduce in place.
 void reduce_tree_to_all(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
                         std::span<void* const> outputs, std::size_t count);
 
-// The same by arithmetic of somebody else's, such as a device's; folds says false for a pair that it lacks.
+// The same with another implementation of the folds, such as a device's; folds returns false for an
+// unsupported pair.
 using Folds = std::function<bool(Number number, Fold fold, const FoldJob& job)>;
 void reduce_tree_to_all(const Folds& folds, Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
                         std::span<void* const> outputs, std::size_t count);

@@ -1,6 +1,6 @@
-// The body of reduce_portable.cpp, reduce_avx2.cpp and reduce_avx512.cpp, which say how wide a vector is, and
-// of how many results are worked out before they are stored. kernels.h says why all of it is in an
-// unnamed namespace.
+// The body of reduce/portable.cpp, avx2.cpp and avx512.cpp, which set the vector width and the number of
+// results that are computed before they are stored. reduce/kernels.h explains why everything is in an unnamed
+// namespace.
 #pragma once
 
 #include <lockstep/comm/reduce/kernels.h>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kUnroll = LOCKSTEP_UNROLL;
 
-// The left subtree of p > 1 inputs has the largest power of two below p of them.
+// The left subtree of p > 1 inputs has the largest power of two below p.
 constexpr size_t left_of(size_t p) {
   size_t left = 1;
   while (2 * left < p) left *= 2;
@@ -35,8 +35,8 @@ LOCKSTEP_INLINE typename Format::Wide tree(const char* const* inputs, size_t at)
   }
 }
 
-// Any number of inputs: subtrees of kGroup inputs wait for the one on their right as the digits of a binary
-// counter do. subtree(first, n) is that of inputs first to first + n, and n is less at the end alone.
+// For any number of inputs: subtrees of kGroup inputs wait for their right neighbour, like the digits of a
+// binary counter. subtree(first, n) folds inputs first to first + n; n is below kGroup only at the end.
 template <typename Format, typename Op, size_t kGroup, typename Subtree>
 LOCKSTEP_INLINE typename Format::Wide counted_tree(size_t inputs, Subtree subtree) {
   typename Format::Wide waiting[32];
@@ -66,8 +66,9 @@ LOCKSTEP_INLINE typename Format::Wide any_tree(const char* const* inputs, size_t
   });
 }
 
-// Less than a vector is left: the same arithmetic on a padded copy. kAverage: the job may be an average.
-// Where it cannot be, no division is compiled: clang would divide by one, which changes signalling NaNs.
+// Handles the rest, less than a vector: the same arithmetic on a padded copy. kAverage: the job may be an
+// average. If it cannot be, no division is compiled: clang would divide by one, which changes signalling
+// NaNs.
 template <bool kAverage, typename Format, typename Op>
 __attribute__((noinline)) void finish(const FoldJob& job, size_t at) {
   const size_t left = job.bytes - at;
@@ -85,8 +86,8 @@ __attribute__((noinline)) void finish(const FoldJob& job, size_t at) {
     __builtin_memcpy(static_cast<char*>(job.outputs[q]) + at, result, left);
 }
 
-// sum_at(at) is the fold of the vectors that begin at that byte. Results are kept in registers until all
-// inputs are read, so that an output may be an input.
+// sum_at(at) is the fold of the vectors that begin at that byte. Results stay in registers until all inputs
+// are read, so an output may be an input.
 template <bool kAverage, size_t kUnits, typename Format, typename SumAt>
 LOCKSTEP_INLINE size_t run_units(const FoldJob& job, size_t at, SumAt sum_at) {
   const size_t bytes = job.bytes, outputs = job.output_count;
@@ -124,7 +125,7 @@ LOCKSTEP_INLINE void run(const FoldJob& job, SumAt sum_at) {
 
 template <typename Format, typename Op, size_t kInputs>
 void run_few(const FoldJob& job) {
-  const char* inputs[kInputs];  // a copy: what is stored through the outputs cannot change it
+  const char* inputs[kInputs];  // a copy, which stores through the outputs cannot alias
   for (size_t r = 0; r < kInputs; ++r) inputs[r] = static_cast<const char*>(job.inputs[r]);
   auto sum_at = [&](size_t at) __attribute__((always_inline)) {
     return tree<Format, Op, kInputs>(inputs, at);
@@ -140,7 +141,7 @@ void run_any(const FoldJob& job) {
   run<kAverage, 1, Format, Op>(job, sum_at);
 }
 
-// Sums are what training asks for: the usual numbers of ranks are constants.
+// Training mostly needs sums: the common numbers of ranks are compile-time constants.
 template <typename Format, typename Op>
 void run_sum(const FoldJob& job) {
   switch (job.input_count) {
@@ -168,7 +169,7 @@ bool fold_floats(Fold fold, const FoldJob& job) {
   }
 }
 
-// Integers come to the same in any order.
+// Integer folds give the same result in any order.
 template <typename T, typename Op>
 bool run_integers(const FoldJob& job) {
   const auto inputs = reinterpret_cast<const char* const*>(job.inputs);

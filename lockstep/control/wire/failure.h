@@ -30,7 +30,7 @@ struct Failure {
   std::int64_t step = -1;      // Step from World::step; -1: not used.
   std::int64_t sequence = -1;  // Of its last collective.
   int status = 1;              // The job's exit status.
-  CommError::Kind kind = CommError::Kind::peer_died;  // Of the errors that ranks get.
+  CommError::Kind kind = CommError::Kind::peer_died;  // Kind of the errors that ranks get.
 
   // "rank 2 (pid 4711) was killed by signal 9 (SIGKILL) in all_reduce #1841 of ..., step 12"
   std::string text() const;

@@ -1,4 +1,4 @@
-// A group as a value that autograd can save with a node.
+// Wraps a group as a value that autograd can save with a node.
 #pragma once
 
 #include <utility>

@@ -1,5 +1,5 @@
-// What a technique takes as a model, and how it calls it: a module holder (torch::nn::Sequential, one made by
-// TORCH_MODULE, a Unit), a shared_ptr to a module, a module object, an AnyModule, or a TorchScript module.
+// The kinds of model that a technique accepts, and how to call them: a module holder (torch::nn::Sequential,
+// a TORCH_MODULE, a Unit), a shared_ptr to a module, a module object, an AnyModule, or a TorchScript module.
 #pragma once
 
 #include <concepts>
@@ -27,8 +27,8 @@ concept script_module = std::same_as<std::remove_cv_t<M>, torch::jit::Module>;
 template <typename M>
 concept any_module = std::same_as<std::remove_cv_t<M>, torch::nn::AnyModule>;
 
-// The model as LibTorch's base class; null for an empty holder. It does not own a module object, which must
-// outlive it.
+// The model as LibTorch's base class; null for an empty holder. A module object is not owned and must outlive
+// the result.
 template <typename M>
 std::shared_ptr<torch::nn::Module> module_pointer(M& model) {
   if constexpr (module_object<M>)
@@ -52,8 +52,8 @@ auto& callee(M& model) {
 template <typename M>
 using Callee = std::remove_cvref_t<decltype(callee(std::declval<M&>()))>;
 
-// Whether a class has a member named forward, of whatever kind: overloads and templates have no address, but
-// make the name of a second base ambiguous.
+// True if a class has a member named forward of any kind. Overloads and templates have no address, but make
+// the name ambiguous with that of a second base.
 struct ForwardName {
   int forward;
 };
@@ -67,10 +67,10 @@ concept forward_takes = requires(M& model, Args&&... args) {
   callee(model).forward(std::forward<Args>(args)...);
 } || (script_module<M> && (std::constructible_from<c10::IValue, Args&&> && ...));
 
-// Forward, with the model's own arguments.
+// Calls forward with the model's own arguments.
 template <typename M, typename... Args>
 decltype(auto) call_forward(M& model, Args&&... args) {
-  // LibTorch deduces the result of a holder's call only if forward is no template, as Sequential's is.
+  // LibTorch deduces the result of a holder's call only if forward is not a template, but Sequential's is.
   if constexpr (requires { typename M::is_unit; }) {
     return model(std::forward<Args>(args)...);
   } else if constexpr (script_module<M> &&

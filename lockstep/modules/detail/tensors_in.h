@@ -1,5 +1,5 @@
-// The tensors inside a value: a tensor, an optional, a pair, a tuple, an array, a range of such, nested; a
-// TorchScript value.
+// Finds the tensors inside a value: a tensor, an optional, a pair, a tuple, an array, a range, any nesting of
+// these, or a TorchScript value.
 #pragma once
 
 #include <array>
@@ -20,7 +20,7 @@ namespace lockstep::detail {
 template <typename T>
 concept has_elements = requires { std::tuple_size<std::remove_cvref_t<T>>::value; };
 
-// What is none of these has no tensors as far as we can see.
+// Values of other types are assumed to contain no tensors.
 template <typename T>
 void collect_tensors(const T& value, std::vector<at::Tensor>& found) {
   if constexpr (std::is_same_v<T, c10::IValue>) {

@@ -11,7 +11,7 @@ namespace {
 
 struct UnreadyStorage final : c10::StorageImpl {
   UnreadyStorage(at::Device device, std::string its_text)
-      // Large enough for views of any parameter; nothing is allocated.
+      // Large enough for a view of any parameter. Nothing is allocated.
       : c10::StorageImpl(use_byte_size_t(), std::size_t(std::numeric_limits<std::int64_t>::max()),
                          c10::DataPtr(nullptr, device), nullptr, false),
         text(std::move(its_text)) {

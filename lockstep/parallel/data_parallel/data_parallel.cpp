@@ -24,21 +24,21 @@ namespace lockstep::detail {
 namespace autograd = torch::autograd;
 using Tensors = std::vector<at::Tensor>;
 
-// One replica's share of a call: a graph of its own, from leaves to outputs.
+// One replica's share of a call: its own graph, from leaves to outputs.
 struct ReplicaGraph {
-  autograd::edge_list
-      leaves;  // those of the replica's parameters, then of its inputs; invalid without gradient
+  // Leaves of the replica's parameters, then of its inputs; invalid for those without a gradient.
+  autograd::edge_list leaves;
   Tensors inputs, outputs;
 };
 
-// A call that awaits its backward.
+// A call whose backward has not run yet.
 struct ReplicaCall {
   std::shared_ptr<DataParallelState> state;
   std::shared_ptr<ReplicaSet> set;
   std::shared_ptr<ReplicaRandom> random;
   std::vector<ReplicaGraph> graphs;
-  Tensors inputs;                     // the caller's
-  std::vector<std::size_t> recorded;  // which outputs are in the caller's graph
+  Tensors inputs;                     // The caller's inputs.
+  std::vector<std::size_t> recorded;  // Indices of the outputs that are part of the caller's graph.
 };
 
 class DataParallelState : public std::enable_shared_from_this<DataParallelState> {
@@ -47,7 +47,8 @@ class DataParallelState : public std::enable_shared_from_this<DataParallelState>
                     DataParallelOptions options);
 
   Tensors forward(const Tensors& inputs, bool has_arguments, const ReplicaForward& forward);
-  // From those of the recorded outputs to those of the module's parameters, then inputs; where wanted.
+  // Maps gradients of the recorded outputs to those of the module's parameters and then the inputs, as far as
+  // wanted.
   Tensors backward(const ReplicaCall& call, const Tensors& gradients, const std::vector<bool>& wanted,
                    bool keep_graph);
 
@@ -67,17 +68,18 @@ class DataParallelState : public std::enable_shared_from_this<DataParallelState>
   const std::vector<at::Device> devices_;
   const DataParallelOptions options_;
   std::atomic<bool> warned_of_scalars_ = false;
-  std::mutex mutex_;  // of forward: replicas follow the module between calls alone
+  std::mutex mutex_;  // Serialises forward: replicas may follow the module only between calls.
   std::optional<Replicas> replicas_;
   std::optional<ReplicaWorkers> workers_;
 };
 
 namespace {
 
-constexpr std::size_t kSumTogether = 256 * 1024;  // bytes of gradients from which on all workers sum
+// Size in bytes from which all workers sum gradients together.
+constexpr std::size_t kSumTogether = 256 * 1024;
 
-// Backward of a call: hands each replica its part of the gradients and gives what comes back to the module's
-// parameters and the call's inputs, as any other node of the caller's graph.
+// Node for the backward of a call: passes each replica its part of the gradients, and returns the results to
+// the module's parameters and the call's inputs, like any node of the caller's graph.
 class DataParallelBackward : public autograd::Node {
  public:
   DataParallelBackward(autograd::edge_list edges, std::shared_ptr<ReplicaCall> call)
@@ -93,8 +95,8 @@ class DataParallelBackward : public autograd::Node {
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     if (at::GradMode::is_enabled())
       throw Error(
-          "DataParallel: backward with create_graph = true is not supported: replicas keep no graph of their "
-          "gradients. Call the module itself where gradients of gradients are needed");
+          "DataParallel: backward with create_graph = true is not supported, because replicas keep no "
+          "graph of their gradients; call the module itself to compute gradients of gradients");
     std::shared_ptr<ReplicaCall> call;
     {
       std::lock_guard lock(call_mutex_);
@@ -102,9 +104,8 @@ class DataParallelBackward : public autograd::Node {
     }
     if (!call)
       throw Error(
-          "DataParallel: backward a second time through a graph that is gone: give retain_graph = true to "
-          "the "
-          "first");
+          "DataParallel: backward ran a second time through a released graph; pass retain_graph = true to "
+          "the first backward");
     std::vector<bool> wanted(num_outputs());
     for (std::size_t i = 0; i < wanted.size(); ++i) wanted[i] = task_should_compute_output(i);
     return call->state->backward(*call, gradients, wanted, autograd::get_current_graph_task_keep_graph());
@@ -115,7 +116,7 @@ class DataParallelBackward : public autograd::Node {
   std::shared_ptr<ReplicaCall> call_;
 };
 
-// LibTorch counts references to nodes in one way up to some release, in another from there on.
+// LibTorch changed how it counts references to nodes in one of its releases.
 template <typename Pointer = decltype(autograd::Edge::function)>
 Pointer make_node(autograd::edge_list edges, std::shared_ptr<ReplicaCall> call) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<autograd::Node>>)
@@ -134,7 +135,8 @@ autograd::Edge edge_of(const at::Tensor& tensor) {
                                                     : autograd::Edge();
 }
 
-// The gradient of a tensor that is neither a parameter nor an argument would be lost.
+// Throws if the graph reaches a tensor that is neither a parameter nor an argument, because its gradient
+// would be lost.
 void check_leaves(const ReplicaGraph& graph) {
   std::unordered_set<autograd::Node*> seen;
   for (const auto& leaf : graph.leaves) seen.insert(leaf.function.get());
@@ -149,7 +151,7 @@ void check_leaves(const ReplicaGraph& graph) {
     if (const auto* leaf = dynamic_cast<autograd::AccumulateGrad*>(node))
       throw ConfigError(
           fmt::format("forward uses a tensor of shape {} that requires a gradient and is neither a "
-                      "registered parameter nor an argument: its gradient would be lost",
+                      "registered parameter nor an argument, so its gradient would be lost",
                       shape_of(leaf->variable)));
     for (const auto& next : node->next_edges()) visit(next.function.get());
   }
@@ -158,15 +160,15 @@ void check_leaves(const ReplicaGraph& graph) {
 at::Device with_index(at::Device device) {
   if (device.is_cpu()) return at::Device(at::kCPU);
   if (!device.is_cuda())
-    throw ConfigError(fmt::format("DataParallel: a device is cpu or cuda, not {}", device.str()));
+    throw ConfigError(fmt::format("DataParallel: expected a cpu or cuda device, got {}", device.str()));
   if (!at::globalContext().hasCUDA())
     throw ConfigError(
-        fmt::format("DataParallel: {} was given, and this LibTorch finds no CUDA device", device.str()));
+        fmt::format("DataParallel: got {}, but this LibTorch finds no CUDA device", device.str()));
   const c10::impl::VirtualGuardImpl cuda(at::kCUDA);
   if (!device.has_index()) return cuda.getDevice();
   if (device.index() >= cuda.deviceCount())
-    throw ConfigError(fmt::format("DataParallel: {} was given, and there are {} CUDA devices", device.str(),
-                                  cuda.deviceCount()));
+    throw ConfigError(
+        fmt::format("DataParallel: got {}, but there are {} CUDA devices", device.str(), cuda.deviceCount()));
   return device;
 }
 
@@ -178,7 +180,7 @@ std::vector<at::Device> usable(std::vector<at::Device> devices) {
   for (auto& device : devices) device = with_index(device);
   for (const auto device : devices)
     if (device.type() != devices[0].type())
-      throw ConfigError(fmt::format("DataParallel: devices must be of one type, and {} and {} were given",
+      throw ConfigError(fmt::format("DataParallel: devices must be of one type, got {} and {}",
                                     devices[0].str(), device.str()));
   return devices;
 }
@@ -186,7 +188,7 @@ std::vector<at::Device> usable(std::vector<at::Device> devices) {
 DataParallelOptions checked(DataParallelOptions options, const std::vector<at::Device>& devices) {
   if (options.threads_per_replica < 0)
     throw ConfigError(
-        fmt::format("DataParallel: threads_per_replica is {}, and must be 0 (these divided) or more",
+        fmt::format("DataParallel: threads_per_replica: expected at least 0 (0: automatic), got {}",
                     options.threads_per_replica));
   if (options.output_device)
     options.output_device = with_index(*options.output_device);
@@ -223,18 +225,18 @@ std::vector<Tensors> DataParallelState::scatter(const Tensors& inputs, bool has_
   };
   std::optional<std::size_t> first;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].defined()) continue;  // as it is to every replica
+    if (!inputs[i].defined()) continue;  // Undefined for every replica.
     const auto dims = inputs[i].dim();
     if (options_.dim >= dims || options_.dim < -dims)
       throw ConfigError(
-          fmt::format("{} has shape {}, which cannot be split along dim {}; what is the same for every "
-                      "replica goes in as a number, or expanded",
+          fmt::format("{} has shape {}, which cannot be split along dim {}; to pass the same value to "
+                      "every replica, use a number or expand the tensor",
                       place(i), shape_of(inputs[i]), options_.dim));
     const auto chunks = inputs[i].chunk(static_cast<std::int64_t>(devices_.size()), options_.dim);
     if (first && chunks.size() != pieces.size())
       throw ConfigError(
-          fmt::format("{} has shape {} and gives {} pieces along dim {}, where tensor {} of shape {} gives "
-                      "{}: each replica needs one of both",
+          fmt::format("{} has shape {} and gives {} pieces along dim {}, but tensor {} of shape {} gives "
+                      "{}; every replica needs a piece of each",
                       place(i), shape_of(inputs[i]), chunks.size(), options_.dim, *first,
                       shape_of(inputs[*first]), pieces.size()));
     if (!first) pieces.resize(chunks.size());
@@ -244,7 +246,7 @@ std::vector<Tensors> DataParallelState::scatter(const Tensors& inputs, bool has_
   return pieces;
 }
 
-// On the replica's worker: forward, and the graph it leaves.
+// Runs on the replica's worker: forward, and recording of its graph.
 TensorsOf DataParallelState::run(ReplicaCall& call, std::size_t index, const Tensors& pieces,
                                  const ReplicaForward& forward) {
   std::optional<ReplicaRandom::Guard> random;
@@ -267,7 +269,7 @@ TensorsOf DataParallelState::run(ReplicaCall& call, std::size_t index, const Ten
   return found;
 }
 
-// Without the pieces' graphs: those are the replicas' own.
+// Joins the pieces without their graphs, which belong to the replicas.
 at::Tensor DataParallelState::gather(std::size_t output, const Tensors& pieces) {
   const auto undefined =
       std::count_if(pieces.begin(), pieces.end(), [](const auto& each) { return !each.defined(); });
@@ -276,7 +278,7 @@ at::Tensor DataParallelState::gather(std::size_t output, const Tensors& pieces) 
     std::vector<std::string> shapes;
     for (const auto& each : pieces) shapes.push_back(each.defined() ? shape_of(each) : "undefined");
     throw Error(fmt::format(
-        "DataParallel: tensor {} of the results cannot be joined along dim {}: the replicas' are {}{}",
+        "DataParallel: tensor {} of the results cannot be joined along dim {}: the replicas returned {}{}",
         output, options_.dim, fmt::join(shapes, ", "), why));
   };
   if (undefined) fail("");
@@ -284,14 +286,16 @@ at::Tensor DataParallelState::gather(std::size_t output, const Tensors& pieces) 
   bool scalars = true;
   for (const auto& each : pieces) {
     scalars &= each.dim() == 0;
-    // What the output's device is not reached from in one step of the graph is moved by its own.
+    // With accelerators, pieces are moved to the output device outside the graph.
     whole.push_back(devices_[0].is_cpu() ? each.detach() : each.detach().to(*options_.output_device));
   }
   if (scalars) {
     if (options_.dim != 0 && options_.dim != -1) fail("");
     if (!warned_of_scalars_.exchange(true))
       log(LogLevel::warn,
-          "DataParallel: tensor {} of the results is a scalar: the replicas' are joined to a vector", output);
+          "DataParallel: tensor {} of the results is a scalar; the replicas' scalars are joined into a "
+          "vector",
+          output);
     for (auto& each : whole) each = each.view(1);
   }
   if (whole.size() == 1) return whole[0];
@@ -357,7 +361,7 @@ Tensors DataParallelState::forward(const Tensors& inputs, bool has_arguments, co
   for (std::size_t r = 1; r < count; ++r)
     if (found[r].shape != found[0].shape)
       throw Error(fmt::format(
-          "DataParallel: replicas 0 and {} return vectors, maps or optionals of unlike sizes or keys", r));
+          "DataParallel: replicas 0 and {} return vectors, maps or optionals of different sizes or keys", r));
   Tensors results;
   {
     at::NoGradGuard no_grad;
@@ -373,7 +377,7 @@ Tensors DataParallelState::forward(const Tensors& inputs, bool has_arguments, co
   return results;
 }
 
-// Each replica's, as [replica][parameter or input].
+// Returns each replica's gradients, as [replica][parameter or input].
 std::vector<Tensors> DataParallelState::replica_gradients(const ReplicaCall& call, const Tensors& gradients,
                                                           const std::vector<bool>& wanted, bool keep_graph) {
   const auto count = call.graphs.size();
@@ -381,7 +385,7 @@ std::vector<Tensors> DataParallelState::replica_gradients(const ReplicaCall& cal
   struct Part {
     autograd::edge_list roots, leaves;
     Tensors gradients;
-    std::vector<std::size_t> places;  // of the leaves' gradients in the result
+    std::vector<std::size_t> places;  // Indices of the leaves' gradients in the result.
   };
   std::vector<Part> parts(count);
   for (std::size_t k = 0; k < gradients.size(); ++k) {
@@ -417,7 +421,7 @@ std::vector<Tensors> DataParallelState::replica_gradients(const ReplicaCall& cal
       } else if (!result.defined()) {
         result = std::move(*found);
       } else {
-        result = result + *found;  // of a tied parameter
+        result = result + *found;  // A tied parameter.
       }
       ++found;
     }
@@ -432,8 +436,8 @@ std::vector<Tensors> DataParallelState::replica_gradients(const ReplicaCall& cal
     });
     return results;
   }
-  // On CUDA the engine has a thread per device, and this may be one of them: replicas run at once as parts of
-  // one graph, where to wait for another thread's backward would be to wait for ourselves.
+  // On CUDA the engine has one thread per device, and this may be one of them. Waiting here for another
+  // thread's backward could deadlock, so the replicas run in parallel as parts of one graph.
   Part all;
   for (auto& part : parts) {
     if (part.leaves.empty()) continue;

@@ -7,8 +7,8 @@
 namespace lockstep::detail {
 namespace {
 
-// LibTorch's one key that is a mode of a thread and has no meaning of its own. Every operation falls through
-// it but those that take a generator.
+// The only dispatch key of LibTorch that is a per-thread mode without a meaning of its own. Operations fall
+// through it, except those that take a generator.
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local ReplicaRandom* current = nullptr;
@@ -22,7 +22,7 @@ bool is_generator(const c10::Argument& argument) {
   return kind == c10::TypeKind::GeneratorType;
 }
 
-// Whether the operation is the CPU's, where a generator of the CPU is of use.
+// True if the operation runs on the CPU, so that a CPU generator applies.
 bool on_cpu(at::ArrayRef<c10::IValue> arguments) {
   for (const auto& each : arguments) {
     if (each.isTensor() && each.toTensor().defined() && !each.toTensor().is_cpu()) return false;
@@ -44,7 +44,7 @@ void with_own_generator(const c10::OperatorHandle& operation, torch::jit::Stack*
 
 void register_once() {
   static const bool registered = [] {
-    // Never undone: operations may run until the process ends.
+    // Never undone, because operations may run until the process ends.
     auto* all = new torch::Library(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
     all->fallback(torch::CppFunction::makeFallthrough());
     auto* aten = new torch::Library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
@@ -63,7 +63,7 @@ void register_once() {
   (void)registered;
 }
 
-// Neighbouring seeds must not give neighbouring numbers (splitmix64's last step).
+// The last step of splitmix64: makes neighbouring seeds give unrelated numbers.
 std::uint64_t scrambled(std::uint64_t seed) {
   seed = (seed ^ (seed >> 30)) * 0xbf58476d1ce4e5b9u;
   seed = (seed ^ (seed >> 27)) * 0x94d049bb133111ebu;

@@ -1,7 +1,8 @@
-// Random numbers of replicas that are threads of one CPU. LibTorch has one CPU generator for all threads:
-// which replica's dropout came first would decide what each gets. So each replica has a generator of its own
-// for the length of a call. All are seeded by one number that the call takes from LibTorch's, at its first
-// random operation: the same seed gives the same results, and a call without random operations takes nothing.
+// Random numbers for replicas that are threads of one CPU. LibTorch has a single CPU generator for all
+// threads, so the numbers would depend on which replica's dropout ran first. Instead each replica uses its
+// own generator during a call. All are seeded from one number, which the call draws from LibTorch's generator
+// at its first random operation: the same seed gives the same results, and a call without random operations
+// draws nothing.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +18,8 @@
 
 namespace lockstep::detail {
 
-// What nn::Dropout goes by in each replica: the caller's scope, with the number of the replica's first
-// sample. Nothing outside any scope. pieces: each replica's inputs, split along dim.
+// Returns nn::DropoutStep for each replica: the caller's, with the number of the replica's first sample.
+// Empty outside a dropout scope. pieces: each replica's inputs, split along dim.
 std::vector<std::optional<nn::DropoutStep>> dropout_steps(const std::vector<std::vector<at::Tensor>>& pieces,
                                                           std::int64_t dim);
 
@@ -27,7 +28,7 @@ class ReplicaRandom : public std::enable_shared_from_this<ReplicaRandom> {
   explicit ReplicaRandom(std::size_t replicas);
   const at::Generator& generator(std::size_t replica);
 
-  // While it lives, random operations of this thread take the replica's numbers.
+  // While an object exists, random operations of this thread use the replica's generator.
   class Guard {
    public:
     Guard(ReplicaRandom& random, std::size_t replica);
@@ -40,11 +41,11 @@ class ReplicaRandom : public std::enable_shared_from_this<ReplicaRandom> {
   };
 
  private:
-  // A call inside a replica of another takes its number from that replica's.
+  // A call inside a replica of another DataParallel draws its seed from that replica's generator.
   std::shared_ptr<ReplicaRandom> outer_;
   std::size_t outer_replica_;
   std::mutex mutex_;
-  std::vector<at::Generator> generators_;  // undefined until the first use
+  std::vector<at::Generator> generators_;  // Undefined until first used.
 };
 
 }  // namespace lockstep::detail

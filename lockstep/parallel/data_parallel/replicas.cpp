@@ -20,7 +20,8 @@ using torch::nn::Module;
 
 namespace {
 
-// Making a replica initialises it: what comes after should find the numbers it would have found.
+// Restores the random generator after a replica's initialisation, so that later code draws the same numbers
+// as without replicas.
 class KeepRandomNumbers {
  public:
   KeepRandomNumbers() {
@@ -44,15 +45,15 @@ bool same_memory(const at::Tensor& a, const at::Tensor& b) {
          a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
-// Values of `from` in `to`, which lies on another device. By an alias: graphs that wait for backward should
-// not take it for a change where the values are the same.
+// Copies values to a tensor on another device. Goes through an alias, so that graphs waiting for backward do
+// not see a change when the values are equal.
 void copy_values(const at::Tensor& from, const at::Tensor& to) {
   if (to.scalar_type() != from.scalar_type() || to.sizes() != from.sizes())
     to.set_data(at::empty_like(from.variable_data(), from.options().device(to.device())));
   to.variable_data().copy_(from.variable_data(), /*non_blocking=*/true);
 }
 
-// What changes the one in place is then seen by graphs that have saved the other, as an error.
+// Shares the version counter, so that graphs that saved one tensor report in-place changes of the other.
 void share_version(const at::Tensor& original, const at::Tensor& replica) {
   if (!original.is_inference() && !replica.is_inference())
     replica.unsafeGetTensorImpl()->set_version_counter(original.unsafeGetTensorImpl()->version_counter());
@@ -78,10 +79,10 @@ bool same_tensors(const std::vector<at::Tensor>& now, const std::vector<at::Tens
 }
 
 [[noreturn]] void refuse(const Module& module, const std::string& why) {
-  throw ConfigError(fmt::format("DataParallel cannot replicate {}: {}", type_of(module), why));
+  throw ConfigError(fmt::format("DataParallel: cannot replicate {}: {}", type_of(module), why));
 }
 
-// In C++ weights are mostly tied by `decoder->weight = encoder->weight`, which registers nothing.
+// C++ programs usually tie weights by `decoder->weight = encoder->weight`, which does not register the tie.
 template <typename Impl>
 void tie_weight(const Module& original, Module& replica,
                 const std::unordered_map<const at::TensorImpl*, at::Tensor>& leaf_of) {
@@ -102,7 +103,7 @@ Replicas::Replicas(std::shared_ptr<Module> module, std::vector<at::Device> devic
 std::shared_ptr<Module> Replicas::replica_for(std::size_t index) const {
   if (factory_) {
     auto made = factory_();
-    if (!made) throw ConfigError("DataParallel: make_replica has returned no module");
+    if (!made) throw ConfigError("DataParallel: make_replica returned no module");
     made->to(devices_[index]);
     return made;
   }
@@ -111,26 +112,26 @@ std::shared_ptr<Module> Replicas::replica_for(std::size_t index) const {
   } catch (const c10::Error& e) {
     const std::string text = e.what_without_backtrace();
     if (text.find("clone() has not been implemented") == std::string::npos) refuse(*module_, text);
-    // The module itself or one inside it.
+    // The type named in LibTorch's text: the module itself or a submodule.
     auto type = type_of(*module_);
     if (const auto begin = text.find("implemented for "); begin != std::string::npos)
       type = text.substr(begin + 16, text.find(". Subclass") - begin - 16);
     throw ConfigError(fmt::format(
-        "DataParallel cannot replicate {0}: it has no clone(). Derive it from torch::nn::Cloneable<{0}> "
-        "instead of torch::nn::Module, and move what its constructor registers to `void reset() "
-        "override`; or say how to make one: {{.make_replica = [] {{ return std::make_shared<{0}>(); }}}}",
+        "DataParallel: cannot replicate {0}, because it has no clone(). Derive it from "
+        "torch::nn::Cloneable<{0}> instead of torch::nn::Module, and move what its constructor registers "
+        "to `void reset() override`; or set {{.make_replica = [] {{ return std::make_shared<{0}>(); }}}}",
         type));
   }
 }
 
-// Finds for each parameter and buffer of the module the replica's, and lets it share the module's memory.
+// Pairs each parameter and buffer of the module with the replica's, and makes it share the module's memory.
 void Replicas::pair(ReplicaSet& set, std::size_t index) const {
   auto& replica = set.replicas[index];
   if (typeid(*replica.module) != typeid(*module_))
     refuse(*module_, fmt::format("its replica is a {}", type_of(*replica.module)));
   replica.modules = replica.module->modules();
   if (replica.modules.size() != set.modules.size())
-    refuse(*module_, fmt::format("it has {} submodules and its replica {}", set.modules.size() - 1,
+    refuse(*module_, fmt::format("it has {} submodules, but its replica has {}", set.modules.size() - 1,
                                  replica.modules.size() - 1));
   std::unordered_set<std::shared_ptr<Module>> others(set.modules.begin(), set.modules.end());
   for (std::size_t i = 0; i < index; ++i)
@@ -138,23 +139,22 @@ void Replicas::pair(ReplicaSet& set, std::size_t index) const {
   for (const auto& each : replica.modules)
     if (others.contains(each))
       refuse(*module_,
-             fmt::format("its replica is not apart, but shares a {}: reset() or make_replica must make a new "
-                         "one each time",
+             fmt::format("its replicas share a {}; reset() or make_replica must make a new one each time",
                          type_of(*each)));
 
-  // Both in the order in which they are registered.
+  // Both are in order of registration.
   const auto check = [&](const auto& ours, const auto& theirs, const char* what) {
     if (ours.keys() != theirs.keys())
-      refuse(*module_, fmt::format("its {0} are {1} and its replica's {2}", what,
+      refuse(*module_, fmt::format("its {0} are {1}, but its replica's are {2}", what,
                                    fmt::join(ours.keys(), ", "), fmt::join(theirs.keys(), ", ")));
     for (std::size_t i = 0; i < ours.size(); ++i) {
       const auto &a = ours[i].value(), &b = theirs[i].value();
       if (a.is_same(b))
         refuse(*module_,
-               fmt::format("its replica shares '{}': reset() must register a new tensor", ours[i].key()));
+               fmt::format("its replica shares '{}'; reset() must register a new tensor", ours[i].key()));
       if (a.sizes() != b.sizes())
         refuse(*module_,
-               fmt::format("its '{}' is {} and its replica's {}", ours[i].key(), a.sizes(), b.sizes()));
+               fmt::format("its '{}' is {}, but its replica's is {}", ours[i].key(), a.sizes(), b.sizes()));
     }
   };
   const auto parameters = replica.module->named_parameters();
@@ -169,7 +169,7 @@ void Replicas::pair(ReplicaSet& set, std::size_t index) const {
     const auto& original = set.entries[i];
     const auto& leaf = parameters[i].value();
     if (const auto [first, is_first] = leaf_of.emplace(original.unsafeGetTensorImpl(), leaf); !is_first) {
-      if (leaf.is_same(first->second)) continue;  // the replica has the tie too
+      if (leaf.is_same(first->second)) continue;  // The replica has the tie too.
       leaf.set_data(first->second.variable_data());
     }
     share_version(original, leaf);
@@ -181,7 +181,7 @@ void Replicas::pair(ReplicaSet& set, std::size_t index) const {
     tie_weight<torch::nn::EmbeddingBagImpl>(*set.modules[i], *replica.modules[i], leaf_of);
   }
   replica.buffers = tensors_of(buffers);
-  // The first replica's buffers are the module's, others have copies.
+  // The first replica shares the module's buffers; the other replicas have copies.
   if (index == 0)
     for (std::size_t i = 0; i < set.buffers.size(); ++i) share_version(set.buffers[i], replica.buffers[i]);
 }
@@ -223,12 +223,12 @@ void Replicas::check_devices() const {
     for (const auto& each : named)
       if (each.value().device() != devices_[0])
         throw ConfigError(
-            fmt::format("DataParallel: the module's tensors must be on the first device, {0}, and its "
-                        "{1} '{2}' is on {3}: call module->to({0})",
+            fmt::format("DataParallel: the module's tensors must be on the first device, {0}, but its "
+                        "{1} '{2}' is on {3}; call module->to({0})",
                         devices_[0].str(), what, each.key(), each.value().device().str()));
       else if (what[0] == 'b' && each.value().requires_grad())
         throw ConfigError(fmt::format(
-            "DataParallel: the buffer '{}' requires a gradient: register it as a parameter", each.key()));
+            "DataParallel: buffer '{}' requires a gradient; register it as a parameter", each.key()));
   };
   check(module_->named_parameters(), "parameter");
   check(module_->named_buffers(), "buffer");
@@ -255,7 +255,7 @@ std::shared_ptr<ReplicaSet> Replicas::follow(std::size_t count) {
         follow_tensor(set.buffers[i], replica.buffers[i]);
       else
         copy_values(set.buffers[i], replica.buffers[i]);
-    // Parents come first: what train() does to children is then undone where theirs is another mode.
+    // Parents come first, so that children with a different mode override what a parent's train() sets.
     for (std::size_t i = 0; i < set.modules.size(); ++i)
       if (const bool training = set.modules[i]->is_training(); replica.modules[i]->is_training() != training)
         replica.modules[i]->train(training);

@@ -1,4 +1,4 @@
-// Copies of a module that follow it: one per device, made once. Internal to DataParallel.
+// Replicas of a module, made once per device and updated from it. Internal to DataParallel.
 #pragma once
 
 #include <cstddef>
@@ -15,26 +15,26 @@ class Module;
 
 namespace lockstep::detail {
 
-// A replica's parameters are leaves of their own over the module's memory where its device is the module's,
-// else over a copy. Gradients of replicas thus never meet before they are summed.
+// A replica's parameters are separate leaf tensors. They share the module's memory on the module's device,
+// and are copies elsewhere. So gradients of different replicas stay separate until they are summed.
 struct ReplicaSet {
   struct Leaf {
     at::Tensor tensor;
-    std::size_t parameter;  // of the module
+    std::size_t parameter;  // Index of the module's parameter.
   };
   struct Replica {
     at::Device device;
     std::shared_ptr<torch::nn::Module> module;
-    std::vector<Leaf> leaves;         // tied parameters are several leaves of one parameter
-    std::vector<at::Tensor> buffers;  // as the module's
+    std::vector<Leaf> leaves;         // A tied parameter has several leaves.
+    std::vector<at::Tensor> buffers;  // In the module's order.
     std::vector<std::shared_ptr<torch::nn::Module>> modules;
   };
   std::vector<Replica> replicas;
 
   // The module as it was when the replicas were made.
-  std::vector<at::Tensor> parameters;  // each once
-  std::vector<std::string> names;      // of these
-  std::vector<at::Tensor> entries;     // parameters, a tied one as often as it is registered
+  std::vector<at::Tensor> parameters;  // Each parameter once.
+  std::vector<std::string> names;      // Their names.
+  std::vector<at::Tensor> entries;     // Parameters, a tied one as often as it is registered.
   std::vector<at::Tensor> buffers;
   std::vector<std::string> buffer_names;
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
@@ -44,12 +44,12 @@ class Replicas {
  public:
   using Factory = std::function<std::shared_ptr<torch::nn::Module>()>;
 
-  // Makes them. ConfigError for a module that cannot be replicated.
+  // Makes the replicas. Throws ConfigError for a module that cannot be replicated.
   Replicas(std::shared_ptr<torch::nn::Module> module, std::vector<at::Device> devices, Factory factory);
 
-  // Brings the first `count` replicas up to date with the module: values, requires_grad, dtype, training
-  // mode. Makes them anew where parameters, buffers or submodules are others. Graphs that are still to run
-  // backward keep the set they came from.
+  // Updates the first `count` replicas from the module: values, requires_grad, dtype and training mode. Makes
+  // new replicas if the set of parameters, buffers or submodules has changed. Graphs that still wait for
+  // backward keep their own set.
   std::shared_ptr<ReplicaSet> follow(std::size_t count);
   void replicate();
 

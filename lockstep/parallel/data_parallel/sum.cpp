@@ -10,8 +10,8 @@
 namespace lockstep::detail {
 namespace {
 
-constexpr std::size_t kSplit = 16 * 1024;  // elements from which on a sum is worth several threads
-constexpr std::size_t kLine = 64;          // elements: two threads never write to one cache line
+constexpr std::size_t kSplit = 16 * 1024;  // Number of elements from which a sum is split over threads.
+constexpr std::size_t kLine = 64;          // In elements: two threads must not write to the same cache line.
 
 bool has_one_layout(const std::vector<at::Tensor>& tensors) {
   const auto& first = tensors[0];
@@ -23,7 +23,8 @@ bool has_one_layout(const std::vector<at::Tensor>& tensors) {
   });
 }
 
-// Nobody else can see it change. Gradients may well be one tensor twice: those of a and b in a + b are.
+// True if nothing else refers to the tensor, so it may be changed. One tensor may be the gradient of several
+// others, such as of a and b in a + b.
 bool is_ours_alone(const at::Tensor& tensor) {
   return tensor.use_count() == 1 && tensor.storage().use_count() == 1;
 }

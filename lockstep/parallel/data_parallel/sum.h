@@ -1,5 +1,5 @@
-// Sums of gradients over replicas. Their order is fixed, the aligned tree ((0+1)+(2+3))+..., so that the bits
-// depend on the gradients alone. Internal to DataParallel.
+// Sums gradients over replicas. The order is fixed, the aligned tree ((0+1)+(2+3))+..., so that the result
+// depends on the gradients only. Internal to DataParallel.
 #pragma once
 
 #include <cstddef>
@@ -11,18 +11,19 @@ namespace lockstep::detail {
 
 class GradientSums {
  public:
-  // One parameter's gradients in the order of the replicas, all on one device; undefined ones are left out.
+  // Adds one parameter's gradients, in the order of the replicas, all on one device. Undefined ones are
+  // skipped.
   void add(std::vector<at::Tensor> gradients);
-  std::size_t bytes() const { return bytes_; }  // to be read
-  // Several threads may each do one. Reads each gradient once and writes once.
+  std::size_t bytes() const { return bytes_; }  // Total size of the gradients.
+  // Computes one share of all sums. Different threads may compute different shares. Reads each gradient once.
   void do_share(std::size_t share, std::size_t shares);
-  std::vector<at::Tensor> take();  // one for each add(); undefined where there was no gradient
+  std::vector<at::Tensor> take();  // One sum per add(); undefined if there was no gradient.
 
  private:
   struct Sum {
     std::vector<at::Tensor> gradients;
     at::Tensor result;
-    bool dense = false;  // all in memory of one layout: shares are ranges of it
+    bool dense = false;  // True if all have the same dense layout: shares are then ranges of elements.
   };
   std::vector<Sum> sums_;
   std::size_t bytes_ = 0;

@@ -1,5 +1,5 @@
 // The tensors in a value: the value itself, or those in its tuples, pairs, arrays, vectors, maps and
-// optionals, however deep. Any other type holds none, whatever is inside.
+// optionals, at any depth. Any other type is assumed to hold none.
 //
 //   TensorsIn<std::tuple<at::Tensor, int>>::any      true
 //   TensorsIn<std::tuple<at::Tensor, int>>::only     false
@@ -20,14 +20,15 @@
 
 namespace lockstep::detail {
 
-// A value's tensors in order, and the sizes of those containers whose type does not say it: two values whose
-// shapes are equal can take each other's tensors.
+// A value's tensors in order, and the sizes of its dynamically sized containers. Two values with equal shapes
+// can exchange their tensors.
 struct TensorsOf {
   std::vector<at::Tensor> tensors;
   std::vector<std::size_t> shape;
 };
 
-// list() appends a value's tensors; with() is the value with others in their place, taken from next on.
+// list() appends a value's tensors. with() returns the value with its tensors replaced by those from `next`
+// on.
 template <typename T>
 struct TensorsIn {
   static constexpr bool any = false, only = false;
@@ -81,7 +82,7 @@ struct TensorsIn<std::vector<T>> {
 };
 
 template <>
-struct TensorsIn<std::vector<bool>> {  // which is no vector
+struct TensorsIn<std::vector<bool>> {  // A bit set, not a vector.
   static constexpr bool any = false, only = false;
   static void list(const std::vector<bool>&, TensorsOf&) {}
   static const std::vector<bool>& with(const std::vector<bool>& value, const at::Tensor*&) { return value; }
@@ -106,7 +107,7 @@ struct TensorsIn<std::map<K, V, Rest...>> {
   }
 };
 
-// Its order is not the same in two of them, so that it is an argument and no result.
+// Two maps may have different orders, so it is supported as an argument but not as a result.
 template <typename K, typename V, typename... Rest>
 struct TensorsIn<std::unordered_map<K, V, Rest...>> {
   using Map = std::unordered_map<K, V, Rest...>;
@@ -121,7 +122,7 @@ struct TensorsIn<std::unordered_map<K, V, Rest...>> {
   }
 };
 
-// What has a size that its type says.
+// Types with a fixed number of elements.
 template <typename Product, typename... Ts>
 struct TensorsInProduct {
   static constexpr bool any = (TensorsIn<Ts>::any || ...), only = (TensorsIn<Ts>::only && ...);
@@ -151,7 +152,7 @@ struct TensorsIn<std::array<T, N>> {
   }
 };
 
-// An argument for one replica: with its own tensors, or the caller's itself where there are none in it.
+// An argument for one replica: a copy with the replica's tensors, or the caller's value if it contains none.
 template <typename T>
 decltype(auto) argument_with(T& value, const at::Tensor*& next) {
   using Tensors = TensorsIn<std::remove_const_t<T>>;

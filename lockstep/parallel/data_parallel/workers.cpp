@@ -25,13 +25,13 @@
 
 namespace lockstep::detail {
 
-// A thread's settings that a replica must share with its caller.
+// Settings of the calling thread that replicas must share.
 class CallerState {
  public:
   explicit CallerState(const std::vector<at::Device>& devices) : devices_(devices) {
     std::fegetenv(&floating_point_);
     if (devices[0].is_cpu()) return;
-    // Of every device: an input may come from one that has no replica.
+    // Streams of every device, because an input may come from one without a replica.
     const c10::impl::VirtualGuardImpl all(devices[0].type());
     for (c10::DeviceIndex i = 0; i < all.deviceCount(); ++i)
       streams_.push_back(all.getStream(at::Device(devices[0].type(), i)));
@@ -39,7 +39,7 @@ class CallerState {
   void run(const ReplicaWorkers::Task& task, std::size_t index) const {
     at::ThreadLocalStateGuard guard(state_);
     at::autocast::set_autocast_cache_enabled(cache_casts_);
-    std::fesetenv(&floating_point_);  // flushed denormals, for one
+    std::fesetenv(&floating_point_);  // For example, flushing of denormals.
     const c10::MultiStreamGuard streams(streams_);
     const c10::OptionalDeviceGuard device(streams_.empty() ? std::nullopt : std::optional(devices_[index]));
     task(index);
@@ -55,12 +55,12 @@ class CallerState {
 
 namespace {
 
-// at::set_num_threads sets this thread's number and the one that new threads begin with. Only the first is
-// wanted, so a thread that ends at once sets the other back.
+// at::set_num_threads sets the number of this thread and the default of new threads. Only the former is
+// wanted, so a short-lived thread resets the latter.
 void set_own_threads(int threads) {
   static std::mutex one_at_a_time;
   std::lock_guard lock(one_at_a_time);
-  const int usual = at::get_num_threads();  // this thread is new
+  const int usual = at::get_num_threads();  // This thread is new, so it has the default.
   if (usual == threads) return;
   at::set_num_threads(threads);
   std::thread([usual] { at::set_num_threads(usual); }).join();
@@ -86,7 +86,7 @@ ReplicaWorkers::ReplicaWorkers(std::vector<at::Device> devices, int threads)
       workers_[i]->thread = std::thread([this, i, threads] { serve(i, threads); });
     } catch (const std::system_error& e) {
       stop();
-      throw Error(fmt::format("DataParallel: the thread of replica {} of {} cannot be started: {}", i,
+      throw Error(fmt::format("DataParallel: cannot start the thread of replica {} of {}: {}", i,
                               devices_.size(), e.what()));
     }
   }
@@ -95,7 +95,7 @@ ReplicaWorkers::ReplicaWorkers(std::vector<at::Device> devices, int threads)
 ReplicaWorkers::~ReplicaWorkers() { stop(); }
 
 void ReplicaWorkers::stop() {
-  const bool forked = ::getpid() != process_;  // then the threads are not there
+  const bool forked = ::getpid() != process_;  // A forked child does not have the threads.
   for (auto& worker : workers_) {
     if (!worker->thread.joinable()) continue;
     if (!forked) {
@@ -103,7 +103,7 @@ void ReplicaWorkers::stop() {
       worker->ending = true;
     }
     if (forked || worker->thread.get_id() == std::this_thread::get_id()) {
-      worker->thread.detach();  // nobody can wait for it: what it still uses is left behind
+      worker->thread.detach();  // It cannot be joined: leak what it still uses.
       (void)worker.release();
       continue;
     }
@@ -121,11 +121,10 @@ bool ReplicaWorkers::is_one_of_them() const {
 
 void ReplicaWorkers::run(std::size_t count, std::string_view phase, const Task& task) {
   if (::getpid() != process_)
-    throw Error(
-        "DataParallel: this process was forked from the one that made it, and has none of its threads");
+    throw Error("DataParallel: this process was forked after construction, so it lacks the worker threads");
   if (is_one_of_them())
     throw Error(fmt::format(
-        "DataParallel: {} was asked for inside one of its replicas, which would wait for itself", phase));
+        "DataParallel: {} was called from inside one of its own replicas, which would deadlock", phase));
   const auto round = std::make_shared<Round>(count, devices_, task);
   std::size_t posted = 0;
   try {
@@ -137,13 +136,13 @@ void ReplicaWorkers::run(std::size_t count, std::string_view phase, const Task& 
       }
       worker.posted.notify_one();
     }
-  } catch (...) {  // those that have the task still use what is the caller's
+  } catch (...) {  // Workers that have the task still use the caller's objects.
     round->unfinished.count_down(static_cast<std::ptrdiff_t>(count - posted));
     round->unfinished.wait();
     throw;
   }
   {
-    // The workers' operators are this thread's work, for whoever profiles.
+    // Attributes the workers' operators to this thread in profiles.
     const Span span(SpanKind::operation, "DataParallel");
     round->unfinished.wait();
   }

@@ -1,4 +1,4 @@
-// Threads that stay: one for each replica. Internal to DataParallel.
+// Persistent threads, one per replica. Internal to DataParallel.
 #pragma once
 
 #include <condition_variable>
@@ -23,19 +23,19 @@ class ReplicaWorkers {
  public:
   using Task = std::function<void(std::size_t)>;
 
-  // threads: what an operation on one of them may use.
+  // threads: number of threads that an operation on one of them may use.
   ReplicaWorkers(std::vector<at::Device> devices, int threads);
   ~ReplicaWorkers();
   ReplicaWorkers(const ReplicaWorkers&) = delete;
   ReplicaWorkers& operator=(const ReplicaWorkers&) = delete;
 
-  // task(i) on worker i for every i below count, all at once, each with this thread's grad mode, autocast,
-  // dispatch keys, streams and floating-point settings; returns when all have ended. Rounds of several
-  // callers take turns on each worker. Throws the ReplicaError of the first that failed: `phase` is what
-  // they were doing.
+  // Runs task(i) on worker i for every i below count, in parallel, each with this thread's grad mode,
+  // autocast, dispatch keys, streams and floating-point settings, and waits for all. Thread-safe: each worker
+  // runs the tasks of concurrent callers in turn. Throws the ReplicaError of the first replica that failed.
+  // `phase` names the task in errors.
   void run(std::size_t count, std::string_view phase, const Task& task);
 
-  bool is_one_of_them() const;  // this thread
+  bool is_one_of_them() const;  // True if the calling thread is one.
 
  private:
   struct Round;

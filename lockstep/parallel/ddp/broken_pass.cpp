@@ -1,8 +1,8 @@
-// Backward passes that end with an exception. The peers of such a rank wait in the collectives of the pass. If the
-// program catches the exception and goes on, its next pass must not meet theirs: the bucket of one step would be
-// averaged with that of another. So the rank first refuses what its peers still issue in the broken pass, which
-// gives them an error, and all ranks compare who failed. If every rank did, as with bad input everywhere, nothing is
-// out of step and training goes on.
+// Backward passes that end with an exception. The peers of such a rank wait in the collectives of that pass.
+// If the program catches the exception and continues, its next pass must not match theirs: one step's bucket
+// would be averaged with another's. So the rank first refuses the collectives that its peers still issue in
+// the broken pass, which makes them fail there, and then all ranks compare which of them failed. If every
+// rank failed, as with bad input everywhere, the ranks are still in step and training continues.
 #include <algorithm>
 #include <utility>
 
@@ -17,39 +17,41 @@ namespace lockstep::detail {
 namespace {
 
 constexpr const char* kDiscardAdvice =
-    "Gradients of this step are incomplete. Call ddp.discard() on every rank before the next step, or end the job";
+    "The gradients of this step are incomplete. Call ddp.discard() on every rank before the next step, or "
+    "end the job";
 
 }  // namespace
 
 void DdpReducer::abandon_round() {
   note_broken_pass();
   reset_round();
-  forget_micro_batches(/*restore=*/false);  // gradients may have been zeroed meanwhile
+  forget_micro_batches(/*restore=*/false);  // Gradients may have been zeroed since.
 }
 
 void DdpReducer::note_broken_pass() {
   if (alone_ || broken_) return;
-  broken_ = BrokenPass{.text = fmt::format("a backward pass of rank {} ended with an exception. {}",
-                                           group_.rank(), kDiscardAdvice),
-                       .missing = missing_collectives()};
+  broken_ = BrokenPass{
+      .text = fmt::format("rank {} threw an exception in a backward pass. {}", group_.rank(), kDiscardAdvice),
+      .missing = missing_collectives()};
   for (auto& bucket : buckets_)
     if (bucket.work) broken_->started.push_back(std::move(*bucket.work));
 }
 
-// Those that a peer issues in this pass and this rank has not. A peer stops at the first one that it waits for.
+// Number of collectives that a peer issues in this pass and this rank has not. A peer stops at the first one
+// it waits for.
 std::optional<std::size_t> DdpReducer::missing_collectives() const {
   if (hook_) return std::nullopt;
   const bool last = micro_batch_ + 1 == options_.micro_batches;
   const bool syncs_buffers = options_.broadcast_buffers && !buffers_.empty();
-  if (!last && syncs_buffers) return 1;  // of the peers' next forward
-  if (!buckets_made_) return 1;          // ranks agree on buckets before they reduce them
+  if (!last && syncs_buffers) return 1;  // The broadcast in the peers' next forward.
+  if (!buckets_made_) return 1;          // Ranks agree on buckets before they reduce them.
   const bool may_miss = options_.find_unused_parameters && !options_.static_graph;
   const bool sparse =
       std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param.sparse; });
   return buckets_.size() - launched_ + (sparse || may_miss ? 1 : 0);
 }
 
-// ended: the pass under way has ended without coming to its end.
+// ended: true if the pass in progress stopped before its end.
 void DdpReducer::check_passes(bool ended) {
   if (ended) abandon_round();
   if (!broken_) return;
@@ -75,7 +77,7 @@ void DdpReducer::report_broken_pass() {
   if (std::all_of(all.begin(), all.end(), [](char failed) { return failed != 0; })) broken_.reset();
 }
 
-// A peer has refused a collective of this pass.
+// A peer has refused a collective of this pass: waits for the rest and takes part in the comparison.
 void DdpReducer::learn_of_broken_pass(const CommError& error) {
   if (alone_ || broken_ || !Refusal::group_lives(group_)) return;
   for (auto& bucket : buckets_) {
@@ -98,7 +100,7 @@ void DdpReducer::refuse_updates() {
 void DdpReducer::discard() {
   std::lock_guard lock(mutex_);
   if (in_round_ && !round_.expired())
-    throw ConfigError("discard() inside a backward pass: call it between passes");
+    throw ConfigError("discard() was called inside a backward pass: call it between passes");
   if (in_round_) abandon_round();
   if (broken_ && !broken_->known_to_all) report_broken_pass();
   unready_ = false;

@@ -1,4 +1,4 @@
-// What a communication hook of DistributedDataParallel sees of a bucket of gradients.
+// A gradient bucket as seen by a communication hook of DistributedDataParallel.
 //
 //   ddp.register_comm_hook([](lockstep::GradBucket& bucket) {
 //     auto work = std::make_shared<lockstep::Work>(
@@ -25,14 +25,15 @@ class DdpReducer;
 
 class GradBucket {
  public:
-  std::size_t index() const { return index_; }  // 0 is ready first
+  std::size_t index() const { return index_; }  // Bucket 0 is ready first.
   bool is_last() const { return last_; }
   Group& group() { return group_; }
-  // These two are other tensors in every step.
-  at::Tensor& buffer() { return buffer_; }                                 // all of it, one dimension
+  // buffer() and gradients() return different tensors in every step.
+  // The whole bucket, one-dimensional.
+  at::Tensor& buffer() { return buffer_; }
   const std::vector<at::Tensor>& gradients() const { return gradients_; }  // views of the buffer
-  const std::vector<std::string>& names() const { return names_; }         // of their parameters
-  // Whatever a hook keeps of this bucket from step to step; where several take part, each under its own key.
+  const std::vector<std::string>& names() const { return names_; }         // names of their parameters
+  // Storage for a hook's per-bucket state between steps. Hooks that are combined each use their own key.
   std::any& state(const void* key = nullptr) { return states_[key]; }
 
  private:
@@ -49,9 +50,9 @@ class GradBucket {
   std::map<const void*, std::any> states_;
 };
 
-// Called when the gradients of a bucket are there, in the order of the buckets, during backward. Starts what
-// communicates and returns what completes it: that is called at the end of backward, in the same order, and
-// leaves the ranks' average in buffer(). May communicate too.
+// Called during backward when all gradients of a bucket are ready, in bucket order. Starts the communication
+// and returns a function that completes it. That function is called at the end of backward, in the same
+// order, and must leave the average over the ranks in buffer(). It may communicate too.
 using CommHook = std::function<std::function<void()>(GradBucket&)>;
 
 }  // namespace lockstep

@@ -1,4 +1,4 @@
-// Where gradients go: sums of micro-batches, buckets, and what is reduced when.
+// Sums of micro-batches, buckets, and when each is reduced.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -18,7 +18,7 @@
 namespace lockstep::detail {
 namespace {
 
-constexpr std::int64_t kAlignment = 64;  // of a gradient in its bucket, in bytes
+constexpr std::int64_t kAlignment = 64;  // Alignment of a gradient in its bucket, in bytes.
 
 bool low_precision(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
 
@@ -45,7 +45,7 @@ void DdpReducer::set_aside(Param& param) {
   if (micro_batch_ > 0 || param.fired > 0) return;
   param.aside = true;
   if (auto& grad = param.tensor.mutable_grad(); grad.defined()) {
-    // A view of the bucket is written to when the sum is there.
+    // Clone a view of the bucket, because the bucket is overwritten once the sum is complete.
     param.before = param.bucket && grad.is_alias_of(param.view) ? grad.clone() : grad;
     grad.reset();
   }
@@ -55,13 +55,13 @@ bool DdpReducer::wide(const Param& param) const {
   return options_.micro_batches > 1 && !alone_ && low_precision(param.tensor.scalar_type());
 }
 
-// A binary counter: the sums in levels are those of aligned halves of the tree over micro-batches.
+// A binary counter: each entry of levels is the sum of an aligned subtree of the tree over micro-batches.
 void DdpReducer::fold(Param& param) {
   auto& grad = param.tensor.mutable_grad();
   const bool last = micro_batch_ + 1 == options_.micro_batches;
-  auto sum = std::exchange(grad, {});  // none, where the parameter was not used
+  auto sum = std::exchange(grad, {});  // Undefined if the parameter was not used.
   if (sum.defined() && low_precision(sum.scalar_type()))
-    sum = sum.to(at::kFloat);  // rounded once, at the end
+    sum = sum.to(at::kFloat);  // Rounded only once, at the end.
   param.levels.resize(std::bit_width(static_cast<unsigned>(options_.micro_batches)));
   const auto add = [&](at::Tensor& left) {
     auto taken = std::exchange(left, {});
@@ -82,13 +82,14 @@ void DdpReducer::fold(Param& param) {
     grad = sum.to(param.tensor.scalar_type());
 }
 
-// Every rank makes the same ones: in the order that root saw in its first step, the rest as they were
-// registered, last first.
+// Every rank makes the same buckets: parameters in the order in which root saw their gradients in its first
+// step, then the rest in reverse order of registration.
 void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shadow) {
   const auto count = params_.size();
   std::vector<std::int32_t> order(count);
   std::vector<char> placed(count);
-  // Of each parameter, on any rank: whether its gradient is sparse; then, dense; then, how often it came.
+  // For each parameter, over all ranks: whether its gradient is sparse; whether it is dense; how often it got
+  // one.
   std::vector<char> kinds(3 * count);
   std::size_t at = 0;
   const auto place = [&](std::size_t i) {
@@ -112,7 +113,8 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
     std::int64_t bytes = 0;
     bool first = true;
   };
-  // By the bucket's type, the parameters' and the device: shards have the weights in the same layout.
+  // Keyed by the bucket's type, the parameters' type and the device, because shards store weights in the same
+  // layout.
   std::map<std::tuple<at::ScalarType, at::ScalarType, std::string>, Open> open;
   std::vector<std::vector<std::size_t>> closed;
   for (std::size_t k = 0; k < count; ++k) {
@@ -120,10 +122,10 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
     auto& param = params_[i];
     if (kinds[i] && kinds[count + i])
       throw ConfigError(fmt::format(
-          "the gradient of parameter '{}' is sparse on some ranks and dense on others", param.name));
+          "parameter '{}': the gradient is sparse on some ranks and dense on others", param.name));
     param.sparse = kinds[i] != 0;
     if (options_.static_graph) param.expected = shadow ? kinds[2 * count + i] : param.fired;
-    // One that nobody used may come later, but for a graph that does not change.
+    // A parameter that no rank used may be used later, unless the graph is static.
     if (param.sparse || (options_.static_graph && used[i] != kUsed)) continue;
     param.in_place = may_be_in_place(param);
     if (param.in_place) {
@@ -168,7 +170,7 @@ void DdpReducer::make_buckets(int root, const std::vector<char>& used, bool shad
     auto& buffer = bucket.shown.buffer_;
     buffer = flat_memory(group_, size, type, model);
     bucket.bytes = static_cast<std::int64_t>(buffer.nbytes());
-    buffer.zero_();  // what lies between gradients is summed too
+    buffer.zero_();  // The padding between gradients is summed too.
     for (std::size_t k = 0; k < members.size(); ++k) {
       auto& param = params_[members[k]];
       param.bucket = buckets_.size();
@@ -186,18 +188,19 @@ bool DdpReducer::may_be_in_place(const Param& param) const {
          param.tensor.is_non_overlapping_and_dense();
 }
 
-// Nobody else may have its memory: another gradient could be a view of it.
+// The gradient's memory becomes the bucket only if nothing else holds it: another gradient could be a view of
+// it.
 void DdpReducer::adopt(Param& param, std::size_t holders) {
   const auto& grad = param.tensor.grad();
   if (grad.defined() && grad.is_sparse())
     throw ConfigError(fmt::format(
-        "the gradient of parameter '{}' is sparse, and was dense or missing in the first step", param.name));
+        "parameter '{}': the gradient is sparse, but was dense or missing in the first step", param.name));
   const bool fits = grad.defined() && grad.is_cpu() && grad.scalar_type() == param.tensor.scalar_type() &&
                     same_layout(grad, param.tensor) && !grad.is_conj() && !grad.is_neg() &&
                     grad.storage().use_count() <= holders;
   auto& view = param.view;
   if (fits) {
-    // Not a view to autograd, as those of buckets.
+    // Not a view as autograd sees it, unlike the views of buckets.
     at::AutoDispatchBelowADInplaceOrView untracked;
     view = grad.as_strided(grad.sizes(), grad.strides(), grad.storage_offset());
   } else {
@@ -215,7 +218,7 @@ void DdpReducer::adopt(Param& param, std::size_t holders) {
   shown.gradients_ = {view};
 }
 
-// The gradient to its place, which then is the gradient.
+// Copies the gradient to its place in the bucket and makes p.grad() a view of that place.
 void DdpReducer::fill(Param& param, std::size_t holders) {
   if (param.in_place) return adopt(param, holders);
   ++counts_.in_buckets;
@@ -224,15 +227,15 @@ void DdpReducer::fill(Param& param, std::size_t holders) {
     copy_gradient(param.view, param.sum);
     return param.sum.reset();
   }
-  if (!grad.defined()) {  // nothing came, or a function that returned none
+  if (!grad.defined()) {  // No gradient, or a function returned an undefined one.
     param.view.zero_();
     return;
   }
   if (grad.is_sparse())
     throw ConfigError(fmt::format(
-        "the gradient of parameter '{}' is sparse, and was dense or missing in the first step", param.name));
+        "parameter '{}': the gradient is sparse, but was dense or missing in the first step", param.name));
   if (grad.const_data_ptr() == param.view.const_data_ptr() && grad.strides() == param.view.strides()) return;
-  // On a device one kernel moves all of a bucket's, when it is full.
+  // On a device, one kernel copies all of a full bucket's gradients.
   if (!param.view.is_cpu()) {
     buckets_[*param.bucket].moving.emplace_back(&param, grad);
     return;
@@ -260,7 +263,7 @@ void DdpReducer::launch(Bucket& bucket) {
   for (const auto i : bucket.params) {
     auto& param = params_[i];
     if (param.ready()) continue;
-    // Nothing came in this pass: what was there before, if anything was, which stays if no rank has more.
+    // No gradient in this pass: keep the previous one, and restore it if no rank has a new one.
     if (options_.find_unused_parameters && param.tensor.grad().defined())
       param.kept = param.tensor.grad().clone();
     fill(param);
@@ -269,7 +272,7 @@ void DdpReducer::launch(Bucket& bucket) {
   auto& buffer = bucket.shown.buffer_;
   if (weight_) buffer.mul_(*weight_);
   if (hook_) {
-    ++launched_;  // it may have sent something when it throws
+    ++launched_;  // It may have sent something before throwing.
     bucket.complete = hook_(bucket.shown);
   } else {
     if (!alone_) bucket.work = reduce(buffer, bucket);
@@ -281,20 +284,20 @@ void DdpReducer::complete(Bucket& bucket) {
   if (bucket.complete) bucket.complete();
   if (bucket.work) bucket.work->wait();
   auto& buffer = bucket.shown.buffer_;
-  if (hook_ && weight_) buffer.mul_(group_.size());  // it averaged what was to be summed
+  if (hook_ && weight_) buffer.mul_(group_.size());  // The hook averaged, but a weighted sum is needed.
   if (options_.micro_batches > 1 && !alone_)
     buffer.div_(hook_ ? options_.micro_batches : options_.micro_batches * group_.size());
 }
 
-// Every rank's entries, in the order of ranks, added where they meet.
+// Gathers every rank's entries, in rank order. Entries with the same index are summed.
 void DdpReducer::reduce_sparse(Param& param) {
   auto& grad = param.tensor.mutable_grad();
   if (grad.defined() && !grad.is_sparse())
     throw ConfigError(
-        fmt::format("the gradient of parameter '{}' is dense, and was sparse in the first step", param.name));
+        fmt::format("parameter '{}': the gradient is dense, but was sparse in the first step", param.name));
   struct Entries {
     std::int64_t count = 0;
-    std::int64_t sparse_dims = 0;  // 0: this rank has none
+    std::int64_t sparse_dims = 0;  // 0: this rank has no entries.
   };
   const auto mine = grad.defined() ? grad.coalesce() : at::Tensor();
   const auto all = group_.all_gather_values(
@@ -302,12 +305,12 @@ void DdpReducer::reduce_sparse(Param& param) {
   std::int64_t dims = 0;
   for (const auto& each : all) {
     if (dims != 0 && each.sparse_dims != 0 && each.sparse_dims != dims)
-      throw ConfigError(fmt::format(
-          "the gradient of parameter '{}' has {} sparse dimensions on some ranks and {} on others",
-          param.name, dims, each.sparse_dims));
+      throw ConfigError(
+          fmt::format("parameter '{}': the gradient has {} sparse dimensions on some ranks and {} on others",
+                      param.name, dims, each.sparse_dims));
     dims = std::max(dims, each.sparse_dims);
   }
-  if (dims == 0) return;  // used nowhere: there is nothing, here as elsewhere
+  if (dims == 0) return;  // Unused on every rank.
   std::vector<std::int64_t> sizes = {0};
   for (auto d = dims; d < param.tensor.dim(); ++d) sizes.push_back(param.tensor.size(d));
   const auto options = param.tensor.options().requires_grad(false);
@@ -344,19 +347,17 @@ void DdpReducer::require_all_gradients() const {
     if (param.expected > 0 && !param.ready()) missing.push_back(param.name);
   if (missing.empty()) return;
   throw ConfigError(fmt::format(
-      "{} got no gradient in this backward pass, which every rank's part of the average needs. If {}, "
-      "{{.find_unused_parameters "
-      "= true}} allows it; a parameter that is never trained needs requires_grad_(false) before "
-      "DistributedDataParallel "
-      "is made, or its name in {{.ignore}}. Where a step has backward passes in parts, as a Pipeline's has, "
-      "{{.reduce_in_backward = "
-      "false}} and reduce() are meant",
+      "no gradient for {} in this backward pass. If {} {{.find_unused_parameters = true}}; freeze "
+      "parameters that are never trained before constructing DDP, or list them in {{.ignore}}. If a step "
+      "runs several backward passes, or passes in pieces as a Pipeline does, set {{.reduce_in_backward = "
+      "false}} and call reduce()",
       names_of(missing),
-      options_.static_graph ? "the same parameters are not used in every step, static_graph is wrong, and"
-                            : "the model does not use all of its parameters in every step"));
+      options_.static_graph ? "the steps do not all use the same parameters, remove static_graph and set"
+                            : "the model does not use every parameter in every step, set"));
 }
 
-// The end of a pass: what has not come, and what is under way. A shadow has run out of data: nothing came.
+// The end of a pass: reduces what is left and waits for what is in flight. shadow: this rank has run out of
+// data and contributes zeros.
 void DdpReducer::settle(bool last, bool shadow) {
   const bool learning = !buckets_made_;
   const ModelScope scope(model_, /*begins=*/launched_ == 0);
@@ -371,9 +372,9 @@ void DdpReducer::settle(bool last, bool shadow) {
   if (!last) {
     const auto missing = options_.micro_batches - micro_batch_ - 1;
     make_gradients_unready(fmt::format(
-        "{0} of {1} micro-batches are missing (DdpOptions::micro_batches = {1}), so the gradients cannot be read. "
-        "Call step(), clip_grad_norm() and GradScaler only after {1} backward passes. zero_grad() with "
-        "set_to_none, or ddp.discard_micro_batches(), drops the incomplete sum",
+        "{0} of {1} micro-batches are missing (DdpOptions::micro_batches = {1}), so the gradients cannot "
+        "be read. Call step(), clip_grad_norm() and GradScaler only after {1} backward passes. To drop the "
+        "incomplete sum, call zero_grad() or ddp.discard_micro_batches()",
         missing, options_.micro_batches));
     return;
   }
@@ -401,7 +402,7 @@ void DdpReducer::settle(bool last, bool shadow) {
       grad = wide(param) ? param.view.to(param.tensor.scalar_type()) : param.view;
     else if (param.kept.defined())
       param.view.copy_(param.kept), grad = wide(param) ? param.kept : param.view;
-    else if (shadow && used[i] == kKept && !param.sparse)  // what those kept whose step this is
+    else if (shadow && used[i] == kKept && !param.sparse)  // The ranks with data kept theirs.
       grad = param.bucket ? param.view : at::zeros_like(param.tensor);
     param.kept.reset();
     param.aside = false;
@@ -416,13 +417,14 @@ void DdpReducer::settle(bool last, bool shadow) {
   tell_memory();
 }
 
-// To a profiler: what buckets take beside the gradients that lie in them, which the optimizer tells of.
+// Reports to a profiler the memory of buckets beyond the gradients that live in them, which the optimizer
+// reports.
 void DdpReducer::tell_memory() const {
   const auto sink = span_sink();
   if (!sink) return;
   std::size_t bytes = 0;
   for (const auto& bucket : buckets_) {
-    if (params_[bucket.params[0]].in_place) continue;  // its memory is the gradient's
+    if (params_[bucket.params[0]].in_place) continue;  // Its memory is the gradient's.
     bytes += static_cast<std::size_t>(bucket.bytes);
     for (const auto i : bucket.params)
       if (const auto& grad = params_[i].tensor.grad();

@@ -20,7 +20,7 @@ std::shared_ptr<Work> start_average(GradBucket& bucket, const at::Tensor& tensor
       tensor, {.op = ReduceOp::AVG, .tag = fmt::format("ddp bucket {}", bucket.index())}));
 }
 
-// What a hook keeps is the bucket's: one hook may serve several models.
+// A hook's state belongs to the bucket, because one hook may serve several models.
 template <typename T>
 T& kept(GradBucket& bucket, const void* hook) {
   auto& state = bucket.state(hook);
@@ -41,8 +41,8 @@ CommHook compress_hook(at::ScalarType type) {
   };
 }
 
-// In place, by columns. Where they depend on one another any direction will do, and the same one on every
-// rank.
+// In place, by columns. If columns are linearly dependent, any direction will do, as long as it is the same
+// on every rank.
 void orthogonalize(const at::Tensor& matrix) {
   const auto wide = matrix.element_size() < 4 ? matrix.to(at::kFloat) : matrix;
   matrix.copy_(std::get<0>(at::linalg_qr(wide)));
@@ -74,12 +74,13 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
 
  private:
   struct Part {
-    std::size_t number;  // of the gradient in its bucket, which is another tensor in every step
+    std::size_t number;  // Index of the gradient in its bucket; the tensor itself changes every step.
     at::Tensor p, q;
   };
   struct State {
     std::vector<Part> parts;
-    std::vector<std::pair<std::size_t, at::Tensor>> uncompressed;  // a gradient's number, its place in rest
+    // Index of a gradient, and its place in rest.
+    std::vector<std::pair<std::size_t, at::Tensor>> uncompressed;
     at::Tensor rest, all_p, all_q, error;
     std::int64_t steps = 0;
   };
@@ -112,7 +113,8 @@ class PowerSgd : public std::enable_shared_from_this<PowerSgd> {
     state.rest = reachable(bucket, rest, type);
     state.all_p = reachable(bucket, p, type);
     state.all_q = reachable(bucket, q, type);
-    // The same on every rank: from the seed and the bucket, not from the global generator.
+    // Seeded from the options and the bucket, not from the global generator, so that it is the same on every
+    // rank.
     auto generator = at::make_generator<at::CPUGeneratorImpl>(options_.random_seed + bucket.index());
     state.all_q.copy_(at::randn({q}, generator));
     p = q = rest = 0;
@@ -173,9 +175,8 @@ CommHook power_sgd_hook(PowerSgdOptions options) {
   if (options.matrix_approximation_rank < 1 || options.start_power_sgd_iter < 2 ||
       options.min_compression_rate <= 0)
     throw ConfigError(fmt::format(
-        "PowerSGD with matrix_approximation_rank {}, start_power_sgd_iter {}, min_compression_rate {} is not "
-        "allowed: at "
-        "least 1, at least 2 (buckets are made in the first step), above 0 are",
+        "PowerSgdOptions: expected matrix_approximation_rank of at least 1, start_power_sgd_iter of at "
+        "least 2 (buckets are made in the first step) and min_compression_rate above 0, got {}, {} and {}",
         options.matrix_approximation_rank, options.start_power_sgd_iter, options.min_compression_rate));
   auto state = std::make_shared<PowerSgd>(options);
   return [state](GradBucket& bucket) { return (*state)(bucket); };

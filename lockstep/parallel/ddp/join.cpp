@@ -1,6 +1,6 @@
-// Ranks with fewer steps than others. Inside join() every round begins with an exchange: who still has data,
-// and how many samples. A rank that has run out answers with none and follows: it gives zeros to every
-// bucket.
+// Ranks with fewer steps than their peers. Inside join() every round begins with an exchange: which ranks
+// still have data, and how many samples each has. A rank that has run out reports zero samples and follows:
+// it contributes zeros to every bucket.
 #include <lockstep/base/error.h>
 #include <lockstep/modules/replicas.h>
 #include <lockstep/modules/unit.h>
@@ -16,10 +16,10 @@
 namespace lockstep::detail {
 namespace {
 
-// Why dim 0 of the inputs may not be the batch.
+// Reasons why dim 0 of the inputs may not be the batch.
 enum JoinProblem : std::int64_t { kNoProblem, kSequenceFirstModule, kInputsDisagree };
 
-// The first module whose batch is dim 1 of its input; empty: none.
+// The first module whose batch is dim 1 of its input; empty if there is none.
 std::string sequence_first_module(const torch::nn::Module& module) {
   const auto first = [](const torch::nn::Module& each) {
     if (const auto* rnn = dynamic_cast<const torch::nn::RNNImpl*>(&each)) return !rnn->options.batch_first();
@@ -35,7 +35,7 @@ std::string sequence_first_module(const torch::nn::Module& module) {
 
 }  // namespace
 
-// Counts the samples of a forward.
+// Counts the samples of a forward call.
 void DdpReducer::note_samples(const std::vector<at::Tensor>& inputs) {
   const auto dim = batch_dim_.value_or(0);
   const at::Tensor* first = nullptr;
@@ -50,7 +50,7 @@ void DdpReducer::note_samples(const std::vector<at::Tensor>& inputs) {
   }
   if (first->dim() <= dim)
     throw ConfigError(
-        fmt::format("JoinOptions::batch_dim is {}, and the first input of forward has the shape [{}]", dim,
+        fmt::format("JoinOptions::batch_dim is {}, but the first input of forward has the shape [{}]", dim,
                     fmt::join(first->sizes(), ", ")));
   samples_ += first->size(dim);
   if (!joining_ || batch_dim_) return;
@@ -59,7 +59,7 @@ void DdpReducer::note_samples(const std::vector<at::Tensor>& inputs) {
     first_input_ = (first_input_ ^ static_cast<std::uint64_t>(size)) * 1099511628211u | 1u;
 }
 
-// Whether any rank still has data.
+// Exchanges this round's samples. Returns true if any rank still has data.
 bool DdpReducer::announce(std::int64_t samples, bool active) {
   const ModelScope scope(model_, /*begins=*/true);
   Announcement mine{samples, active};
@@ -86,15 +86,17 @@ bool DdpReducer::announce(std::int64_t samples, bool active) {
   if (first_idle >= 0) {
     uneven_ = true;
     if (throw_early_)
-      throw ConfigError(fmt::format("rank {} has run out of data after {} steps, and rank {} has not",
-                                    first_idle, rounds_, first_active));
+      throw ConfigError(fmt::format(
+          "uneven inputs: rank {} ran out of data after {} steps while rank {} has more; remove "
+          "{{.throw_on_early_termination = true}} to let join() continue, or use {{.drop_last = true}}",
+          first_idle, rounds_, first_active));
   }
   weight_.reset();
   if (!equal && total > 0) weight_ = static_cast<double>(samples) / static_cast<double>(total);
   return true;
 }
 
-// Every rank throws if the number of samples would be a guess on some rank.
+// Every rank throws if the number of samples would be a guess on any rank.
 void DdpReducer::require_known_batch(const std::vector<Announcement>& all) const {
   constexpr const char* kAdvice =
       "Set JoinOptions::batch_dim to the dimension of the inputs that counts samples, or call ddp.samples(n) before "
@@ -104,23 +106,23 @@ void DdpReducer::require_known_batch(const std::vector<Announcement>& all) const
     const auto& each = all[rank];
     if (each.problem == kSequenceFirstModule)
       throw ConfigError(fmt::format(
-          "join() weights gradients by samples, and dim 0 of the inputs is not the batch in {}. {}",
+          "join() weights gradients by samples, but dim 0 of the inputs is not the batch in {}. {}",
           sequence_first_.empty() ? "a module" : sequence_first_, kAdvice));
     if (each.problem == kInputsDisagree)
       throw ConfigError(fmt::format(
-          "join() weights gradients by samples, and the inputs of rank {} have different sizes in dim 0. {}",
+          "join() weights gradients by samples, but the inputs of rank {} have different sizes in dim 0. {}",
           rank, kAdvice));
     if (each.first_input == 0) continue;
     if (known && known->first_input != each.first_input)
       throw ConfigError(fmt::format(
-          "join() weights gradients by samples, and the first inputs of ranks {} and {} differ in another dimension "
-          "than 0. {}",
+          "join() weights gradients by samples, but the first inputs of ranks {} and {} differ in a "
+          "dimension other than 0. {}",
           known - all.data(), rank, kAdvice));
     known = &each;
   }
 }
 
-// One round of the others.
+// Takes part in one round of the ranks that still have data.
 void DdpReducer::follow(const JoinOptions& options) {
   at::NoGradGuard no_grad;
   for (auto& param : params_) param.tensor.mutable_grad().reset();
@@ -135,19 +137,18 @@ void DdpReducer::follow(const JoinOptions& options) {
 }
 
 void DdpReducer::join(const std::function<void()>& body, const JoinOptions& options) {
-  if (joining_) throw ConfigError("join() inside join() is not allowed");
-  if (options_.micro_batches > 1) throw ConfigError("join() is not allowed with micro_batches above 1");
+  if (joining_) throw ConfigError("join() cannot be nested");
+  if (options_.micro_batches > 1) throw ConfigError("join() cannot be combined with micro_batches above 1");
   if (options.batch_dim && *options.batch_dim < 0)
-    throw ConfigError(fmt::format("JoinOptions::batch_dim: expected 0 or more, got {}", *options.batch_dim));
+    throw ConfigError(fmt::format("JoinOptions::batch_dim: expected at least 0, got {}", *options.batch_dim));
   if (!alone_ && meets_in_forward(*module_))
     throw ConfigError(
-        "join() is not allowed with SyncBatchNorm, or another module whose forward waits for every rank: "
-        "those that have run out of data make none");
+        "join() cannot be used with SyncBatchNorm, or with another module whose forward waits for every "
+        "rank: ranks that have run out of data run no forward");
   if (shards_ && !options.step)
     throw ConfigError(
-        "join() with a DistributedOptimizer needs {.step}: a rank that has run out of data still has its "
-        "part of "
-        "the parameters to update");
+        "join() with a DistributedOptimizer needs {.step}, because a rank that has run out of data must "
+        "still update its part of the parameters");
   struct Restore {
     DdpReducer& self;
     ~Restore() {

@@ -1,5 +1,5 @@
-// Which parameters DistributedDataParallel reduces: found, compared between ranks, hooked, and followed when the
-// program changes the model.
+// Selects the parameters that DistributedDataParallel reduces: finds them, compares them between ranks, hooks
+// them, and updates the selection when the program changes the model.
 #include <algorithm>
 #include <mutex>
 #include <set>
@@ -34,19 +34,19 @@ DdpOptions checked_ddp_options(DdpOptions options) {
         fmt::format("DdpOptions::micro_batches: expected at least 1, got {}", options.micro_batches));
   if (options.micro_batches > 1 && options.static_graph)
     throw ConfigError(
-        "static_graph is not allowed with micro_batches above 1: how often a gradient comes would be counted "
-        "wrongly");
+        "DdpOptions: static_graph cannot be combined with micro_batches above 1, because it would miscount "
+        "how often a parameter gets a gradient");
   if (!options.reduce_in_backward && (options.static_graph || options.micro_batches > 1))
     throw ConfigError(
-        "static_graph and micro_batches above 1 are not allowed with reduce_in_backward = false: both are "
-        "about what one backward pass brings");
+        "DdpOptions: reduce_in_backward = false cannot be combined with static_graph or with micro_batches "
+        "above 1: both describe a single backward pass");
   if (options.check_replicas_every < 0)
-    throw ConfigError(fmt::format("DdpOptions::check_replicas_every: expected 0 (never) or more, got {}",
+    throw ConfigError(fmt::format("DdpOptions::check_replicas_every: expected at least 0 (0: never), got {}",
                                   options.check_replicas_every));
   return options;
 }
 
-// Runs before autograd adds a gradient to p.grad().
+// Runs a callback before autograd adds a gradient to p.grad().
 struct BeforeGradient : torch::autograd::FunctionPreHook {
   explicit BeforeGradient(std::function<void()> given) : call(std::move(given)) {}
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
@@ -56,7 +56,7 @@ struct BeforeGradient : torch::autograd::FunctionPreHook {
   std::function<void()> call;
 };
 
-// The parameters that some DistributedDataParallel of this process reduces.
+// Registry of the parameters that any DistributedDataParallel of this process reduces. Thread-safe.
 class ReducedParameters {
  public:
   void add(const at::Tensor& parameter) {
@@ -128,11 +128,10 @@ DdpReducer::DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, D
       return std::find(group_.ranks().begin(), group_.ranks().end(), rank) != group_.ranks().end();
     });
     if (common > 1)
-      throw ConfigError(
-          fmt::format("'{}' is split over ranks {}, which DistributedDataParallel would take for replicas of "
-                      "one another: "
-                      "give it the group of those that have the same slices, such as mesh[\"dp\"]",
-                      split->name, fmt::join(ranks, ", ")));
+      throw ConfigError(fmt::format(
+          "DistributedDataParallel: '{}' is split over ranks {}, which are not replicas of one another. "
+          "Pass the group of the ranks that hold the same slices, such as mesh[\"dp\"]",
+          split->name, fmt::join(ranks, ", ")));
   }
 }
 
@@ -150,7 +149,7 @@ void DdpReducer::find_parameters() {
   params_.clear();
   watched_.clear();
   buffers_.clear();
-  std::set<const void*> seen;  // a tensor that two modules share counts once, by its first name
+  std::set<const void*> seen;  // A tensor shared by two modules counts once, by its first name.
   std::set<std::string> ignored;
   const auto skip = [&](const std::string& name, const at::Tensor& tensor) {
     if (auto entry = listed(options_.ignore, name)) {
@@ -169,10 +168,9 @@ void DdpReducer::find_parameters() {
   for (const auto& entry : options_.ignore)
     if (!ignored.contains(entry))
       throw ConfigError(
-          fmt::format("ignore lists '{}', which is no parameter, buffer or submodule of the model", entry));
+          fmt::format("DdpOptions::ignore: the model has no parameter, buffer or submodule '{}'", entry));
   if (params_.empty())
-    throw ConfigError(
-        "the model has no parameter that requires a gradient: DistributedDataParallel has nothing to do");
+    throw ConfigError("DistributedDataParallel: the model has no parameter that requires a gradient");
 }
 
 void DdpReducer::compare_and_synchronize() {
@@ -183,7 +181,7 @@ void DdpReducer::compare_and_synchronize() {
   if (options_.init_sync) broadcast_tensors(group_, parameters_and_buffers(), 0);
 }
 
-// Where every rank can: one may have an allocator of its own.
+// Zero-copy needs every rank, because one may use another allocator.
 void DdpReducer::agree_on_zero_copy() {
   const bool here = options_.zero_copy && options_.micro_batches == 1 && group_.backend(at::kCPU) == "shm" &&
                     caching_cpu_allocator_is_used();
@@ -215,7 +213,7 @@ void DdpReducer::install_hooks() {
   graph_checked_ = false;
 }
 
-// Only where p.grad() may be unready between passes: autograd would read it.
+// Installed only if p.grad() may be unready between passes, because autograd would read it.
 void DdpReducer::install_pre_hooks() {
   for (std::size_t i = 0; i < params_.size(); ++i) {
     auto& param = params_[i];
@@ -240,7 +238,7 @@ void DdpReducer::remove_hooks() {
   }
 }
 
-// Frozen parameters too: replicas are to be equal.
+// Includes frozen parameters, because replicas must be equal.
 std::vector<at::Tensor> DdpReducer::parameters_and_buffers() const {
   std::vector<at::Tensor> tensors;
   for (const auto& item : module_->named_parameters())
@@ -270,12 +268,11 @@ void DdpReducer::verify() const {
   require_same_lines(group_, lines, "DistributedDataParallel: models or options differ between ranks");
 }
 
-// ---- a model that the program changes ---------------------------------------------------------------------------
+// ---- a model that the program changes ---------------------------------------------------------------------
 
-// The first thing that differs from what the hooks were installed on; empty: nothing. It costs some nanoseconds per
-// module and parameter: torch::load and Module::to give a parameter another accumulator, replace_module another
-// module, and register_parameter another parameter. A new module may lie where an old one was; parameters may not,
-// because watched_ keeps the old ones.
+// Describes the first difference from the model on which the hooks were installed; empty if there is none.
+// Costs a few nanoseconds per module and parameter. torch::load and Module::to give a parameter a new
+// accumulator; replace_module replaces a module.
 std::string DdpReducer::model_change() const {
   std::size_t count = 0;
   bool same = true;
@@ -286,24 +283,28 @@ std::string DdpReducer::model_change() const {
   if (!same || count != structure_.size()) return "a submodule or a parameter was added, removed or replaced";
   bool frozen = true;
   for (const auto& each : watched_) frozen = frozen && !each.tensor.requires_grad();
-  if (frozen) return "";  // for the moment, as in a GAN: no gradient comes
+  if (frozen) return "";  // All frozen for the moment, as in a GAN, so no gradient will arrive.
   for (const auto& each : watched_) {
     if (each.tensor.requires_grad() != each.requires_grad)
       return fmt::format("parameter '{}' was {}", each.name, each.requires_grad ? "frozen" : "unfrozen");
     if (each.requires_grad && accumulator_of(each.tensor) != each.accumulator)
-      return fmt::format("parameter '{}' was given other data, as torch::load and Module::to do", each.name);
+      return fmt::format(
+          "the data of parameter '{}' was replaced, as by torch::load or "
+          "Module::to",
+          each.name);
   }
   return "";
 }
 
-// Every rank, where the model has changed: reduces its present parameters from now on.
+// Reinstalls the hooks if the model has changed, so that its present parameters are reduced from now on.
+// Every rank must call it.
 void DdpReducer::follow_model() {
   const auto change = model_change();
   if (change.empty()) return;
   if (shards_)
     throw ConfigError(fmt::format(
-        "{} after the DistributedOptimizer was made: make a new DistributedDataParallel and a new "
-        "DistributedOptimizer on every rank (lockstep::load may come later)",
+        "{} after the DistributedOptimizer was constructed: construct a new DistributedDataParallel and a "
+        "new DistributedOptimizer on every rank. lockstep::load may follow",
         change));
   const bool cleared = std::none_of(params_.begin(), params_.end(), [](const auto& param) {
     return unready_text(param.tensor.grad()) != nullptr;
@@ -311,17 +312,17 @@ void DdpReducer::follow_model() {
   if (cleared) prepare_gradients();  // zero_grad() has dropped the sum
   if (micro_batch_ > 0)
     throw ConfigError(
-        fmt::format("{} when {} of {} micro-batches were summed: change the model after a step, or "
+        fmt::format("{} after {} of {} micro-batches were summed: change the model after a complete step, or "
                     "call discard_micro_batches() first",
                     change, micro_batch_, options_.micro_batches));
-  if (joining_) throw ConfigError(fmt::format("{} inside join(): change the model before it", change));
-  // Ranks whose model has not changed make no barrier in a step, so that they cannot take it for theirs.
+  if (joining_) throw ConfigError(fmt::format("{} inside join(): change the model before join()", change));
+  // Ranks whose model has not changed issue no barrier in a step, so no other call can match this one.
   if (!alone_) group_.barrier({.tag = fmt::format("ddp model change: {}", change)}).wait();
   std::set<const void*> used;
   for (const auto& param : params_)
     if (param.used) used.insert(param.tensor.unsafeGetTensorImpl());
   remove_hooks();
-  structure_.clear();  // where the comparison fails, the next call begins again
+  structure_.clear();  // If the comparison below fails, the next call starts over.
   buckets_.clear();
   buckets_made_ = false;
   launched_ = 0;
@@ -334,9 +335,9 @@ void DdpReducer::follow_model() {
   install_hooks();
 }
 
-// The gradient of a tensor that is neither a registered parameter nor an argument is not averaged. The walk costs
-// as much as a small backward pass, so only the first forward is checked, or every one with LOCKSTEP_CHECK=1. A
-// leaf in an argument's memory is the argument: forward made it require a gradient, as for forces of an energy.
+// Throws ConfigError if the graph reaches a tensor that is neither a registered parameter nor an argument,
+// because its gradient would not be averaged. The walk costs as much as a small backward pass, so only the
+// first forward is checked, or every one with LOCKSTEP_CHECK=1.
 void DdpReducer::check_graph(const std::vector<at::Tensor>& outputs) {
   namespace autograd = torch::autograd;
   std::unordered_set<autograd::Node*> seen;

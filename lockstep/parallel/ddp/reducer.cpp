@@ -17,9 +17,9 @@
 namespace lockstep::detail {
 namespace {
 
-// How many have the memory of a gradient, inside its hook, where nobody else has: itself; what autograd was
-// given and took as it is, which it still holds; and, where that is a view, what it is a view of. If others
-// have that one, they have yet to read it.
+// Number of harmless references to a gradient's memory inside its hook: the gradient itself; the tensor that
+// autograd received and adopted, which autograd still holds; and that tensor's base, if it is a view. Any
+// other holder of the base has yet to read it.
 std::size_t holders_of(const at::Tensor& gradient, const at::Tensor& given) {
   if (!gradient.defined() || !given.defined() || !given.is_alias_of(gradient)) return 1;
   return given.is_view() && given._base().use_count() == 1 ? 3 : 2;
@@ -29,7 +29,8 @@ std::size_t holders_of(const at::Tensor& gradient, const at::Tensor& given) {
 
 std::shared_ptr<DdpReducer> make_reducer(std::shared_ptr<torch::nn::Module> module, Group group,
                                          DdpOptions options) {
-  if (!module) throw ConfigError("DistributedDataParallel was given an empty module: make it first");
+  if (!module)
+    throw ConfigError("DistributedDataParallel: the module holder is empty (constructed from nullptr)");
   auto reducer = std::make_shared<DdpReducer>(std::move(module), std::move(group), std::move(options));
   reducer->start();
   return reducer;
@@ -40,7 +41,7 @@ void DdpReducer::before_forward(const std::vector<at::Tensor>& inputs) {
   if (torch::autograd::get_current_graph_task_id() == -1) check_passes(in_round_);
   if (no_sync_ > 0 && options_.micro_batches > 1)
     throw ConfigError(
-        "no_sync() is not allowed with micro_batches above 1: both put off communication, use one of them");
+        "no_sync() cannot be combined with micro_batches above 1: both delay communication, use one of them");
   sync_ = no_sync_ == 0;
   if (sync_ && !in_round_) follow_model();
   note_samples(inputs);
@@ -72,7 +73,7 @@ void DdpReducer::after_forward(const std::vector<at::Tensor>& outputs) {
   if (shards_) shards_->check_versions();
   if (!graph_checked_) check_graph(outputs);
   for (const auto& output : outputs) {
-    // A leaf would keep the hook for good; its gradient comes by itself.
+    // A leaf would keep the hook forever; its gradient arrives without one.
     if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;
     output.register_hook([self = weak_from_this(), sync = sync_](const at::Tensor& gradient) {
       if (auto reducer = self.lock()) reducer->on_output(sync);
@@ -81,19 +82,19 @@ void DdpReducer::after_forward(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-// A backward pass has come to what forward returned.
+// A backward pass has reached an output of forward.
 void DdpReducer::on_output(bool sync) {
   std::lock_guard lock(mutex_);
   check_passes(in_round_ && round_.expired());
-  // Also of a pass that does not communicate: what it leaves is added to, and reduced later.
+  // Also in a pass that does not communicate, because its gradients are added to and reduced later.
   if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
   if (!sync) {
     unsynced_task_ = torch::autograd::get_current_graph_task_id();
     return;
   }
   if (in_round_ || !options_.reduce_in_backward) return;
-  // autograd::grad, and backward of given tensors, may pass all parameters by; so does everything while they
-  // are frozen. If one's gradient comes, it begins the round.
+  // autograd::grad, and backward with given inputs, may bypass every parameter, and so does any pass while
+  // all are frozen. If a parameter's gradient does arrive, it begins the round.
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   const bool all = wanted == nullptr || wanted->empty();
   if (all && std::any_of(params_.begin(), params_.end(),
@@ -102,16 +103,16 @@ void DdpReducer::on_output(bool sync) {
 }
 
 void DdpReducer::samples(std::int64_t count) {
-  if (count < 0) throw ConfigError(fmt::format("{} samples are not allowed: 0 or more are", count));
+  if (count < 0) throw ConfigError(fmt::format("ddp.samples(): expected at least 0, got {}", count));
   told_samples_ = count;
 }
 
 void DdpReducer::set_hook(CommHook hook) {
   if (buckets_made_ || rounds_ > 0)
     throw ConfigError(
-        "a communication hook must be registered before the first backward pass, and before a "
-        "DistributedOptimizer is made");
-  if (hook_) throw ConfigError("a communication hook is registered already: one is allowed");
+        "register_comm_hook: call it before the first backward pass and before constructing a "
+        "DistributedOptimizer");
+  if (hook_) throw ConfigError("register_comm_hook: a hook is already registered; call it once per model");
   hook_ = std::move(hook);
 }
 
@@ -134,7 +135,7 @@ void DdpReducer::begin_round() {
   in_round_ = true;
   if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
   if (shards_ && micro_batch_ == 0) shards_->keep_gradients();
-  auto running = std::make_shared<int>();  // gone with the pass, also where that ends early
+  auto running = std::make_shared<int>();  // Released with the pass, even if that ends early.
   round_ = running;
   torch::autograd::Engine::get_default_engine().queue_callback([self = weak_from_this(), running] {
     if (auto reducer = self.lock()) reducer->end_round();
@@ -151,7 +152,7 @@ void DdpReducer::begin_round() {
   told_samples_.reset();
 }
 
-// restore: gradients are what they were before the first of them; else there are none.
+// restore: set p.grad() back to its value before the first of them; otherwise leave it undefined.
 void DdpReducer::forget_micro_batches(bool restore) {
   micro_batch_ = 0;
   for (auto& param : params_) {
@@ -165,7 +166,8 @@ void DdpReducer::forget_micro_batches(bool restore) {
 
 void DdpReducer::discard_micro_batches() {
   std::lock_guard lock(mutex_);
-  if (in_round_) throw ConfigError("discard_micro_batches() inside a backward pass: call it between passes");
+  if (in_round_)
+    throw ConfigError("discard_micro_batches() was called inside a backward pass: call it between passes");
   clear_unready_gradients();
   forget_micro_batches(/*restore=*/true);
 }
@@ -187,7 +189,7 @@ void DdpReducer::clear_unready_gradients() {
     if (unready_text(param.tensor.grad())) param.tensor.mutable_grad().reset();
 }
 
-// In the middle of a sum zero_grad() starts it again: it has removed the unready gradients.
+// In the middle of a sum, zero_grad() restarts the sum: it has removed the unready gradients.
 void DdpReducer::prepare_gradients() {
   if (!unready_) return;
   std::vector<std::string> gone;
@@ -195,17 +197,18 @@ void DdpReducer::prepare_gradients() {
     if (!unready_text(param.tensor.grad())) gone.push_back(param.name);
   clear_unready_gradients();
   if (micro_batch_ == 0 || gone.empty()) return;
-  for (auto& param : params_) param.aside = false;  // what p.grad() holds now stays
+  for (auto& param : params_) param.aside = false;  // Keep what p.grad() holds now.
   const auto summed = std::exchange(micro_batch_, 0);
   forget_micro_batches(/*restore=*/false);
   if (gone.size() < params_.size())
     throw ConfigError(fmt::format(
-        "the gradients of {} were cleared or replaced when {} of {} micro-batches were summed, and those of other "
-        "parameters were not. The sum was discarded. Call zero_grad() of the model, which clears all of them",
+        "the gradients of {} were cleared or replaced after {} of {} micro-batches were summed, but those "
+        "of other parameters were not. The sum was discarded. Call zero_grad() of the model, which clears "
+        "all gradients",
         names_of(gone), summed, options_.micro_batches));
 }
 
-// Autograd is about to add a gradient to p.grad().
+// Called before autograd adds a gradient to p.grad().
 void DdpReducer::before_gradient(std::size_t index) {
   std::lock_guard lock(mutex_);
   check_passes(in_round_ && round_.expired());
@@ -225,7 +228,7 @@ void DdpReducer::reset_round() {
   for (auto& bucket : buckets_) {
     bucket.work.reset();
     bucket.complete = nullptr;
-    if (params_[bucket.params[0]].in_place) {  // the gradient has its memory alone
+    if (params_[bucket.params[0]].in_place) {  // Only this holds the gradient's memory.
       params_[bucket.params[0]].view.reset();
       bucket.shown.buffer_.reset();
       bucket.shown.gradients_.clear();
@@ -243,7 +246,7 @@ void DdpReducer::on_gradient(std::size_t index, const at::Tensor& given) {
     throw ConfigError(fmt::format(
         "backward() with create_graph reached parameter '{}': gradients of averaged gradients "
         "are not supported. Compute the inner gradient with torch::autograd::grad(outputs, inputs, {{}}, true, "
-        "/*create_graph=*/true), which leaves p.grad() alone, and call backward() on what is made of it",
+        "/*create_graph=*/true), which does not touch p.grad(), and call backward() on the result",
         param.name));
   if (!options_.reduce_in_backward) {
     if (shared_sizes_ != nullptr) share_tensors_of_this_pass(shared_sizes_);
@@ -259,17 +262,18 @@ void DdpReducer::on_gradient(std::size_t index, const at::Tensor& given) {
   ++param.fired;
   if (param.fired > param.expected) {
     if (options_.static_graph && !buckets_made_) {
-      // How often is being learned.
+      // The first round counts how often.
     } else if (param.expected == 0) {
       throw ConfigError(fmt::format(
-          "parameter '{}' got a gradient and got none in the first step: static_graph does not allow that",
+          "parameter '{}' got a gradient, but got none in the first step: remove static_graph if steps "
+          "differ",
           param.name));
     } else {
       throw ConfigError(fmt::format(
-          "parameter '{}' was to be reduced twice in one backward pass: its gradient came {} times. {}",
+          "parameter '{}' got {} gradients in one backward pass, so it would be reduced twice. {}",
           param.name, param.fired,
-          options_.static_graph ? "In the first step it came less often, and static_graph does not allow that"
-                                : "A backward inside backward does that: {.static_graph = true} allows it"));
+          options_.static_graph ? "It got fewer in the first step: remove static_graph if steps differ"
+                                : "If backward runs inside backward, set {.static_graph = true}"));
     }
   }
   if (param.fired < param.expected) return;
@@ -283,12 +287,12 @@ void DdpReducer::on_gradient(std::size_t index, const at::Tensor& given) {
   if (--buckets_[*param.bucket].missing == 0) launch_ready();
 }
 
-// As a backward pass would that brings all at once.
+// Acts like a backward pass that delivers all gradients at once.
 void DdpReducer::reduce_now() {
   if (options_.reduce_in_backward)
     throw ConfigError(
-        "reduce() is for {.reduce_in_backward = false}: here backward() has averaged the gradients");
-  if (joining_) throw ConfigError("reduce() is not allowed inside join()");
+        "reduce() requires {.reduce_in_backward = false}: backward() has already averaged the gradients");
+  if (joining_) throw ConfigError("reduce() cannot be called inside join()");
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   check_passes(false);
@@ -300,7 +304,7 @@ void DdpReducer::reduce_now() {
   in_round_ = true;
   if (shards_) shards_->keep_gradients();
   try {
-    before_step();  // of the model as it is now: forward did not go through us
+    before_step();  // Uses the model as it is now, because forward bypassed DDP.
     for (auto i = params_.size(); i-- > 0;) {
       auto& param = params_[i];
       if (!param.used) continue;

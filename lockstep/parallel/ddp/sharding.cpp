@@ -1,4 +1,4 @@
-// What DistributedDataParallel does for an optimizer that updates a part of the parameters on each rank.
+// The part of DistributedDataParallel for optimizers that update only part of the parameters on each rank.
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/modules/replicas.h>
@@ -19,20 +19,22 @@ Work DdpReducer::reduce(const at::Tensor& buffer, const Bucket& bucket) {
 std::shared_ptr<ParameterShards> DdpReducer::shard(bool share_weights) {
   std::lock_guard lock(mutex_);
   check_passes(in_round_ && round_.expired());
-  if (in_round_) throw ConfigError("a DistributedOptimizer cannot be made inside a backward pass");
+  if (in_round_) throw ConfigError("DistributedOptimizer: cannot be constructed inside a backward pass");
   if (shards_)
-    throw ConfigError("this DistributedDataParallel has a DistributedOptimizer already: one is allowed");
+    throw ConfigError(
+        "DistributedOptimizer: this DistributedDataParallel already has one; construct only one");
   if (options_.static_graph)
     throw ConfigError(
-        "static_graph is not allowed with a DistributedOptimizer: buckets are made before the first step");
+        "DistributedOptimizer: cannot be combined with static_graph, because buckets are made before the "
+        "first step");
   if (micro_batch_ > 0)
-    throw ConfigError("a DistributedOptimizer cannot be made in the middle of a sum of micro-batches");
+    throw ConfigError("DistributedOptimizer: cannot be constructed in the middle of a sum of micro-batches");
   for (const auto& param : params_)
     if (param.tensor.grad().defined())
-      throw ConfigError(
-          fmt::format("parameter '{}' has a gradient: a DistributedOptimizer is made before backward(), or "
-                      "after zero_grad()",
-                      param.name));
+      throw ConfigError(fmt::format(
+          "DistributedOptimizer: parameter '{}' already has a gradient; construct the optimizer before "
+          "backward(), or after zero_grad()",
+          param.name));
   require_same_lines(group_, {fmt::format("share_weights {}", share_weights)},
                      "DistributedOptimizer: options differ between ranks");
   try {
@@ -53,9 +55,9 @@ std::shared_ptr<ParameterShards> DdpReducer::make_shards(bool share_weights) {
   std::vector<ParameterShards::Layout> layouts;
   for (std::size_t i = 0; i < params_.size(); ++i) {
     if (params_[i].sparse)
-      throw ConfigError(
-          fmt::format("the gradient of parameter '{}' is sparse: a DistributedOptimizer allows dense ones",
-                      params_[i].name));
+      throw ConfigError(fmt::format(
+          "DistributedOptimizer: the gradient of parameter '{}' is sparse; only dense ones are supported",
+          params_[i].name));
     names.push_back(params_[i].name);
     tensors.push_back(params_[i].tensor);
     if (alone_) layouts.push_back({{i}, {0}, params_[i].tensor.numel()});
@@ -66,7 +68,7 @@ std::shared_ptr<ParameterShards> DdpReducer::make_shards(bool share_weights) {
                                            share_weights);
 }
 
-// Those that were made before a backward pass had told the order, and what is sparse.
+// Drops buckets made before a backward pass has shown the order of gradients and which of them are sparse.
 void DdpReducer::forget_early_buckets() {
   if (rounds_ > 0) return;
   buckets_.clear();
@@ -78,7 +80,7 @@ void DdpReducer::forget_early_buckets() {
   }
 }
 
-// The optimizer is gone: gradients are everybody's again.
+// The optimizer was destroyed: every rank gets whole gradients again.
 void DdpReducer::unshard() {
   std::lock_guard lock(mutex_);
   if (micro_batch_ == 0) clear_unready_gradients();

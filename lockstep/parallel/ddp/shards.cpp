@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kWho = "DistributedOptimizer";
 
-// The first place at or after `target` where a block of a parameter begins, or the bucket ends.
+// The first offset at or after `target` where a block of a parameter begins or the bucket ends.
 std::int64_t cut_at(std::int64_t target, const ParameterShards::Layout& layout,
                     const std::vector<at::Tensor>& params) {
   for (std::size_t k = 0; k < layout.params.size(); ++k) {
@@ -32,19 +32,17 @@ void check(const std::vector<std::string>& names, const std::vector<at::Tensor>&
   std::vector<std::pair<const char*, std::size_t>> places;
   for (std::size_t i = 0; i < params.size(); ++i) {
     if (!params[i].is_non_overlapping_and_dense())
-      throw ConfigError(
-          fmt::format("{}: the elements of parameter '{}' do not fill their memory: "
-                      "parameter.contiguous() does",
-                      kWho, names[i]));
+      throw ConfigError(fmt::format("{}: parameter '{}' is not dense in memory; use parameter.contiguous()",
+                                    kWho, names[i]));
     if (params[i].numel() != 0) places.emplace_back(static_cast<const char*>(params[i].const_data_ptr()), i);
   }
   std::sort(places.begin(), places.end());
   for (std::size_t i = 1; i < places.size(); ++i)
     if (places[i - 1].first + params[places[i - 1].second].nbytes() > places[i].first)
-      throw ConfigError(
-          fmt::format("{}: the parameters '{}' and '{}' share memory, and are two parameters: "
-                      "register one of them under both names",
-                      kWho, names[places[i - 1].second], names[places[i].second]));
+      throw ConfigError(fmt::format(
+          "{}: parameters '{}' and '{}' share memory but are two tensors; register one tensor under "
+          "both names",
+          kWho, names[places[i - 1].second], names[places[i].second]));
 }
 
 }  // namespace
@@ -58,7 +56,7 @@ ParameterShards::ParameterShards(Group group, std::vector<std::string> names, st
       share_weights_(share_weights && group_.size() > 1) {
   check(names_, params_);
   for (std::size_t i = 0; i < params_.size(); ++i) index_[params_[i].unsafeGetTensorImpl()] = i;
-  // All memory before any parameter moves: who gets an error has the model as it was.
+  // Allocate everything before moving any parameter, so that an error leaves the model unchanged.
   for (const auto& layout : layouts_) {
     const auto& model = params_[layout.params[0]];
     for (const auto i : layout.params)
@@ -71,8 +69,9 @@ ParameterShards::ParameterShards(Group group, std::vector<std::string> names, st
     auto& weights = weights_.emplace_back();
     if (group_.size() == 1) continue;
     if (share_weights_ && !model.is_cpu())
-      throw ConfigError(fmt::format("share_weights: parameter '{}' is on {}, and CPU tensors can be shared",
-                                    names_[layout.params[0]], model.device().str()));
+      throw ConfigError(
+          fmt::format("share_weights: only CPU tensors can be shared, but parameter '{}' is on {}",
+                      names_[layout.params[0]], model.device().str()));
     weights = share_weights_ ? group_.share({layout.size}, model.scalar_type())
                              : flat_memory(group_, layout.size, model.scalar_type(), model).zero_();
   }
@@ -101,7 +100,7 @@ void ParameterShards::move_parameters() {
       slices_[i] = memory_of(param.detach(), begins_[i], end - begins_[i]);
       slice_index_[slices_[i].unsafeGetTensorImpl()] = i;
     }
-  // Nobody needs so much again as the parameters had.
+  // Return the parameters' old memory to the system, because nothing will reuse that much.
   if (weights_[0].defined() && caching_cpu_allocator_is_used()) empty_cpu_cache();
   if (share_weights_) group_.barrier({.tag = "weights are shared"}).wait();
 }
@@ -115,18 +114,18 @@ void ParameterShards::require_complete() const {
 void ParameterShards::check_parameters() const {
   require_complete();
   if (reducer.expired())
-    throw ConfigError(fmt::format("the DistributedDataParallel of this {} is gone: make both anew", kWho));
+    throw ConfigError(
+        fmt::format("{}: its DistributedDataParallel was destroyed; construct both again", kWho));
   for (std::size_t i = 0; i < params_.size(); ++i) {
     if (params_[i].const_data_ptr() != places_[i])
       throw ConfigError(
-          fmt::format("parameter '{}' has been given other memory since the {} was made, as torch::load and "
-                      "model->to() do: make it "
-                      "after that; lockstep::load may come later",
+          fmt::format("parameter '{}' has moved in memory since the {} was constructed, as by torch::load or "
+                      "model->to(). Construct the optimizer after that; lockstep::load may follow",
                       names_[i], kWho));
     if (const auto& gradient = params_[i].grad(); gradient.defined() && !unready_text(gradient))
       throw ConfigError(fmt::format(
-          "parameter '{}' has a gradient that was not averaged: the last backward pass before step() "
-          "must not be inside no_sync(); {}::zero_grad() drops it",
+          "parameter '{}' has a gradient that was not averaged: run the last backward pass before step() "
+          "outside no_sync(), or drop the gradient with {}::zero_grad()",
           names_[i], kWho));
   }
 }
@@ -137,8 +136,9 @@ void ParameterShards::release() noexcept {
     try {
       auto param = params_[i];
       param.set_data(param.detach().clone());
-    } catch (const std::exception& error) {  // as where every rank's copy is more than there is
-      log(LogLevel::warn, "parameter '{}' stays in memory that all ranks share: {}", names_[i], error.what());
+      // For example, because there is no room for a copy on every rank.
+    } catch (const std::exception& error) {
+      log(LogLevel::warn, "parameter '{}' stays in shared memory: {}", names_[i], error.what());
     }
   }
 }
@@ -146,11 +146,10 @@ void ParameterShards::release() noexcept {
 std::size_t ParameterShards::find(const at::Tensor& parameter) const {
   const auto found = index_.find(parameter.defined() ? parameter.unsafeGetTensorImpl() : nullptr);
   if (found == index_.end())
-    throw ConfigError(
-        fmt::format("{} was given a tensor that is no parameter which its "
-                    "DistributedDataParallel reduces: those that require a gradient are, and are "
-                    "not in its list of ignored ones",
-                    kWho));
+    throw ConfigError(fmt::format(
+        "{}: got a tensor that its DistributedDataParallel does not reduce; expected a parameter that "
+        "requires a gradient and is not listed in DdpOptions::ignore",
+        kWho));
   return found->second;
 }
 
@@ -166,8 +165,8 @@ void ParameterShards::take_gradients() {
     auto gradient = std::exchange(param.mutable_grad(), {});
     if (!gradient.defined() || slices_[i].numel() == 0) continue;
     if (gradient.is_sparse())
-      throw ConfigError(fmt::format("{}: the gradient of parameter '{}' is sparse: dense ones are allowed",
-                                    kWho, names_[i]));
+      throw ConfigError(fmt::format(
+          "{}: the gradient of parameter '{}' is sparse; only dense ones are supported", kWho, names_[i]));
     if (!same_layout(gradient, param) || gradient.is_conj() || gradient.is_neg())
       gradient = at::empty_like(param).copy_(gradient);
     auto part = memory_of(gradient, begins_[i], slices_[i].numel());
@@ -207,7 +206,7 @@ void ParameterShards::before_update() {
 }
 
 void ParameterShards::after_update() {
-  // Who has kept a weight for a later backward is to be told that it has changed.
+  // Lets autograd detect weights that it saved for a later backward and that have changed since.
   for (const auto& param : params_) param.unsafeGetTensorImpl()->bump_version();
   if (group_.size() == 1) return;
   if (share_weights_) {
@@ -262,8 +261,8 @@ void ParameterShards::check_versions() const {
   for (std::size_t i = 0; i < versions_.size(); ++i)
     if (params_[i]._version() != versions_[i])
       throw ConfigError(fmt::format(
-          "forward has written to parameter '{}', whose memory all ranks share: {{.share_weights = true}} "
-          "does not allow that, a buffer may be written to",
+          "forward has written to parameter '{}', whose memory all ranks share: with {{.share_weights = "
+          "true}}, forward may write to buffers only",
           names_[i]));
 }
 

@@ -1,9 +1,9 @@
-// The parameters of a model whose replicas are on all ranks, cut so that each rank has a part of its own to
-// update: of every bucket of gradients about the same share.
+// ParameterShards: the parameters of a replicated model, divided so that each rank updates one part. Each
+// rank gets about the same share of every bucket of gradients.
 //
-// They lie in flat memory that the transport reaches, laid out as the gradients' buckets are. Cuts are at
-// blocks of 4096 elements of a parameter, so that a norm made of blocks does not depend on the number of
-// ranks; a bucket of fewer blocks than ranks leaves some with nothing.
+// The parameters live in flat memory that the transport can reach, laid out like the gradient buckets. Cuts
+// are at multiples of 4096 elements within a parameter, so that a norm computed from blocks does not depend
+// on the number of ranks. If a bucket has fewer blocks than there are ranks, some ranks get nothing.
 #pragma once
 
 #include <cstdint>
@@ -23,18 +23,19 @@ class DdpReducer;
 class ParameterShards {
  public:
   static constexpr std::int64_t kBlock = 4096;
-  // The text of unready gradients: what p.grad() holds while this rank's part of it is in slice().grad().
+  // Message of unready gradients: stored in p.grad() while this rank's shard of the gradient is in
+  // slice().grad().
   static constexpr const char* kGradientsAreSharded =
-      "the gradients are sharded: each rank has a part of them, which the DistributedOptimizer holds. Call "
-      "optimizer.clip_grad_norm(max_norm), not clip_grad_norm of the parameters; optimizer.zero_grad() clears them";
+      "gradients are sharded: the DistributedOptimizer holds this rank's part. Call "
+      "optimizer.clip_grad_norm(max_norm) instead of clip_grad_norm; optimizer.zero_grad() clears them";
 
-  struct Layout {  // of a bucket
+  struct Layout {  // Layout of one bucket.
     std::vector<std::size_t> params;
-    std::vector<std::int64_t> offsets;  // theirs, in elements, growing
-    std::int64_t size = 0;              // elements
+    std::vector<std::int64_t> offsets;  // Offsets of the parameters, in elements, ascending.
+    std::int64_t size = 0;              // Number of elements.
   };
 
-  // Parameters move to the new memory. share_weights: all ranks have the same.
+  // Moves the parameters to the new memory. With share_weights, all ranks use the same memory.
   ParameterShards(Group group, std::vector<std::string> names, std::vector<at::Tensor> params,
                   std::vector<Layout> layouts, bool share_weights);
 
@@ -42,41 +43,44 @@ class ParameterShards {
   std::size_t size() const { return params_.size(); }
   const std::string& name(std::size_t param) const { return names_[param]; }
   const at::Tensor& param(std::size_t param) const { return params_[param]; }
-  // This rank's part: its memory, one dimension, perhaps of no elements; and where it begins.
+  // This rank's shard of a parameter: a one-dimensional view, possibly empty, and the offset of its first
+  // element.
   const at::Tensor& slice(std::size_t param) const { return slices_[param]; }
   std::int64_t slice_begin(std::size_t param) const { return begins_[param]; }
-  std::size_t find(const at::Tensor& parameter) const;    // ConfigError where it is none of these
-  std::size_t find_slice(const at::Tensor& slice) const;  // the parameter's number; size() where it is none
-  // Rank r has [bounds[r], bounds[r + 1]) of the bucket.
+  std::size_t find(const at::Tensor& parameter) const;    // Throws ConfigError if it is not one of these.
+  std::size_t find_slice(const at::Tensor& slice) const;  // Index of the parameter; size() if there is none.
+  // Rank r owns [bounds[r], bounds[r + 1]) of the bucket.
   const std::vector<std::int64_t>& bounds(std::size_t bucket) const { return bounds_[bucket]; }
-  std::vector<at::Tensor> pieces(const at::Tensor& flat, std::size_t bucket) const;  // each rank's
+  std::vector<at::Tensor> pieces(const at::Tensor& flat, std::size_t bucket) const;  // One piece per rank.
 
-  // The reduced gradients, from p.grad() to those of the slices; p.grad() is undefined then.
+  // Moves the reduced gradients from p.grad() to the gradients of the slices. p.grad() is undefined
+  // afterwards.
   void take_gradients();
-  // Those of the slices, before buckets are written to again.
+  // Clones the gradients of the slices, because buckets are about to be overwritten.
   void keep_gradients();
-  void drop_gradients();  // those of the slices
-  void
-  drop_unreduced_gradients();  // what passes without communication, or a failed one, have left in p.grad()
+  void drop_gradients();  // Drops the gradients of the slices.
+  // Drops gradients left in p.grad() by passes without communication or by a failed pass.
+  void drop_unreduced_gradients();
 
   // Throws ConfigError in the middle of a sum of micro-batches.
   void require_complete() const;
 
-  // Nobody reads weights any more (all wait for all), every rank changes its own, and all have all.
-  // ConfigError where parameters have been moved, or have gradients that were not reduced.
+  // Bracket an update. before_update() waits until no rank reads the weights any more; then every rank
+  // updates its own shard; after_update() makes the result visible on all ranks. Throws ConfigError if
+  // parameters have moved or have gradients that were not reduced.
   void before_update();
   void after_update();
-  // No more updates: where weights were shared, each rank has its own copy again, if there is room for it.
+  // Ends updates. If weights were shared, each rank gets its own copy again, if there is enough memory.
   void release() noexcept;
-  std::weak_ptr<DdpReducer> reducer;  // whose gradients these are
+  std::weak_ptr<DdpReducer> reducer;  // The reducer that these gradients belong to.
 
-  // Every rank's parts, as whole tensors of this type like the parameters; of some of the parameters, the
-  // others are undefined. `part` fills this rank's.
+  // Gathers every rank's shards into whole tensors of the given type, shaped like the parameters. Only wanted
+  // parameters are gathered; the other entries are undefined. `part` fills in this rank's shard.
   using Part = std::function<void(std::size_t param, const at::Tensor& slice)>;
   std::vector<at::Tensor> gather(const std::vector<char>& wanted, at::ScalarType type,
                                  const Part& part) const;
 
-  // A parameter was written to between these two.
+  // Detect writes to a parameter between these two calls.
   void note_versions();
   void check_versions() const;
 
@@ -91,10 +95,10 @@ class ParameterShards {
   const bool share_weights_;
   std::map<const void*, std::size_t> index_, slice_index_;
   std::vector<std::vector<std::int64_t>> bounds_;
-  std::vector<at::Tensor> weights_;  // of each bucket; none where this rank is alone
+  std::vector<at::Tensor> weights_;  // One tensor per bucket; undefined if this rank is alone.
   std::vector<at::Tensor> slices_;
   std::vector<std::int64_t> begins_;
-  std::vector<const void*> places_;  // where each parameter lies
+  std::vector<const void*> places_;  // Address of each parameter.
   std::vector<std::int64_t> versions_;
 };
 

@@ -26,7 +26,7 @@ using torch::autograd::FunctionPreHook;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Takes what comes to a node, after every other hook has had it.
+// Captures the gradients that reach a node, after all other hooks have run.
 struct Catch : FunctionPreHook {
   explicit Catch(variable_list& given) : arrived(given) {}
   variable_list operator()(const variable_list& gradients) override {
@@ -36,7 +36,7 @@ struct Catch : FunctionPreHook {
   variable_list& arrived;
 };
 
-// On the thread that goes backward from here.
+// Runs on the thread that executes the backward pass.
 struct MakesContextCurrent : FunctionPreHook {
   explicit MakesContextCurrent(at::Device given) : device(given) {}
   variable_list operator()(const variable_list& gradients) override {
@@ -46,7 +46,7 @@ struct MakesContextCurrent : FunctionPreHook {
   const at::Device device;
 };
 
-// The node's hooks have been called for what is given to it now.
+// Disables a node's hooks, because they have already run for the gradients about to be passed to it.
 class WithoutHooks {
  public:
   explicit WithoutHooks(Node& node) : node_(node) { swap(); }
@@ -67,8 +67,8 @@ class WithoutHooks {
   std::vector<std::unique_ptr<FunctionPostHook>> post_hooks_;
 };
 
-// From each node below the roots: whether there is a way to an input. In an order in which a node comes after
-// all that it leads to.
+// For each node below the roots: whether an input can be reached from it. Visits a node after everything that
+// it leads to.
 struct Ways {
   explicit Ways(const edge_list& roots, const std::unordered_set<Node*>& inputs) {
     std::vector<std::pair<Node*, std::size_t>> path;
@@ -93,7 +93,7 @@ struct Ways {
   std::unordered_map<Node*, bool> to_input;
 };
 
-// The leaves below a node that leads to no input.
+// Collects the leaves below a node from which no input can be reached.
 void collect_leaves(const Edge& from, std::unordered_set<Node*>& seen, edge_list& leaves) {
   std::vector<Edge> open = {from};
   while (!open.empty()) {
@@ -117,7 +117,7 @@ void make_context_current(at::Device device) {
 
 PipelineBackward::PipelineBackward(const std::vector<at::Tensor>& outputs,
                                    const std::vector<at::Tensor>& gradients, std::vector<at::Tensor> inputs) {
-  LOCKSTEP_ASSERT(outputs.size() == gradients.size(), "a gradient for each output, defined or not");
+  LOCKSTEP_ASSERT(outputs.size() == gradients.size(), "expected one gradient per output, defined or not");
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     if (!outputs[i].defined() || !outputs[i].requires_grad() || !gradients[i].defined()) continue;
     roots_.push_back(torch::autograd::impl::gradient_edge(outputs[i]));
@@ -145,7 +145,7 @@ void PipelineBackward::find_branches() {
     for (const auto& leaf : branch.weights) ++branches_to[leaf.function.get()];
     branches_.push_back(std::move(branch));
   };
-  // What leads to no input at all starts with the gradients that were given.
+  // A root that reaches no input starts with the given gradients.
   std::unordered_set<Node*> begun;
   for (std::size_t i = 0; i < roots_.size(); ++i) {
     const auto& node = roots_[i].function;
@@ -162,7 +162,7 @@ void PipelineBackward::find_branches() {
     collect_leaves({node, 0}, seen, branch.weights);
     add(std::move(branch));
   }
-  // Nodes are found again through edges, which hold them.
+  // Hold the nodes by owning pointers, as edges do.
   std::unordered_set<Node*> visited;
   std::vector<NodePointer> open;
   for (const auto& root : roots_) open.push_back(root.function);
@@ -182,7 +182,7 @@ void PipelineBackward::find_branches() {
     }
     add(std::move(branch));
   }
-  // From one branch a weight of another must not be reached again, or it would count twice.
+  // A weight reached from several branches would be counted twice, so it is handled early.
   std::unordered_set<Node*> early;
   for (auto& branch : branches_)
     std::erase_if(branch.weights, [&](const Edge& leaf) {
@@ -195,11 +195,11 @@ void PipelineBackward::find_branches() {
 
 void PipelineBackward::input_part() {
   if (roots_.empty()) return;
-  if (inputs_.empty()) return;  // all of it can wait: weight_part() does it
+  if (inputs_.empty()) return;  // Nothing is urgent: weight_part() does everything.
   find_branches();
   edge_list wanted = early_;
   for (const auto& input : inputs_) wanted.emplace_back(torch::autograd::impl::grad_accumulator(input), 0);
-  // Only now, when no branch moves any more.
+  // Only now, because branches no longer move.
   std::vector<FunctionPreHook*> catches;
   for (auto& branch : branches_) {
     if (!branch.arrived.empty()) {

@@ -1,4 +1,5 @@
-// A backward pass in two parts: what the stage before waits for, and what nobody waits for.
+// A backward pass in two parts: first the gradients that the previous stage waits for, then those of the
+// weights.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +12,12 @@
 
 namespace lockstep::detail {
 
-// LibTorch warns where cuBLAS is the first that a thread calls of CUDA, because no context is current there. After
-// this one is. Nothing on other devices.
+// Makes a CUDA context current on this thread. Without one, LibTorch warns if cuBLAS is the first CUDA library
+// that the thread calls. A no-op on other devices.
 void make_context_current(at::Device device);
 
-// Of what one forward left. Gradients are added to .grad() by autograd's own accumulators, so that hooks on
-// them see all. Outputs that have no gradient (undefined) are passed over.
+// The backward pass of one forward. Gradients are added to .grad() by autograd's own accumulators, so that
+// hooks on them run as usual. Outputs with an undefined gradient are skipped.
 class PipelineBackward {
  public:
   PipelineBackward() = default;
@@ -24,19 +25,19 @@ class PipelineBackward {
                    std::vector<at::Tensor> inputs);
 
   void whole();
-  // The inputs' gradients; then, any time later, everything else's. What input_part() passes on the way to
-  // the inputs is not computed again: where a weight's gradient branches off, weight_part() goes on with what
-  // came there.
+  // input_part() computes the inputs' gradients; weight_part(), at any later time, everything else. Nothing
+  // is computed twice: where the path to a weight branches off the path to the inputs, input_part() saves the
+  // gradients and weight_part() continues from them.
   void input_part();
   void weight_part();
 
  private:
   using NodePointer = decltype(torch::autograd::Edge::function);
-  // Where the way to some weights leaves the way to the inputs.
+  // A node at which paths to weights branch off the path to the inputs.
   struct Branch {
     NodePointer node;
-    std::vector<at::Tensor> arrived = {};  // by the node's inputs
-    bool hooked = false;                   // the node's hooks have had it
+    std::vector<at::Tensor> arrived = {};  // Gradients that reached the node, by input number.
+    bool hooked = false;                   // True if the node's hooks have already run for them.
     torch::autograd::edge_list weights = {};
   };
   void find_branches();
@@ -44,10 +45,10 @@ class PipelineBackward {
   torch::autograd::edge_list roots_;
   std::vector<at::Tensor> gradients_;
   std::vector<at::Tensor> inputs_;
-  bool split_ = false;  // input_part() has done its part
+  bool split_ = false;  // True once input_part() has run.
   std::vector<Branch> branches_;
-  torch::autograd::edge_list
-      early_;  // weights that are reached in several ways: theirs come with the inputs'
+  // Weights reached from several branches: computed with the inputs.
+  torch::autograd::edge_list early_;
 };
 
 }  // namespace lockstep::detail

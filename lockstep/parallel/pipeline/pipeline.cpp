@@ -29,10 +29,10 @@ AnySchedule::AnySchedule(ScheduleNamed given)
 AnySchedule::AnySchedule(PipelineSchedule given) : make_([given = std::move(given)](int) { return given; }) {}
 
 struct Pipeline::State {
-  // A weight that ranks have in common, each in a stage of its own.
+  // A weight shared by several ranks, each of which uses it in a stage of its own.
   struct Tie {
     at::Tensor weight;
-    at::Tensor before = {};  // its gradient before the step
+    at::Tensor before = {};  // Its gradient before the step.
   };
   struct Ties {
     Group group;
@@ -43,16 +43,16 @@ struct Pipeline::State {
 
   Group group;
   PipelineOptions options;
-  PipelineSchedule schedule;  // with transfers
+  PipelineSchedule schedule;  // Including transfers.
   std::vector<int> cut;
   PipelineRun::Stages stages;
   std::shared_ptr<torch::nn::Module> module;
   std::vector<at::Tensor> parameters, own;
   std::vector<Ties> ties;
   std::optional<detail::PipelineRoutes> routes;
-  at::Tensor loss;  // of the last step, where the last stage is
+  at::Tensor loss;  // Loss of the last step, on the rank with the last stage.
   bool has_loss = false;
-  bool out_of_step = false;  // a pass ended with messages under way
+  bool out_of_step = false;  // True if a pass ended with messages in flight.
   std::vector<ActionTiming> moments;
 
   int last_rank() const { return schedule.rank_of_stage.back(); }
@@ -64,12 +64,13 @@ struct Pipeline::State {
   PipelineRun run(detail::PipelineJob job);
 };
 
-// What this rank's stages need; the rest goes.
+// Keeps the pieces of this rank's stages and drops the rest.
 void Pipeline::State::keep(std::vector<PipelineStage> pieces) {
   const auto placed = std::make_shared<detail::PlacedPieces>();
   module = placed;
   std::map<const void*, std::size_t> numbers;
-  std::vector<std::pair<at::Tensor, std::set<int>>> holders;  // of each weight, in the model's order
+  // Ranks that hold each weight, in the model's order.
+  std::vector<std::pair<at::Tensor, std::set<int>>> holders;
   std::size_t piece = 0;
   std::set<const void*> seen;
   at::Device model_device = at::kCPU;
@@ -118,7 +119,7 @@ void Pipeline::State::tie(const std::vector<std::pair<at::Tensor, std::set<int>>
   }
 }
 
-// What is added up is this step's alone.
+// Ranks must sum this step's gradients only.
 void Pipeline::State::set_ties_aside() {
   for (auto& [sharers, weights] : ties)
     for (auto& each : weights) each.before = detail::take_gradient(each.weight);
@@ -127,7 +128,7 @@ void Pipeline::State::set_ties_aside() {
 void Pipeline::State::add_up_ties() {
   at::NoGradGuard no_grad;
   for (auto& [sharers, weights] : ties) {
-    // One that no stage used has no gradient, as on one rank.
+    // A weight that no stage used has no gradient, as on a single rank.
     std::string used;
     for (const auto& each : weights) used += each.weight.grad().defined() ? '1' : '0';
     const auto all = sharers.all_gather_values(std::string_view(used), {.tag = "pipeline shared weights"});
@@ -150,7 +151,7 @@ void Pipeline::State::add_up_ties() {
   }
 }
 
-// What was planned, to be held against what happens.
+// Sends the plan to a profiler, for comparison with the measured actions.
 void Pipeline::State::tell_profiler() const {
   const auto sink = detail::span_sink();
   if (!sink) return;
@@ -162,8 +163,7 @@ void Pipeline::State::tell_profiler() const {
 PipelineRun Pipeline::State::run(detail::PipelineJob job) {
   if (out_of_step)
     throw Error(
-        "an earlier step of this pipeline ended in the middle, and its ranks are no longer in step: make a "
-        "new Pipeline "
+        "Pipeline: an earlier step was interrupted, so the ranks are out of step. Construct a new Pipeline "
         "on every rank, or end the job");
   tell_profiler();
   if (job.backward) set_ties_aside();
@@ -234,8 +234,8 @@ StageValues Pipeline::run_forward(StageValues inputs, Site site) {
 at::Tensor Pipeline::loss() {
   auto& state = *state_;
   if (!state.has_loss)
-    throw ConfigError("the pipeline has no loss: step() or evaluate() comes first, on every rank");
-  // A double on the wire: any type of loss fits.
+    throw ConfigError("Pipeline::loss: no step has run yet; call step() or evaluate() on every rank first");
+  // Sent as a double, which can represent a loss of any type.
   double value = is_last() ? state.loss.item<double>() : 0;
   value = state.group.broadcast_value(value, {.root = state.last_rank(), .tag = "pipeline loss"});
   return at::scalar_tensor(value, at::kDouble);

@@ -33,7 +33,7 @@ std::vector<double> parameters_of(const std::vector<PipelineStage>& pieces) {
   return costs;
 }
 
-// What measuring leaves as it was: gradients, buffers, random numbers.
+// Saves what measuring would change (gradients, buffers, the random generator) and restores it.
 class Untouched {
  public:
   explicit Untouched(const std::vector<PipelineStage>& pieces) {
@@ -66,7 +66,7 @@ class Untouched {
   at::Tensor state_;
 };
 
-// Seconds of forward and backward, the best of a few, piece after piece.
+// Measures forward and backward of each piece, in seconds; the best of a few rounds.
 std::vector<double> times_of(const std::vector<PipelineStage>& pieces, StageValues values) {
   constexpr int kRounds = 3;
   const Untouched untouched(pieces);
@@ -95,12 +95,12 @@ std::vector<double> times_of(const std::vector<PipelineStage>& pieces, StageValu
   return costs;
 }
 
-// Names that a module could not have beside one another.
+// Throws ConfigError for names that cannot coexist in one module.
 void check_names(const std::vector<PipelineStage>& pieces) {
   std::map<std::string, std::size_t> names;
   const auto add = [&](const std::string& name, std::size_t piece) {
     if (!names.emplace(name, piece).second)
-      throw ConfigError(fmt::format("two pieces of the pipeline have the name '{}'", name));
+      throw ConfigError(fmt::format("Pipeline: two pieces have the name '{}'", name));
   };
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const auto name = name_of(pieces, i);
@@ -115,25 +115,25 @@ void check_names(const std::vector<PipelineStage>& pieces) {
   for (const auto& [name, piece] : names) {
     const auto inside = names.lower_bound(name + ".");
     if (inside != names.end() && inside->first.starts_with(name + "."))
-      throw ConfigError(
-          fmt::format("the piece '{}' of the pipeline would lie in the piece '{}'", inside->first, name));
+      throw ConfigError(fmt::format("Pipeline: piece '{}' would be inside piece '{}'", inside->first, name));
   }
 }
 
 void check_pieces(const std::vector<PipelineStage>& pieces, const PipelineSchedule& schedule,
                   const PipelineOptions& options, int ranks) {
   if (schedule.num_ranks() != ranks)
-    throw ConfigError(fmt::format("schedule '{}' is one for {} ranks; the group has {}", schedule.name,
+    throw ConfigError(fmt::format("schedule '{}' is for {} ranks, but the group has {}", schedule.name,
                                   schedule.num_ranks(), ranks));
   check_schedule(schedule);
   const int stages = schedule.num_stages(), count = static_cast<int>(pieces.size());
   for (std::size_t i = 0; i < pieces.size(); ++i)
     if (!pieces[i].module())
-      throw ConfigError(fmt::format("piece {} of the pipeline is an empty module: make it first", i));
+      throw ConfigError(fmt::format("Pipeline: the module holder of piece {} is empty", i));
   check_names(pieces);
   if (count < stages)
     throw ConfigError(
-        fmt::format("the model has {} pieces, and schedule '{}' on {} ranks needs one for each of {} stages",
+        fmt::format("Pipeline: the model has {} pieces, but schedule '{}' on {} ranks needs at least one "
+                    "for each of {} stages",
                     count, schedule.name, ranks, stages));
   if (!options.cut.empty()) {
     const bool fits =
@@ -142,13 +142,14 @@ void check_pieces(const std::vector<PipelineStage>& pieces, const PipelineSchedu
         std::accumulate(options.cut.begin(), options.cut.end(), 0) == count;
     if (!fits)
       throw ConfigError(
-          fmt::format("cut = {{{}}} is not allowed: {} numbers above 0 are, one for each stage, which add up "
-                      "to the {} pieces",
+          fmt::format("PipelineOptions::cut: expected {1} positive numbers, one per stage, that add up to "
+                      "{2} pieces; got {{{0}}}",
                       fmt::join(options.cut, ", "), stages, count));
   }
   if (options.balance == PipelineBalance::time && options.cut.empty() && count > stages &&
       options.sample.empty())
-    throw ConfigError("balance = time needs a sample: a micro-batch that goes through the pieces");
+    throw ConfigError(
+        "PipelineOptions: balance = time needs a sample, a micro-batch to run through the pieces");
 }
 
 }  // namespace
@@ -206,7 +207,7 @@ std::vector<int> find_cut(const std::vector<PipelineStage>& pieces, int stages,
     return balanced_cut(options.balance == PipelineBalance::pieces ? std::vector<double>(pieces.size(), 1.0)
                                                                    : parameters_of(pieces),
                         stages);
-  // Measured once, so that all agree; an error there is everybody's.
+  // Only one rank measures, so that all ranks agree. If it fails, every rank throws.
   auto all = options.agree.value_or(group);
   std::string text;
   std::exception_ptr wrong;
@@ -220,8 +221,7 @@ std::vector<int> find_cut(const std::vector<PipelineStage>& pieces, int stages,
   }
   text = all.broadcast_value(std::string_view(text), {.tag = "pipeline cut"});
   if (wrong) std::rethrow_exception(wrong);
-  if (text == "failed")
-    throw Error("the first rank of the pipeline could not measure the pieces with the sample");
+  if (text == "failed") throw Error("Pipeline: the first rank could not measure the pieces with the sample");
   std::vector<int> cut;
   for (std::size_t at = 0; at < text.size(); at = text.find(' ', at) + 1)
     cut.push_back(std::stoi(text.substr(at)));
@@ -256,7 +256,7 @@ void PlacedPieces::train(bool on) {
 }
 
 std::vector<PipelineStage> pieces_of(const torch::nn::Sequential& model) {
-  if (model.is_empty()) throw ConfigError("the pipeline was given an empty Sequential: make it first");
+  if (model.is_empty()) throw ConfigError("Pipeline: the Sequential is empty (constructed from nullptr)");
   std::vector<PipelineStage> pieces;
   for (const auto& child : model->named_children()) {
     auto& any = *(model->begin() + static_cast<std::ptrdiff_t>(pieces.size()));

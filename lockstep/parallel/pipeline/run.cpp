@@ -14,9 +14,9 @@ namespace {
 
 using enum PipelineOp;
 
-constexpr int kFirstTag = 1 << 20;  // apart from what a program sends itself in the same group
+constexpr int kFirstTag = 1 << 20;  // Leaves lower tags to the program's own messages in the group.
 
-// What the next stage works on: a part of another graph.
+// Detaches values for the next stage, because they are part of another graph.
 StageValues handed_on(const StageValues& values, bool with_gradients) {
   StageValues result;
   for (const auto& value : values) {
@@ -26,8 +26,8 @@ StageValues handed_on(const StageValues& values, bool with_gradients) {
   return result;
 }
 
-// A stage may begin with an operation in place, as it could in the whole model: what it works on is no leaf,
-// and no view of what other micro-batches have parts of. The memory is the same.
+// Lets a stage begin with an in-place operation, as it could in the whole model: the values must be neither
+// leaves nor views of tensors shared with other micro-batches. The memory is the same.
 StageValues enterable(const StageValues& values) {
   StageValues result;
   for (const auto& value : values)
@@ -37,7 +37,7 @@ StageValues enterable(const StageValues& values) {
   return result;
 }
 
-// Where that memory is the stage's before, autograd is told what it would have seen.
+// If the memory belongs to the previous stage, report in-place changes to autograd.
 void note_changes(const StageValues& entered, const StageValues& given) {
   for (std::size_t i = 0; i < entered.size(); ++i)
     if (entered[i].defined() && given[i].defined() && entered[i]._version() > 0)
@@ -55,17 +55,17 @@ const char* word_for(PipelineOp op) {
   switch (op) {
     case forward: return "forward";
     case backward: return "backward";
-    case input_backward: return "the input part of backward";
-    case weight_backward: return "the weight part of backward";
-    default: return "a transfer";
+    case input_backward: return "input backward";
+    case weight_backward: return "weight backward";
+    default: return "transfer";
   }
 }
 
 }  // namespace
 
 void refuse_stage_values(const char* what, std::size_t given, std::size_t taken) {
-  throw ConfigError(fmt::format("a stage or loss takes {}: it was given {} value{}, and needs {}", what,
-                                given, given == 1 ? "" : "s", taken));
+  throw ConfigError(fmt::format("stage or loss: expected {} ({} value{}), got {}", what, taken,
+                                taken == 1 ? "" : "s", given));
 }
 
 PipelineRun::PipelineRun(const PipelineRoutes& routes, const PipelineSchedule& schedule, const Stages& stages,
@@ -85,7 +85,7 @@ PipelineRun::PipelineRun(const PipelineRoutes& routes, const PipelineSchedule& s
   }
 }
 
-// Without backward there are forward's actions alone.
+// Without backward, only forward actions run.
 bool PipelineRun::is_left_out(PipelineOp op) const {
   return !job_.backward && op != PipelineOp::forward && op != send_forward && op != receive_forward;
 }
@@ -114,13 +114,12 @@ void PipelineRun::split(const StageValues& whole, std::vector<StageValues>& part
     const auto size = value.size(0);
     if (batch && *batch != size)
       throw ConfigError(
-          fmt::format("{} of {} and of {} samples were given: they must be as many", what, *batch, size));
+          fmt::format("{} must have the same number of samples, got {} and {}", what, *batch, size));
     batch = size;
     if (size == 0 || size % count != 0)
-      throw ConfigError(fmt::format(
-          "{} of {} samples were given, which {} micro-batches do not divide: a multiple of {} is "
-          "allowed",
-          what, size, count, count));
+      throw ConfigError(
+          fmt::format("{0} of {1} samples cannot be divided into {2} micro-batches; use a multiple of {2}",
+                      what, size, count));
     const auto chunk = size / count;
     for (int m = 0; m < count; ++m)
       parts[static_cast<std::size_t>(m)].push_back(value.narrow(0, m * chunk, chunk));
@@ -130,14 +129,12 @@ void PipelineRun::split(const StageValues& whole, std::vector<StageValues>& part
 void PipelineRun::prepare() {
   if (here(0)) {
     if (job_.inputs.empty())
-      throw ConfigError(
-          fmt::format("no inputs were given to rank {}, which has the first stage", world_rank()));
+      throw ConfigError(fmt::format("rank {} has the first stage, but got no inputs", world_rank()));
     for (const auto& value : job_.inputs)
       if (value.defined() && value.requires_grad() && !value.is_leaf())
         throw ConfigError(
-            "the inputs of a pipeline were computed from something that needs a gradient, which would end "
-            "here: put what "
-            "computes them into the first stage, or detach() them");
+            "inputs were computed from tensors that require a gradient, which would not "
+            "reach them. Move that computation into the first stage, or detach() the inputs");
     split(job_.inputs, inputs_, "inputs");
   }
   if (!here(last_)) return;
@@ -169,18 +166,18 @@ void PipelineRun::run() {
 void PipelineRun::act(PipelineAction action) {
   auto& place = slot(action.stage, action.microbatch);
   if (is_transfer(action.op)) return transfer(place, action);
-  if (!failure_.empty()) return;  // the others are told by what they wait for
+  if (!failure_.empty()) return;  // Peers learn of the failure from the messages they wait for.
   try {
     switch (action.op) {
       case PipelineOp::forward: return forward(place, action);
       case weight_backward:
         place.weights.weight_part();
-        place.weights = {};  // the input's gradient may still have to be sent
+        place.weights = {};  // The input's gradient may still have to be sent.
         return;
       default: return backward(place, action);
     }
   } catch (const CommError& error) {
-    if (error.details().group == group_.name()) throw;  // nobody can be told, and everybody knows
+    if (error.details().group == group_.name()) throw;  // The group has failed: its peers fail by themselves.
     fail(action);
   } catch (...) {
     fail(action);
@@ -192,7 +189,7 @@ void PipelineRun::forward(Slot& slot, PipelineAction action) {
   const auto number = static_cast<std::size_t>(m);
   const at::AutoGradMode grad_mode(job_.backward);
   if (s == 0) slot.inputs = inputs_[number];
-  // Dropout goes by a sample's number in the whole batch.
+  // Dropout depends on a sample's number in the whole batch.
   std::optional<nn::DropoutScope> shifted;
   if (auto step = nn::dropout_step();
       step && !slot.inputs.empty() && slot.inputs[0].defined() && slot.inputs[0].dim() > 0) {
@@ -204,7 +201,7 @@ void PipelineRun::forward(Slot& slot, PipelineAction action) {
   const auto entered = enterable(slot.inputs);
   slot.outputs = stages_.at(s)(entered);
   if (s > 0 && here(s - 1)) note_changes(entered, this->slot(s - 1, m).outputs);
-  if (s == 0 || !job_.backward) slot.inputs.clear();  // nobody needs their gradients
+  if (s == 0 || !job_.backward) slot.inputs.clear();  // No previous stage needs their gradients.
   if (s < last_) {
     if (!here(s + 1)) return;
     this->slot(s + 1, m).inputs = handed_on(slot.outputs, job_.backward);
@@ -219,10 +216,10 @@ void PipelineRun::forward(Slot& slot, PipelineAction action) {
   auto loss = job_.loss(slot.outputs, targets_[number]);
   if (!loss.defined() || loss.numel() != 1)
     throw ConfigError(
-        fmt::format("the loss must be one number: it is {}",
+        fmt::format("expected a loss with one element, got {}",
                     loss.defined() ? fmt::format("a tensor of {} elements", loss.numel()) : "undefined"));
   if (job_.backward && !loss.requires_grad())
-    throw ConfigError("the loss requires no gradient: it was computed from nothing that does");
+    throw ConfigError("the loss does not require a gradient, because nothing it was computed from does");
   losses_[number] = loss.detach();
   slot.outputs.clear();
   if (job_.backward) slot.outputs = {loss};
@@ -232,7 +229,7 @@ void PipelineRun::backward(Slot& slot, PipelineAction action) {
   const auto [op, s, m] = action;
   if (s == last_) slot.gradients = {at::full_like(slot.outputs[0], job_.scale)};
   LOCKSTEP_ASSERT(slot.gradients.size() == slot.outputs.size(),
-                  "a stage got gradients of other values than it gave");
+                  "a stage got gradients of values that it did not send");
   PipelineBackward pass(slot.outputs, slot.gradients, slot.inputs);
   if (op == PipelineOp::backward)
     pass.whole();
@@ -285,14 +282,14 @@ void PipelineRun::fail(const std::string& where) {
   slots_.clear();
 }
 
-// Also of what happened so late that nobody waited for it.
+// Also reports failures so late that no rank was waiting for a message.
 void PipelineRun::agree() {
   const auto failures = group_.all_gather_values(std::string_view(failure_), {.tag = "pipeline step"});
   settled_ = true;
   if (exception_) std::rethrow_exception(exception_);
   const auto found =
       std::find_if(failures.begin(), failures.end(), [](const auto& text) { return !text.empty(); });
-  if (found != failures.end()) throw Error("a stage of the pipeline failed: " + *found);
+  if (found != failures.end()) throw Error("Pipeline: a stage failed: " + *found);
 }
 
 }  // namespace lockstep::detail

@@ -1,4 +1,4 @@
-// One pass of a batch through a pipeline: this rank's actions, in the schedule's order.
+// One pass of a batch through a pipeline: runs this rank's actions in the order of the schedule.
 #pragma once
 
 #include <chrono>
@@ -19,39 +19,41 @@ namespace lockstep::detail {
 
 struct PipelineJob {
   StageValues inputs = {}, targets = {};
-  std::function<at::Tensor(const StageValues&, const StageValues&)> loss = {};  // none: outputs are kept
+  // Without a loss, outputs are kept.
+  std::function<at::Tensor(const StageValues&, const StageValues&)> loss = {};
   bool backward = false;
-  double scale = 1;  // of each micro-batch's gradient
-  Site site = {};    // of the call
+  double scale = 1;  // Scale of each micro-batch's gradient.
+  Site site = {};    // Where the program called the pipeline.
 };
 
 class PipelineRun {
  public:
-  using Stages = std::map<int, PipelineStage::Forward>;  // this rank's
+  using Stages = std::map<int, PipelineStage::Forward>;  // Stages of this rank, by number.
 
   PipelineRun(const PipelineRoutes& routes, const PipelineSchedule& schedule, const Stages& stages,
               PipelineJob job);
 
-  // Throws what a stage here threw; an Error with the text where another rank's did; CommError.
+  // Rethrows the exception of a stage on this rank; throws an Error with the text of one on another rank.
+  // Throws CommError.
   void run();
 
-  // Whether every message has found its receiver, so that another pass can follow, though this one failed.
+  // True if every message has been received, so that another pass can follow even if this one failed.
   bool settled() const { return settled_; }
 
-  const StageValues& losses() const { return losses_; }  // by micro-batch, where the last stage is
+  const StageValues& losses() const { return losses_; }  // By micro-batch; on the rank with the last stage.
   const std::vector<StageValues>& outputs() const { return outputs_; }
   std::vector<ActionTiming>& moments() { return moments_; }
 
  private:
-  // What there is of a micro-batch at a stage.
+  // State of one micro-batch at one stage.
   struct Slot {
     StageValues inputs, outputs;
-    StageValues gradients;        // of the outputs
-    StageValues input_gradients;  // to be sent
-    PipelineBackward weights;     // what its backward has left to do
+    StageValues gradients;        // Gradients of the outputs.
+    StageValues input_gradients;  // Gradients of the inputs, to be sent.
+    PipelineBackward weights;     // The weight part of backward, still to run.
   };
 
-  // One transfer as its two ends see it. The tag says after which stage, which way, which micro-batch.
+  // One transfer as seen by one of its ends. The tag encodes the boundary, the direction and the micro-batch.
   struct Transfer {
     bool sends, ahead;
     int peer, tag;
@@ -81,13 +83,13 @@ class PipelineRun {
   PipelineWire wire_;
   const int last_;
   std::map<std::pair<int, int>, Slot> slots_;
-  std::vector<StageValues> inputs_, targets_;  // by micro-batch
+  std::vector<StageValues> inputs_, targets_;  // By micro-batch.
   StageValues losses_;
   std::vector<StageValues> outputs_;
   std::vector<ActionTiming> moments_;
   bool settled_ = false;
-  std::string failure_;           // of any rank, as far as it is known here
-  std::exception_ptr exception_;  // where it was thrown
+  std::string failure_;           // First failure of any rank known here; empty: none.
+  std::exception_ptr exception_;  // Exception, if this rank failed.
 };
 
 }  // namespace lockstep::detail

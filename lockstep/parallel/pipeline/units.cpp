@@ -1,4 +1,4 @@
-// A model cut at its Units.
+// Cuts a model at its Units.
 #include <algorithm>
 #include <set>
 
@@ -27,17 +27,17 @@ std::vector<Found> find_units(torch::nn::Module& model, const std::vector<std::s
       if (!detail::name_matches(pattern, item.key())) continue;
       if (!detail::slot_of(item.value().get()))
         throw ConfigError(
-            fmt::format("'{}' is no Unit, so that it cannot be called apart: hold it as lockstep::Unit<...>",
+            fmt::format("'{}' is not a Unit, so it cannot be a pipeline piece: declare it as "
+                        "lockstep::Unit<...>",
                         item.key()));
       for (const auto& other : found)
         if (other.name == item.key() || is_in(other.name, item.key()) || is_in(item.key(), other.name))
-          throw ConfigError(
-              fmt::format("'{}' and '{}' cannot both be pieces of a pipeline: one is the other or in it",
-                          other.name, item.key()));
+          throw ConfigError(fmt::format("'{}' and '{}' cannot both be pipeline pieces, because they overlap",
+                                        other.name, item.key()));
       found.push_back({item.key(), item.value()});
     }
     if (found.size() == before)
-      throw ConfigError(fmt::format("'{}' matches no module of the model; there are {}", pattern,
+      throw ConfigError(fmt::format("'{}' matches no module of the model; available modules: {}", pattern,
                                     fmt::join(modules.keys(), ", ")));
   }
   return found;
@@ -47,14 +47,14 @@ std::vector<Found> find_units(torch::nn::Module& model, const std::vector<std::s
 
 std::vector<PipelineStage> stages_at(torch::nn::Module& model, const std::vector<std::string>& names) {
   const auto found = find_units(model, names);
-  // A tensor that is shared may lie outside too.
+  // A shared tensor may also be registered outside.
   std::set<const void*> inside;
   for (const auto& each : found)
     for (const auto& parameter : each.module->parameters()) inside.insert(parameter.unsafeGetTensorImpl());
   for (const auto& item : model.named_parameters())
     if (!inside.contains(item.value().unsafeGetTensorImpl()))
       throw ConfigError(
-          fmt::format("the weight '{}' is in none of the pieces {}: they must have all of the model's",
+          fmt::format("weight '{}' is outside the pieces {}: the pieces must hold all weights of the model",
                       item.key(), fmt::join(names, ", ")));
   std::vector<PipelineStage> pieces;
   for (const auto& each : found)

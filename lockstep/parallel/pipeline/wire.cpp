@@ -13,10 +13,10 @@
 namespace lockstep::detail {
 namespace {
 
-// A message begins with a header of fixed length: kind, length of what follows, and what follows, as far as
-// it fits. A description has, for each value: its type (-1: undefined), whether it needs a gradient, the kind
-// of device from whose memory it comes, whether it is wanted where the receiver's stages are (or on the CPU),
-// the number of dimensions, sizes.
+// A message begins with a header of fixed length: kind, length of the payload, and as much of the payload as
+// fits. The payload describes each value by its type (-1: undefined), whether it needs a gradient, the type
+// of device it is sent from, whether the receiver must move it to its stages' device (otherwise to the CPU),
+// the number of dimensions, and the sizes.
 constexpr std::int64_t kWords = 32, kBegin = 2, kValues = 1, kFailure = 2;
 constexpr std::ptrdiff_t kSizes = 5;
 constexpr std::size_t kText = (kWords - kBegin) * sizeof(std::int64_t);
@@ -49,8 +49,8 @@ PipelineRoutes::PipelineRoutes(Group its_group, std::optional<at::Device> own, a
   alike = kinds.size() == 1;
   if (!alike && group.backend(at::kCPU).empty())
     throw ConfigError(
-        fmt::format("stages are on devices of different kinds, and group '{}' has no transport for the CPU, "
-                    "by which they could hand values to one another: cpu:auto,cuda:auto, say, has",
+        fmt::format("Pipeline: stages are on different types of device, but group '{}' has no CPU "
+                    "transport to pass values between them; use a backend such as cpu:auto,cuda:auto",
                     group.name()));
   std::set<std::pair<int, int>> pairs;
   for (std::size_t s = 1; s < schedule.rank_of_stage.size(); ++s) {
@@ -60,7 +60,8 @@ PipelineRoutes::PipelineRoutes(Group its_group, std::optional<at::Device> own, a
   for (const auto& [a, b] : pairs) open(a, b), open(b, a);
 }
 
-// All ranks have the same engines. Values go by the device's where all devices are alike, else by the CPU's.
+// All ranks have the same engines. Values are sent by the device's engine if all devices are of one type,
+// otherwise by the CPU's.
 void PipelineRoutes::open(int sender, int receiver) {
   if (group.rank() != sender && group.rank() != receiver) return;
   std::vector<at::Device> without_tags;
@@ -105,7 +106,7 @@ Work PipelineWire::message(bool sends, at::Tensor tensor, int peer, int tag) {
 }
 
 void PipelineWire::post(at::Tensor tensor, int peer, int tag) {
-  // What has been taken need not be held any longer.
+  // Release sends that the receiver has taken.
   while (!sent_.empty() && sent_.front().done()) {
     sent_.front().wait();
     sent_.pop_front();
@@ -127,8 +128,9 @@ void PipelineWire::send(const StageValues& values, int peer, int tag) {
       continue;
     }
     if (value.layout() != at::kStrided)
-      throw ConfigError(fmt::format("a stage gave a tensor of layout {} to the next: dense ones are allowed",
-                                    c10::str(value.layout())));
+      throw ConfigError(
+          fmt::format("Pipeline: a stage passed on a tensor of layout {}; only dense ones are supported",
+                      c10::str(value.layout())));
     auto plain = value.detach().contiguous();
     const auto own = routes_.device.type();
     const bool home = plain.device().type() == own;
@@ -159,13 +161,14 @@ void PipelineWire::send_failure(const std::string& text, int peer, int tag) {
   post(rest.to(words_), peer, tag);
 }
 
-// Without tags messages come in their sender's order, which need not be that in which they are needed here.
+// Without tags, messages arrive in the order in which they were sent, which may differ from the order of use
+// here.
 PipelineWire::Message PipelineWire::receive(int peer, int tag) {
   if (routes_.channel(peer, /*sends=*/false) == nullptr) return take_message(peer, tag);
   for (auto& coming = coming_[peer]; !coming.empty() && !early_.contains(tag); coming.pop_front())
     early_.emplace(coming.front(), take_message(peer, coming.front()));
   auto message = early_.extract(tag);
-  LOCKSTEP_ASSERT(!message.empty(), "a pipeline asks for a message that its schedule does not have");
+  LOCKSTEP_ASSERT(!message.empty(), "a pipeline expects a message that its schedule does not contain");
   return std::move(message.mapped());
 }
 
@@ -187,7 +190,7 @@ PipelineWire::Message PipelineWire::take_message(int peer, int tag) {
     }
     return {.failure = std::move(text)};
   }
-  LOCKSTEP_ASSERT(at[0] == kValues, "something else than a pipeline sends with its tags in its group");
+  LOCKSTEP_ASSERT(at[0] == kValues, "another sender uses the pipeline's tags in its group");
   const auto kept = std::min(length, kWords - kBegin);
   std::vector<std::int64_t> words(at + kBegin, at + kBegin + kept);
   if (length > kept) {

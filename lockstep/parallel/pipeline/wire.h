@@ -1,5 +1,5 @@
-// What stages on different ranks hand to one another: values of any number and shape, or the word that a
-// stage failed.
+// Messages between stages on different ranks: any number of values of any shape, or a report that a stage
+// failed.
 #pragma once
 
 #include <deque>
@@ -15,27 +15,28 @@
 
 namespace lockstep::detail {
 
-// Made once for a pipeline.
+// The routes between stages. Constructed once per pipeline.
 struct PipelineRoutes {
-  // Every rank. own: where this rank's weights are, if it has any. Else its stages are where the others'
-  // weights are: at like, or at the World's device. ConfigError on every rank where values could not travel.
+  // Collective: every rank constructs it. own: the device of this rank's weights, if it has any. Otherwise
+  // its stages run on a device of the type that holds the peers' weights: `like`, or the World's device.
+  // Throws ConfigError on every rank if values cannot be transferred.
   PipelineRoutes(Group group, std::optional<at::Device> own, at::Device like,
                  const PipelineSchedule& schedule);
 
-  // Where an engine has no tags: a group of two for each way between neighbours, so that what goes one way
-  // never waits for what goes the other. In the order in which all ranks open them, and let go of them: NCCL
-  // waits for both ranks each time.
+  // A two-rank group, used if an engine has no tags: one per direction between neighbours, so that messages
+  // in one direction never wait for the other. All ranks open and release them in the same order, because
+  // NCCL waits for both ranks each time.
   struct Channel {
     int peer;
     bool sends;
     Group group;
   };
 
-  const Group* channel(int peer, bool sends) const;  // null: there is none
+  const Group* channel(int peer, bool sends) const;  // Null if there is none.
 
   Group group;
   at::Device device;
-  bool alike = true;  // all ranks' devices are of one kind
+  bool alike = true;  // True if all ranks' devices are of one type.
 
  private:
   void open(int sender, int receiver);
@@ -45,22 +46,22 @@ struct PipelineRoutes {
 class PipelineWire {
  public:
   struct Message {
-    StageValues values = {};  // those that need a gradient require one
+    StageValues values = {};  // Values that need a gradient require one.
     std::optional<std::string> failure = {};
   };
 
-  // site: for errors.
+  // site: reported in errors.
   PipelineWire(const PipelineRoutes& routes, Site site);
 
-  // The tags of what the peer will send here, in its order. Of peers with a channel.
+  // Announces the tags of the peer's messages, in the order in which it sends them. For peers with a channel.
   void expect(int peer, int tag) { coming_[peer].push_back(tag); }
 
-  // Both return at once. The same tag on both sides, one for each message; peers are ranks of the group.
-  // Where send throws anything but a CommError, nothing has been sent.
+  // Both sends return immediately. Both sides must use the same tag, a different one for each message; peers
+  // are ranks of the group. If send() throws anything but a CommError, nothing has been sent.
   void send(const StageValues& values, int peer, int tag);
   void send_failure(const std::string& text, int peer, int tag);
   Message receive(int peer, int tag);
-  void finish();  // all that was sent has been taken
+  void finish();  // Waits until everything sent has been received.
 
  private:
   void post(at::Tensor tensor, int peer, int tag);
@@ -72,12 +73,12 @@ class PipelineWire {
 
   const PipelineRoutes& routes_;
   Group group_;
-  const bool has_cpu_;      // an engine for CPU tensors
-  const at::Device words_;  // where headers are
+  const bool has_cpu_;      // True if the group has an engine for CPU tensors.
+  const at::Device words_;  // Device of the headers.
   const Site site_;
   std::deque<Work> sent_;
-  std::map<int, std::deque<int>> coming_;  // by peer
-  std::map<int, Message> early_;           // by tag: came before it was asked for
+  std::map<int, std::deque<int>> coming_;  // Tags of the messages to come, by peer.
+  std::map<int, Message> early_;           // Messages that arrived before they were needed, by tag.
 };
 
 }  // namespace lockstep::detail

@@ -13,8 +13,7 @@ namespace {
 
 void check_divides(const char* layer, std::int64_t size, const char* what, const Group& group,
                    int parts = 1) {
-  if (parts < 1)
-    throw ConfigError(fmt::format("{} was given parts = {}: one or more are allowed", layer, parts));
+  if (parts < 1) throw ConfigError(fmt::format("{}: expected parts of at least 1, got {}", layer, parts));
   if (size % (static_cast<std::int64_t>(parts) * group.size()) != 0)
     throw ConfigError(fmt::format("{}: {} {} cannot be split over the {} ranks of group {}{}", layer, size,
                                   what, group.size(), group.name(),
@@ -28,7 +27,7 @@ torch::nn::Linear whole_linear(std::int64_t in, std::int64_t out, bool bias) {
 }  // namespace
 
 void refuse_norm_clone() {
-  throw ConfigError("a norm of sequence parallelism cannot be cloned: make another with the same group");
+  throw ConfigError("a sequence-parallel norm cannot be cloned; construct another one with the same group");
 }
 
 at::Tensor ParallelLayer::keep_slice(const std::string& name, const at::Tensor& whole, std::int64_t dim,
@@ -61,7 +60,7 @@ at::Tensor row_parallel_linear(const at::Tensor& input, const at::Tensor& weight
   auto output = options.sequence_dim ? reduce_scatter_sequence(partial, group, *options.sequence_dim)
                                      : reduce_from_group_in_place(std::move(partial), group);
   if (!bias.defined()) return output;
-  // On a slice of the sequence each rank has but a part of the bias's gradient.
+  // On a slice of the sequence, each rank computes only part of the bias's gradient.
   return output.add_(options.sequence_dim ? lockstep::copy_to_group(bias, group) : bias);
 }
 
@@ -71,8 +70,8 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& indices, const at::Tensor&
   const auto padding = options.padding_idx.value_or(-1) - first;
   const auto padding_here = options.padding_idx && padding >= 0 && padding < rows ? padding : -1;
   if (group.size() == 1) return at::embedding(weight, indices, padding_here);
-  // What is another rank's is row 0 here, and then zero. What is no one's stays out of range: at::embedding
-  // refuses it, on every rank.
+  // Indices of other ranks' rows become row 0 here and are zeroed below. Indices outside the vocabulary stay
+  // out of range, so that at::embedding throws on every rank.
   const auto local = indices - first;
   const auto others = (indices >= 0) & (indices < whole) & ((local < 0) | (local >= rows));
   auto embedded = at::embedding(weight, local.masked_fill(others, 0), padding_here);
@@ -122,9 +121,8 @@ VocabParallelEmbeddingImpl::VocabParallelEmbeddingImpl(std::int64_t num_embeddin
       options(given) {
   detail::check_divides("VocabParallelEmbedding", num_embeddings, "embeddings", group_);
   if (options.padding_idx && (*options.padding_idx < 0 || *options.padding_idx >= num_embeddings))
-    throw ConfigError(
-        fmt::format("VocabParallelEmbedding of {} was given padding_idx = {}: 0 to {} are allowed",
-                    num_embeddings, *options.padding_idx, num_embeddings - 1));
+    throw ConfigError(fmt::format("VocabParallelEmbedding({0}): expected padding_idx from 0 to {2}, got {1}",
+                                  num_embeddings, *options.padding_idx, num_embeddings - 1));
   const torch::nn::Embedding whole(
       torch::nn::EmbeddingOptions(num_embeddings, embedding_dim).padding_idx(options.padding_idx));
   weight = keep_slice("weight", whole->weight, 0);

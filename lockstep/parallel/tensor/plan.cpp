@@ -35,7 +35,7 @@ void collect(const std::shared_ptr<torch::nn::Module>& module, const Place& plac
             found);
 }
 
-// As a user writes it.
+// The type's name as written in a program.
 std::string kind_of(torch::nn::Module& module) {
   if (dynamic_cast<torch::nn::LinearImpl*>(&module)) return "torch::nn::Linear";
   if (dynamic_cast<EmbeddingImpl*>(&module)) return "torch::nn::Embedding";
@@ -53,8 +53,7 @@ bool can_be_split(torch::nn::Module& module) {
          dynamic_cast<nn::DropoutImpl*>(&module);
 }
 
-// Whether what it computes is what its kind computes: a class that derives from a layer may have another
-// forward.
+// True if the module computes what its kind computes. A class derived from a layer may override forward.
 bool is_plain(torch::nn::Module& module) {
   const auto* slot = slot_of(&module);
   const auto& forward = slot ? slot->forward_of() : typeid(module);
@@ -66,10 +65,10 @@ bool is_plain(torch::nn::Module& module) {
 
 std::string advice(torch::nn::Module& module, const ParallelStyle& style) {
   if (dynamic_cast<torch::nn::DropoutImpl*>(&module))
-    return "its masks depend on the layout: take lockstep::nn::Dropout";
+    return "its masks depend on the layout; use lockstep::nn::Dropout";
   if (std::holds_alternative<SequenceParallel>(style))
-    return "that is for LayerNorm, lockstep::nn::RMSNorm and lockstep::nn::Dropout";
-  return "that is for Linear and Embedding";
+    return "SequenceParallel is for LayerNorm, lockstep::nn::RMSNorm and lockstep::nn::Dropout";
+  return "Colwise and Rowwise are for Linear and Embedding";
 }
 
 void add_split(Target& target, const Group& group, const char* parameter, const at::Tensor& tensor,
@@ -77,7 +76,7 @@ void add_split(Target& target, const Group& group, const char* parameter, const 
   if (!tensor.defined()) return;
   target.splits.push_back({parameter, tensor, dim, parts});
   if (parts < 1) {
-    problems.push_back(fmt::format("'{}' was given parts = {}: one or more are allowed", target.name, parts));
+    problems.push_back(fmt::format("'{}': expected parts of at least 1, got {}", target.name, parts));
   } else if (tensor.size(dim) % (static_cast<std::int64_t>(parts) * group.size()) != 0) {
     problems.push_back(fmt::format("'{}' has {} {}, which {} ranks cannot split{} evenly", target.name,
                                    tensor.size(dim), what, group.size(),
@@ -90,7 +89,7 @@ void plan_linear(Target& target, const torch::nn::LinearImpl& linear, const Grou
   if (const auto* colwise = std::get_if<Colwise>(&target.style)) {
     const auto before = problems.size();
     add_split(target, group, "weight", linear.weight, 0, colwise->parts, "output features", problems);
-    if (problems.size() > before) return;  // the bias's are the same
+    if (problems.size() > before) return;  // The bias has the same problems.
     add_split(target, group, "bias", linear.bias, 0, colwise->parts, "output features", problems);
   } else {
     add_split(target, group, "weight", linear.weight, 1, 1, "input features", problems);
@@ -118,7 +117,7 @@ void plan_target(Target& target, const Group& group, Problems& problems) {
   auto& module = *target.module;
   auto* slot = slot_of(&module);
   if (slot && slot->attachment) {
-    problems.push_back(fmt::format("'{}' has {} attached already", target.name, slot->attachment->what()));
+    problems.push_back(fmt::format("'{}' already has {} attached", target.name, slot->attachment->what()));
     return;
   }
   const bool sequence = std::holds_alternative<SequenceParallel>(target.style);
@@ -131,9 +130,9 @@ void plan_target(Target& target, const Group& group, Problems& problems) {
     return;
   }
   if (!is_plain(module)) {
-    problems.push_back(fmt::format("'{}' is of a class derived from {}, whose forward would be passed over{}",
-                                   target.name, kind_of(module),
-                                   slot ? "" : ": if it has none of its own, hold it as a lockstep::Unit"));
+    problems.push_back(fmt::format(
+        "'{}' is a class derived from {}, whose own forward would be bypassed{}", target.name,
+        kind_of(module), slot ? "" : "; if it does not override forward, hold it as a lockstep::Unit"));
     return;
   }
   if (linear) plan_linear(target, *linear, group, problems);
@@ -142,15 +141,15 @@ void plan_target(Target& target, const Group& group, Problems& problems) {
   for (const auto& place : target.places)
     if (!place.sequence)
       problems.push_back(fmt::format(
-          "'{}' is a plain member, whose call C++ binds statically: hold it as lockstep::Unit<{}>",
+          "'{}' is a plain member, whose call C++ binds statically; hold it as lockstep::Unit<{}>",
           place.name.empty() ? "the module itself" : place.name, kind_of(module)));
 }
 
-// A tensor that several layers have must be split alike in all of them.
+// Reports tensors that several layers share but that would be split differently.
 void check_ties(const std::vector<Target>& found, const std::vector<Target>& targets, Problems& problems) {
   struct Use {
     std::string name;
-    const Split* split;  // null: whole
+    const Split* split;  // Null: not split.
   };
   std::map<const at::TensorImpl*, std::vector<Use>> uses;
   const auto add = [&](const Target& owner, const std::string& parameter, const at::Tensor& tensor) {
@@ -165,7 +164,7 @@ void check_ties(const std::vector<Target>& found, const std::vector<Target>& tar
   for (const auto& each : found)
     for (const auto& parameter : each.module->named_parameters(/*recurse=*/false))
       add(each, parameter.key(), parameter.value());
-  // One that was tied by an assignment to a member is registered nowhere.
+  // A weight tied by assigning to a member may not be registered anywhere.
   for (const auto& each : found) {
     if (const auto* linear = dynamic_cast<torch::nn::LinearImpl*>(each.module.get()))
       add(each, "weight", linear->weight);
@@ -179,19 +178,19 @@ void check_ties(const std::vector<Target>& found, const std::vector<Target>& tar
           (use.split == nullptr) == (first.split == nullptr) &&
           (!use.split || (use.split->dim == first.split->dim && use.split->parts == first.split->parts));
       if (!alike)
-        problems.push_back(
-            fmt::format("'{}' and '{}' are one tensor, and would not be split alike", first.name, use.name));
+        problems.push_back(fmt::format("'{}' and '{}' are one tensor, but would be split differently",
+                                       first.name, use.name));
     }
 }
 
-// Slices have another shape than what an autograd graph knows.
+// Reports parameters used by an autograd graph, which knows their old shape.
 void check_unused(const std::vector<Target>& targets, Problems& problems) {
   for (const auto& target : targets)
     for (const auto& split : target.splits)
       if (split.tensor.requires_grad() && torch::autograd::impl::try_get_grad_accumulator(split.tensor))
         problems.push_back(
-            fmt::format("'{}.{}' is in use by a graph, a hook or DistributedDataParallel: parallelize the "
-                        "module before those",
+            fmt::format("'{}.{}' is already in use by a graph, a hook or DistributedDataParallel; call "
+                        "parallelize_module before those",
                         target.name, split.parameter));
 }
 
@@ -219,7 +218,7 @@ std::string shown(const ParallelStyle& style) {
 }
 
 ResolvedPlan resolve(torch::nn::Module& module, const Group& group, const ParallelPlan& plan) {
-  // A module that its owner holds by value has no shared_ptr: this one owns nothing.
+  // A module that its owner holds by value has no shared_ptr, so this one owns nothing.
   const std::shared_ptr<torch::nn::Module> root(std::shared_ptr<void>(), &module);
   std::vector<Target> found;
   collect(root, {"", nullptr, ""}, found);
@@ -249,7 +248,8 @@ ResolvedPlan resolve(torch::nn::Module& module, const Group& group, const Parall
       names.resize(12);
       names.emplace_back("...");
     }
-    problems.push_back(fmt::format("'{}' matches no module (there are {})", pattern, fmt::join(names, ", ")));
+    problems.push_back(
+        fmt::format("'{}' matches no module (available: {})", pattern, fmt::join(names, ", ")));
   }
   for (auto& target : targets) plan_target(target, group, problems);
   check_ties(found, targets, problems);

@@ -1,4 +1,4 @@
-// A plan for a module, resolved and checked: which layers, what is split, and all that is wrong with it.
+// A plan resolved against a module: the layers, the tensors to split, and all problems found.
 #pragma once
 
 #include <memory>
@@ -10,11 +10,11 @@
 
 namespace lockstep::detail {
 
-// Where a model holds a module.
+// A place in a model that holds a module.
 struct Place {
   std::string name;
-  torch::nn::SequentialImpl* sequence;  // null: not one's child
-  std::string key;                      // there
+  torch::nn::SequentialImpl* sequence;  // The Sequential that contains it, or null.
+  std::string key;                      // Key in its parent.
 };
 
 struct Split {
@@ -25,8 +25,8 @@ struct Split {
 };
 
 struct Target {
-  std::string name;     // the first place's
-  std::string pattern;  // that hit it first
+  std::string name;     // Name at its first place.
+  std::string pattern;  // First pattern that matched it.
   ParallelStyle style;
   std::shared_ptr<torch::nn::Module> module;
   std::vector<Place> places;

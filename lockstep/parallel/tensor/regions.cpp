@@ -17,8 +17,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Forward and backward, and each kind, have tags of their own: ranks of which one has thrown and gone on are
-// told, and do not add what does not belong together.
+// Forward and backward, and each kind of function, have different tags. If a rank catches an exception and
+// continues, its peers then get an error instead of sums of unrelated tensors.
 constexpr const char *kCopyBack = "copy_to_group backward", *kReduce = "reduce_from_group",
                      *kGather = "gather", *kGatherBack = "gather backward", *kScatter = "scatter",
                      *kScatterBack = "scatter backward";
@@ -31,27 +31,29 @@ void hold(AutogradContext* context, const Group& group, std::int64_t dim = 0) {
 Group held(AutogradContext* context) {
   if (at::GradMode::is_enabled())
     throw ConfigError(
-        "backward() with create_graph reached tensor parallelism, whose gradient has no gradient: run the "
-        "model on one rank where those are needed");
+        "backward() with create_graph reached tensor parallelism, which has no second derivative; run the "
+        "model on one rank to compute it");
   return static_cast<HeldGroup&>(*context->saved_data["group"].toCapsule()).group;
 }
 
 std::int64_t counted(std::int64_t dim, const at::Tensor& tensor, const char* what) {
   const auto from_front = dim < 0 ? dim + tensor.dim() : dim;
   if (from_front < 0 || from_front >= tensor.dim())
-    throw ConfigError(fmt::format("{} along dimension {} was given a tensor of [{}], which has no such one",
-                                  what, dim, fmt::join(tensor.sizes(), ", ")));
+    throw ConfigError(fmt::format("{}: dimension {} is out of range for a tensor of shape [{}]", what, dim,
+                                  fmt::join(tensor.sizes(), ", ")));
   return from_front;
 }
 
-// Where sizes would not come out, before anything is sent.
+// Reports sizes that do not divide before anything is sent.
 std::int64_t counted_and_divisible(std::int64_t dim, const at::Tensor& tensor, const Group& group,
                                    const char* what) {
   const auto from_front = counted(dim, tensor, what);
   if (tensor.size(from_front) % group.size() != 0)
     throw ConfigError(fmt::format(
-        "{} along dimension {} was given a tensor of [{}]: {} is not divisible by the group's {} ranks", what,
-        dim, fmt::join(tensor.sizes(), ", "), tensor.size(from_front), group.size()));
+        "{} along dimension {}: a tensor of shape [{}] cannot be split, because {} is not divisible by the "
+        "group's {} "
+        "ranks",
+        what, dim, fmt::join(tensor.sizes(), ", "), tensor.size(from_front), group.size()));
   return from_front;
 }
 
@@ -61,7 +63,7 @@ at::Tensor summed(const at::Tensor& values, Group group, const char* tag) {
   return sum;
 }
 
-// The sum of all ranks' tensors, of which this rank gets its slice.
+// Sums the tensors of all ranks and returns this rank's slice of the sum.
 at::Tensor summed_slice(const at::Tensor& values, Group group, std::int64_t dim, const char* tag) {
   const auto parts = values.unflatten(dim, {group.size(), values.size(dim) / group.size()}).movedim(dim, 0);
   auto out = at::empty(parts.sizes().slice(1), values.options());
@@ -69,7 +71,7 @@ at::Tensor summed_slice(const at::Tensor& values, Group group, std::int64_t dim,
   return out;
 }
 
-// No view to autograd, of what nobody else has: a function's result that is one cannot be changed in place.
+// Copies views, because autograd does not allow in-place changes of a function's result that is a view.
 at::Tensor own_memory(const at::Tensor& tensor) {
   return tensor.is_view() ? at::_unsafe_view(tensor.contiguous(), tensor.sizes()) : tensor;
 }
@@ -84,7 +86,7 @@ struct CopyFunction : torch::autograd::Function<CopyFunction> {
   }
 };
 
-// Two parameters at once: their gradients travel together.
+// Two parameters at once: their gradients are reduced together.
 struct CopyTwoFunction : torch::autograd::Function<CopyTwoFunction> {
   static variable_list forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& bias,
                                const Group& group) {
@@ -96,7 +98,7 @@ struct CopyTwoFunction : torch::autograd::Function<CopyTwoFunction> {
     auto both = at::cat({gradients[0].reshape(-1), gradients[1].reshape(-1)});
     group.all_reduce(both, {.tag = kCopyBack}).wait();
     const auto count = gradients[0].numel();
-    // Copies: autograd may keep them as gradients, and those must not be one another's memory.
+    // Clones, because autograd may keep them as gradients, which must not share memory.
     return {both.narrow(0, 0, count).clone().view(gradients[0].sizes()),
             both.narrow(0, count, gradients[1].numel()).clone().view(gradients[1].sizes()),
             {}};
@@ -156,8 +158,8 @@ at::Tensor joined(const at::Tensor& slice, Group group, std::int64_t dim, const 
   sizes.insert(sizes.begin(), group.size());
   auto all = at::empty(sizes, slice.options());
   group.all_gather(all, slice.contiguous(), {.tag = tag}).wait();
-  return own_memory(
-      all.movedim(0, dim).flatten(dim, dim + 1));  // dimension 0 is joined as it lies, others by a copy
+  // Dimension 0 is joined without a copy, others with one.
+  return own_memory(all.movedim(0, dim).flatten(dim, dim + 1));
 }
 
 at::Tensor own_slice(const at::Tensor& whole, const Group& group, std::int64_t dim, int parts) {
@@ -170,7 +172,7 @@ at::Tensor own_slice(const at::Tensor& whole, const Group& group, std::int64_t d
 
 at::Tensor reduce_from_group_in_place(at::Tensor input, const Group& group) {
   if (group.size() == 1) return input;
-  // Autograd knows of no memory that a view shares, nor may a leaf be changed.
+  // Autograd would not see changes through memory shared with a view, and does not allow changes of a leaf.
   const bool own = !input.is_view() && input.is_contiguous() && !(input.requires_grad() && input.is_leaf());
   return ReduceFunction::apply(std::move(input), group, own);
 }
@@ -189,7 +191,7 @@ Copied copy_to_group(const at::Tensor& weight, const at::Tensor& bias, const Gro
 }  // namespace detail
 
 at::Tensor copy_to_group(const at::Tensor& input, const Group& group) {
-  // Nothing to do where there is no backward.
+  // Without a backward pass there is nothing to reduce.
   if (group.size() == 1 || !input.requires_grad() || !at::GradMode::is_enabled()) return input;
   return detail::CopyFunction::apply(input, group);
 }

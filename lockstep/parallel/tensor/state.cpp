@@ -95,17 +95,16 @@ void load_full_state(torch::nn::Module& module, const FullState& state) {
     if (const auto* shard = find(shards, tensor))
       sizes[static_cast<std::size_t>(shard->dim)] *= shard->group.size();
     if (found->second.sizes() != sizes)
-      problems.push_back(fmt::format("'{}' is [{}], and was given as [{}]", name, fmt::join(sizes, ", "),
+      problems.push_back(fmt::format("'{}': expected shape [{}], got [{}]", name, fmt::join(sizes, ", "),
                                      fmt::join(found->second.sizes(), ", ")));
     if (found->second.scalar_type() != tensor.scalar_type())
-      problems.push_back(fmt::format("'{}' is {}, and was given as {}", name,
-                                     at::toString(tensor.scalar_type()),
+      problems.push_back(fmt::format("'{}': expected {}, got {}", name, at::toString(tensor.scalar_type()),
                                      at::toString(found->second.scalar_type())));
   }
   for (const auto& [name, tensor] : given)
     if (!known.contains(name)) problems.push_back(fmt::format("the module has no '{}'", name));
   if (!problems.empty())
-    throw ConfigError(fmt::format("load_full_state changed nothing: {}", fmt::join(problems, "; ")));
+    throw ConfigError(fmt::format("load_full_state: nothing was loaded: {}", fmt::join(problems, "; ")));
   torch::NoGradGuard no_grad;
   for (auto [name, tensor] : tensors) {
     const auto* shard = find(shards, tensor);

@@ -17,7 +17,7 @@ namespace lockstep {
 namespace detail {
 namespace {
 
-// In place of a layer's forward.
+// Replaces a layer's forward.
 template <typename Impl>
 class ParallelCall final : public Attachment, public CommunicatesInForward, public HoldsShards {
  public:
@@ -68,13 +68,13 @@ class ParallelCall final : public Attachment, public CommunicatesInForward, publ
     return colwise.gather_output ? gather_parts(output, colwise.parts, group_) : output;
   }
 
-  Impl& module_;  // which holds us
+  Impl& module_;  // The owner of this object.
   ParallelStyle style_;
   Group group_;
   std::vector<ParameterShard> shards_;
 };
 
-// A Sequential's child: LibTorch's layer, with the same parameters, whose forward is what is attached.
+// A child of a Sequential: LibTorch's layer with the same parameters, whose forward calls the attachment.
 template <typename Base>
 class InSequenceImpl final : public Base, public UnitSlot {
  public:
@@ -94,7 +94,7 @@ void keep_slices(const Target& target, const Group& group, std::set<const at::Te
     if (group.size() == 1 || !done.insert(tensor.unsafeGetTensorImpl()).second) continue;
     if (tensor.grad().defined())
       tensor.mutable_grad() = own_slice(tensor.grad(), group, split.dim, split.parts);
-    // Every holder of the tensor has the slice then, and the whole is freed.
+    // Changes the tensor for all its holders and frees the whole.
     tensor.set_data(own_slice(tensor.detach(), group, split.dim, split.parts));
   }
 }
@@ -117,7 +117,7 @@ bool convert(const Target& target, const Group& group) {
   if (!module) return false;
   const bool in_sequence = std::any_of(target.places.begin(), target.places.end(),
                                        [](const auto& place) { return place.sequence != nullptr; });
-  // A Unit may be called through its holder, and through a Sequential that has it too.
+  // A Unit may be called through its holder, and also through a Sequential that contains it.
   if (slot_of(module))
     attach(*module, target.name, std::make_shared<ParallelCall<Impl>>(*module, target, group),
            /*watch=*/!in_sequence);
@@ -135,7 +135,7 @@ void apply(const Target& target, const Group& group) {
       convert<torch::nn::LinearImpl, nn::LinearImpl>(target, group) ||
       convert<torch::nn::LinearImpl>(target, group) || convert<torch::nn::EmbeddingImpl>(target, group) ||
       convert<torch::nn::LayerNormImpl>(target, group) || convert<nn::RMSNormImpl>(target, group);
-  LOCKSTEP_ASSERT(done, "a planned layer of no known kind");
+  LOCKSTEP_ASSERT(done, "a planned layer is of an unknown kind");
 }
 
 std::vector<std::string> lines_of(std::string_view text) {
@@ -148,7 +148,7 @@ std::vector<std::string> lines_of(std::string_view text) {
   return lines;
 }
 
-// One exchange. Where any rank differs from rank 0, all ranks have the same error.
+// Compares all ranks in one exchange. If any rank differs from rank 0, all ranks throw the same error.
 void check_all_alike(const ResolvedPlan& resolved, Group& group, const ParallelPlan& plan) {
   std::string mine;
   for (const auto& [pattern, style] : plan)
@@ -179,12 +179,12 @@ int parallelize_module(torch::nn::Module& module, Group group, const ParallelPla
   if (group.size() > 1) detail::check_all_alike(resolved, group, plan);
   if (!resolved.problems.empty())
     throw ConfigError(
-        fmt::format("parallelize_module changed nothing: {}", fmt::join(resolved.problems, "; ")));
-  // What differs now would stay different; what is split already does differ.
+        fmt::format("parallelize_module: nothing was changed: {}", fmt::join(resolved.problems, "; ")));
+  // Values that differ now would stay different. Existing slices differ by design.
   CheckReplicasOptions same{.buffers = true};
   for (const auto& shard : tensor_shards(module)) same.ignore.push_back(shard.name);
   if (group.size() > 1) check_replicas(module, group, same);
-  std::set<const at::TensorImpl*> done;  // a tied one is split once
+  std::set<const at::TensorImpl*> done;  // A tied tensor is split once.
   for (const auto& target : resolved.targets) detail::keep_slices(target, group, done);
   for (const auto& target : resolved.targets) detail::apply(target, group);
   return static_cast<int>(resolved.targets.size());

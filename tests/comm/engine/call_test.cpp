@@ -116,7 +116,7 @@ TEST(Call, packing_keeps_what_is_compared_and_shown) {
 
 TEST(Call, bytes_that_make_no_sense_are_refused) {
   auto bytes = detail::pack(Two(Operation::all_reduce).a);
-  for (std::size_t i = 0; i < 12; ++i) {  // the kinds, the root, the rank
+  for (std::size_t i = 0; i < 12; ++i) {  // operations, dtypes, reductions, root, rank
     auto spoiled = bytes;
     spoiled[i] = 0xee;
     EXPECT_THROW(detail::unpack(spoiled, 2), Error) << i;

@@ -32,7 +32,7 @@ std::vector<T> reduced(Dtype dtype, ReduceOp op, const std::vector<std::vector<T
   return output;
 }
 
-// The tree as the definition has it, one element at a time.
+// The tree by its definition, one element at a time.
 float tree(std::vector<float> values) {
   for (std::size_t stride = 1; stride < values.size(); stride *= 2)
     for (std::size_t r = 0; r + stride < values.size(); r += 2 * stride) values[r] += values[r + stride];
@@ -75,7 +75,7 @@ TEST(Reduce, short_floats_are_summed_wide_and_rounded_once) {
   using B = c10::BFloat16;
   const auto sum = reduced<B>(Dtype::bfloat16, ReduceOp::SUM, {{B(256.f)}, {B(1.f)}, {B(1.f)}});
   EXPECT_EQ(static_cast<float>(sum[0]), 258.f);
-  // The sum overflows half, its average does not.
+  // The sum overflows half, but its average does not.
   using H = c10::Half;
   const auto average = reduced<H>(Dtype::float16, ReduceOp::AVG, {{H(60000.f)}, {H(60000.f)}});
   EXPECT_EQ(static_cast<float>(average[0]), 60000.f);
@@ -112,13 +112,13 @@ TEST(Reduce, averages_of_integers_are_truncated_toward_zero) {
   EXPECT_EQ(average({{7, -7, 1, INT32_MAX}, {0, 0, -2, 1}}), (std::vector<I>{3, -3, 0, INT32_MIN / 2}));
   EXPECT_EQ(average({{-5}, {-5}, {-1}}), (std::vector<I>{-3}));
   EXPECT_EQ(average({{-5}}), (std::vector<I>{-5}));
-  // Sums wrap around in their own type, as NCCL's do.
+  // Sums wrap around in their own type, as in NCCL.
   EXPECT_EQ(reduced<std::uint8_t>(Dtype::uint8, ReduceOp::AVG, {{200, 9}, {100, 4}}),
             (std::vector<std::uint8_t>{22, 6}));
   EXPECT_EQ(reduced<std::int8_t>(Dtype::int8, ReduceOp::AVG, {{-128}, {-1}})[0], 63);
   EXPECT_EQ(reduced<std::int64_t>(Dtype::int64, ReduceOp::AVG, {{1LL << 62}, {5}})[0], (1LL << 61) + 2);
 
-  // Into every input at once, and over subtrees that are sums already.
+  // Into every input at once, and over subtrees that are already sums.
   std::vector<std::int16_t> a(1000, 10), b(1000, -21);
   const void* inputs[] = {a.data(), b.data()};
   void* outputs[] = {a.data(), b.data()};
@@ -263,7 +263,7 @@ Bytes reference(Dtype dtype, ReduceOp op, const std::vector<Bytes>& inputs) {
   return reference_of<std::uint8_t>(is_or ? ReduceOp::BOR : is_and ? ReduceOp::BAND : op, inputs);
 }
 
-// Any bits, among them every kind of special number: of 8 elements one is such.
+// Any bits, including every kind of special number: one element in 8 is special.
 Bytes elements(Dtype dtype, std::size_t count, std::mt19937& random) {
   Bytes bytes(count * detail::item_size(dtype));
   for (auto& byte : bytes)
@@ -278,7 +278,7 @@ Bytes elements(Dtype dtype, std::size_t count, std::mt19937& random) {
   using u16 = std::uint16_t;
   using u32 = std::uint32_t;
   using u64 = std::uint64_t;
-  // 0, -0, the least denormal, a large one, infinity, -infinity, NaN, one with sign and payload, a
+  // 0, -0, the smallest denormal, a large one, infinity, -infinity, NaN, one with sign and payload, a
   // signalling one, the largest number, one.
   if (dtype == Dtype::float32 || dtype == Dtype::complex64)
     sprinkle(u32{0}, 0x80000000u, 1u, 0x807fffffu, 0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffc12345u,
@@ -296,7 +296,7 @@ Bytes elements(Dtype dtype, std::size_t count, std::mt19937& random) {
   return bytes;
 }
 
-// Buffers at odd addresses, with bytes around them that nobody may write.
+// Buffers at odd addresses, with bytes around them that must not be written.
 struct Buffer {
   static constexpr std::size_t kGuard = 80;
   Bytes memory;
@@ -317,7 +317,7 @@ struct Buffer {
 
 enum class Outputs { apart, in_place, mixed };
 
-// One call; every output must have `expected`, and every other input what it had.
+// Makes one call; every output must become `expected`, and every other input must stay unchanged.
 void expect_result(Dtype dtype, ReduceOp op, const std::vector<Bytes>& inputs, const Bytes& expected,
                    Outputs outputs, std::size_t step) {
   std::vector<Buffer> in, out;
@@ -372,7 +372,7 @@ TEST(Reduce, every_level_gives_the_bits_of_the_definition) {
     }
 }
 
-// What ranks of several hosts do: each host sums its own, in the accumulator, and the sums are added.
+// Like ranks on several hosts: each host sums its own inputs, in the accumulator, and the sums are added.
 Bytes by_subtrees(Dtype dtype, ReduceOp op, const std::vector<Bytes>& inputs, std::size_t per_host) {
   const auto wide = detail::accumulator(dtype);
   const auto count = inputs[0].size() / detail::item_size(dtype);
@@ -426,7 +426,7 @@ TEST(Reduce, every_short_float_and_how_it_is_rounded) {
   for (auto dtype : {Dtype::bfloat16, Dtype::float16})
     for (std::size_t ranks : {1, 2, 3})
       for (auto op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MAX})
-        for (std::uint32_t factor : {1u, 40503u, 3u}) {  // odd: each input has every number once
+        for (std::uint32_t factor : {1u, 40503u, 3u}) {  // odd, so each input contains every number once
           std::vector<Bytes> inputs;
           for (std::uint32_t r = 0; r < ranks; ++r) {
             Bytes bytes(2 * kAll);

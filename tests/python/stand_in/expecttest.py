@@ -1,5 +1,5 @@
-"""Stands in for the package of this name where it is not installed: PyTorch's suite derives its tests from this class, and
-those that run here use nothing of it."""
+"""Replaces the package of this name if it is not installed: PyTorch's suite derives its tests from this class, but the
+tests that run here do not use its methods."""
 
 import unittest
 

@@ -1,4 +1,5 @@
-// Ranks of one host with its GPUs, or with one for all of them: CUDA memory and events between processes.
+// The cuda_ipc transport, for the ranks of one host that use the same or different GPUs: CUDA memory and
+// events shared between processes.
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,12 +21,12 @@
 
 namespace lockstep::cuda_ipc {
 
-// As LibTorch's own guards: it remembers where a thread is that is on a device without a context.
+// Like LibTorch's own guards: keeps track of threads that are on a device without a context.
 OnDevice::OnDevice(int device) : before_(c10::cuda::ExchangeDevice(static_cast<c10::DeviceIndex>(device))) {}
 OnDevice::~OnDevice() {
   try {
     c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(before_));
-  } catch (...) {  // the process ends, and CUDA has gone before it
+  } catch (...) {  // the process is exiting and CUDA is already unloaded
   }
 }
 
@@ -45,7 +46,7 @@ c10::cuda::CUDAStream current_stream(int device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
 }
 
-// Tensors in the arena of a device; they may grow, as LibTorch's own do.
+// Allocates tensors in the arena of a device. They may be resized, like LibTorch's own.
 class ArenaAllocator final : public c10::Allocator {
  public:
   static ArenaAllocator& of(int device) {
@@ -65,7 +66,7 @@ class ArenaAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     const OnDevice here(device_);
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, current_stream(device_)),
-          "a copy cannot begin");
+          "cannot start a copy");
   }
 
  private:
@@ -78,7 +79,7 @@ class ArenaAllocator final : public c10::Allocator {
     const std::unique_ptr<Block> block(static_cast<Block*>(context));
     try {
       block->arena->free(block->memory, current_stream(block->device));
-    } catch (...) {  // the process ends, and CUDA has gone before it
+    } catch (...) {  // the process is exiting and CUDA is already unloaded
     }
   }
   explicit ArenaAllocator(int device) : device_(device), arena_(Arena::of(device)) {}
@@ -87,9 +88,10 @@ class ArenaAllocator final : public c10::Allocator {
   Arena& arena_;
 };
 
-// Complete for the host when everything is enqueued; then the stream that asks waits for the rest. Tensors
-// are kept until wait() has returned: what that stream does with their memory afterwards comes after the
-// operation. The work itself may be kept longer, to ask whether the device is done.
+// For the host the work is complete once everything is enqueued; wait() then makes the current stream wait
+// for the rest. The tensors are kept until wait() has returned: whatever that stream does with their memory
+// afterwards runs after the operation. The work itself may be kept longer, to query whether the device is
+// done.
 template <typename Engine>
 class DeviceWork final : public QueueWork<Engine> {
  public:
@@ -99,7 +101,7 @@ class DeviceWork final : public QueueWork<Engine> {
         order_(std::move(order)),
         tensors_(std::move(tensors)) {}
 
-  // Any thread, also after wait(); asks the driver, and waits for nothing.
+  // Thread-safe, also after wait(). Queries the driver and never blocks.
   bool isCompleted() override {
     if (!c10d::Work::isCompleted()) return false;
     if (this->exception()) return true;
@@ -117,11 +119,10 @@ class DeviceWork final : public QueueWork<Engine> {
   }
   void synchronize() override {
     const OnDevice here(order_->device);
-    check(cudaStreamWaitEvent(current_stream(order_->device), order_->done, 0),
-          "an event cannot be waited for");
+    check(cudaStreamWaitEvent(current_stream(order_->device), order_->done, 0), "cannot wait for an event");
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    TORCH_CHECK(false, "the cuda_ipc transport has no futures: use wait()");
+    TORCH_CHECK(false, "the cuda_ipc transport does not support futures: use wait()");
   }
 
  private:
@@ -175,16 +176,16 @@ class CudaIpcBackend final : public OpBackend {
     mail_->interrupt(cause);
   }
   void leave() {
-    // A child that was forked has the memory and none of the threads: what it does is not this rank's doing.
+    // A forked child has the memory but none of the threads: what it does must not affect this rank.
     if (shm::fork_generation() != generation_ || left_.exchange(true)) return;
     if (!peers_->finish(*barrier_, shm::Clock::now() + timeout_.load(), interrupted_) && !interrupted_)
       log(LogLevel::warn,
-          "rank {} leaves a group of {} while its GPU is still busy for it: a rank is gone, or {} ms, the "
-          "group's timeout, are over",
+          "rank {} leaves a group of {} ranks while its GPU still works for it: a rank has ended, or the "
+          "group's timeout of {} ms has passed",
           rank_, size_, timeout_.load().count());
     mail_->close();
     op_queue_->close();
-    // What their threads let go of last is CUDA's, which may be gone soon: the process may end.
+    // What their threads release last belongs to CUDA, which may be unloaded soon if the process exits.
     mail_->wait_for_threads(kLetGo);
     op_queue_->wait_for_threads(kLetGo);
   }
@@ -196,12 +197,12 @@ class CudaIpcBackend final : public OpBackend {
   WorkPtr post(Request request) override {
     TORCH_CHECK(shm::fork_generation() == generation_,
                 "a process that was forked from a rank cannot use the rank's groups");
-    TORCH_CHECK(!request.finish, "the cuda_ipc transport takes dense tensors");
+    TORCH_CHECK(!request.finish, "the cuda_ipc transport supports only dense tensors");
     const auto timeout = request.timeout.count() > 0 ? request.timeout : timeout_.load();
     auto order = std::make_shared<Order>(device_);
     {
       const OnDevice here(device_);
-      check(cudaEventRecord(order->ready, current_stream(device_)), "an event cannot be recorded");
+      check(cudaEventRecord(order->ready, current_stream(device_)), "cannot record an event");
     }
     request.op.order = order;
     auto prepare = [&](const auto& engine) {
@@ -227,17 +228,18 @@ class CudaIpcBackend final : public OpBackend {
   }
 
  private:
-  // A device is kept waiting by an operation that lies on the host, and one of so many bytes is worth a
-  // thread's waking.
+  // An operation that waits on the host delays the device, and for this many bytes it is worth waking the
+  // thread.
   static constexpr std::int64_t kLarge = 256 << 10;
-  static constexpr std::chrono::milliseconds kLetGo{2000};  // they are, unless the driver keeps them
+  // usually immediate, unless the driver blocks them
+  static constexpr std::chrono::milliseconds kLetGo{2000};
 
   const std::uint64_t generation_ = shm::fork_generation();
   const int device_;
   std::atomic<std::chrono::milliseconds> timeout_;
   std::atomic<bool> interrupted_ = false, left_ = false;
   std::shared_ptr<Peers> peers_;
-  shm::Barrier* barrier_ = nullptr;  // the lane's
+  shm::Barrier* barrier_ = nullptr;  // the op queue's
   std::shared_ptr<shm::OpQueue> op_queue_;
   std::shared_ptr<Mail> mail_;
 };
@@ -253,7 +255,7 @@ class CudaIpcTransport final : public OpTransport<CudaIpcBackend> {
   }
   std::string absent(std::uint64_t /*sequence*/) override { return own().absent(); }
   bool capturing() const override {
-    const OnDevice here(device_);  // the default stream is that of the device that is current
+    const OnDevice here(device_);  // the default stream is that of the current device
     return cuda_ipc::is_capturing(current_stream(device_));
   }
 
@@ -270,10 +272,11 @@ bool cuda_ipc_available() { return kernels::available() && c10::cuda::device_cou
 std::unique_ptr<Transport> make_cuda_ipc_transport(const TransportContext& context) {
   const int devices = c10::cuda::device_count();
   if (devices == 0)
-    throw ConfigError("backend 'cuda_ipc' needs a GPU: there is none; cpu backends are allowed");
+    throw ConfigError("backend 'cuda_ipc' requires a GPU, and this process sees none; use a CPU backend");
   if (context.device_index >= devices)
-    throw ConfigError(fmt::format("backend 'cuda_ipc' was given device cuda:{}: there are {}",
-                                  context.device_index, devices));
+    throw ConfigError(
+        fmt::format("backend 'cuda_ipc': device cuda:{} does not exist; this process sees {} GPUs",
+                    context.device_index, devices));
   return std::make_unique<CudaIpcTransport>(c10::make_intrusive<CudaIpcBackend>(context),
                                             context.device_index);
 }

@@ -1,4 +1,4 @@
-// LibTorch's own Gloo as a transport. CPU tensors, TCP.
+// The gloo transport: LibTorch's own Gloo. CPU tensors, TCP.
 #include <signal.h>
 
 #include <algorithm>
@@ -26,13 +26,13 @@ namespace {
 using Gloo = c10d::ProcessGroupGloo;
 
 std::shared_ptr<::gloo::transport::Device> make_device(const TransportContext& context) {
-  // PyTorch's variable for the interface, as its users know it.
+  // PyTorch's variable for the network interface.
   if (auto interface = env::text("GLOO_SOCKET_IFNAME")) return Gloo::createDeviceForInterface(*interface);
   return Gloo::createDeviceForHostname(context.address.empty() ? "127.0.0.1" : context.address);
 }
 
-// Gloo writes to its sockets without MSG_NOSIGNAL: a peer that is gone would end this process by SIGPIPE
-// before anybody could report it. A handler of the program's own is left alone.
+// Gloo writes to its sockets without MSG_NOSIGNAL, so a lost peer would kill this process with SIGPIPE before
+// the loss could be reported. A handler that the program installed stays.
 void survive_broken_connections() {
   struct sigaction current {};
   if (::sigaction(SIGPIPE, nullptr, &current) == 0 && current.sa_handler == SIG_DFL)
@@ -52,8 +52,8 @@ class GlooTransport final : public Transport {
     find_connections(context, listener, before);
   }
 
-  // A send that is half written is not woken when its connection ends, and neither is a collective that
-  // waits for one. Its reduce_scatter is an all-reduce of a copy that completes only in wait().
+  // A half-written send is not woken when its connection ends, and neither is a collective that waits for
+  // one. reduce_scatter is an all-reduce of a copy that completes only in wait().
   Traits traits() const override {
     return {.reduce_scatter = false, .completes_unwatched = false, .wakes_waiters = false};
   }
@@ -63,13 +63,13 @@ class GlooTransport final : public Transport {
     return reducible(dtype, op) && dtype != Dtype::int16;
   }
 
-  // Backend::abort() wakes nobody who waits in Gloo, and its destructor sits out the time limit; a
-  // connection that ends wakes everybody. Never the listener: Gloo ends the process when that goes.
+  // Backend::abort() wakes no waiter in Gloo, and its destructor waits for the whole timeout. Shutting down
+  // the connections wakes all waiters. Never shut down the listener: Gloo terminates the process then.
   void interrupt(const std::string&, CommError::Kind) noexcept override {
     for (const Connection& connection : connections_) shut_down(connection.socket);
   }
 
-  // Gone for a while: what it sent before it went has been read by now.
+  // Reports a peer only some time after its connection ended, when everything that it sent has been read.
   std::vector<int> lost_peers() override {
     std::lock_guard lock(mutex_);
     const auto now = std::chrono::steady_clock::now();
@@ -89,8 +89,8 @@ class GlooTransport final : public Transport {
     std::optional<std::chrono::steady_clock::time_point> closed = {};
   };
 
-  // On a thread of its own: Gloo waits for each peer to connect, for as long as an operation may take, and
-  // cannot be woken. When the job fails meanwhile that thread is left behind.
+  // On a separate thread: Gloo waits for each peer to connect, for as long as an operation may take, and
+  // cannot be woken. If the job fails meanwhile, that thread is abandoned.
   static c10::intrusive_ptr<Gloo> connect(const TransportContext& context,
                                           const c10::intrusive_ptr<Gloo::Options>& options) {
     auto task = std::make_shared<std::packaged_task<c10::intrusive_ptr<Gloo>()>>(
@@ -106,8 +106,8 @@ class GlooTransport final : public Transport {
     return connected.get();
   }
 
-  // Each group has a device of its own, and so a listener. Which is it? The one that is new: devices are made
-  // one at a time, and no peer is needed for it.
+  // Each group has its own device and so its own listener. To find it, look for the new one: devices are made
+  // one at a time, and making one needs no peer.
   static std::string add_device(const TransportContext& context, Gloo::Options& options) {
     static std::mutex one_at_a_time;
     std::lock_guard lock(one_at_a_time);
@@ -119,9 +119,9 @@ class GlooTransport final : public Transport {
     return {};
   }
 
-  // Which sockets are Gloo's, and whose is the other end: a connection that we made ends at a peer's
-  // listener, one that we accepted comes from where the peer says it called us from. Never one that was there
-  // before: interrupt() would end another group.
+  // Finds Gloo's sockets and their peers: a connection that we made ends at a peer's listener; one that we
+  // accepted comes from the address that the peer published. Sockets that existed before are skipped, because
+  // interrupt() would end another group's connections.
   void find_connections(const TransportContext& context, const std::string& listener,
                         const std::vector<TcpSocket>& before) {
     auto publish = [&](const char* what, const std::string& text) {

@@ -1,4 +1,4 @@
-// Groups that span hosts: shared memory inside each host, gloo or MPI between them.
+// Transport for groups that span hosts: shared memory within each host, gloo or MPI between hosts.
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <lockstep/base/environment.h>
@@ -48,7 +48,7 @@ class HierarchyBackend final : public OpBackend {
     }
     shm::Barrier* barrier = inside ? &inside->barrier() : nullptr;
     hierarchy::Engine::Tuning tuning;
-    // To measure other values; ranks that have different ones are told.
+    // For measurements. Ranks with different values get a mismatch error.
     tuning.window = static_cast<std::size_t>(
         env::integer("LOCKSTEP_WINDOW", 64, 1 << 30).value_or(static_cast<std::int64_t>(tuning.window)));
     op_queue_ = std::make_shared<shm::OpQueue>(
@@ -133,7 +133,7 @@ class HierarchyTransport final : public OpTransport<HierarchyBackend> {
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {
       detail::abandon(std::move(tensors), false);
-    } catch (...) {  // no memory to note them in: they are not freed either
+    } catch (...) {  // out of memory: then they are leaked
     }
   }
   std::string absent(std::uint64_t /*sequence*/) override { return own().op_queue()->absent(); }

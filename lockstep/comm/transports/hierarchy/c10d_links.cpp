@@ -16,19 +16,19 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// The engine's own patience: deadlines are ours, which do not pass while this process is stopped.
+// The engine's own timeout. Lockstep enforces the deadlines, which do not run while this process is stopped.
 constexpr milliseconds kEnginePatience = std::chrono::hours(30 * 24);
-// How often those who wait are looked after.
+// Interval at which the watcher checks the waiters.
 constexpr milliseconds kLinkLook(50);
-// How many looks after the last wait the watcher goes on by itself: a wait need not wake it then.
+// Number of checks that the watcher makes after the last wait: a new wait need not wake it then.
 constexpr int kLinger = 20;
 
 constexpr int kAnybody = -1;
-constexpr const char* kCancelled = "it is not wanted any more";
+constexpr const char* kCancelled = "it was cancelled";
 
 std::exception_ptr lost_error(int rank) {
-  return std::make_exception_ptr(
-      shm::PeerLost(rank, fmt::format("rank {} has closed its connection: it has ended or left", rank)));
+  return std::make_exception_ptr(shm::PeerLost(
+      rank, fmt::format("rank {} has closed its connection: it has exited or left the job", rank)));
 }
 
 at::Tensor bytes_at(const void* data, std::size_t bytes) {
@@ -44,7 +44,7 @@ struct C10dLinks::Under final : Transfer {
   bool cancelled = false;  // under the mutex
 };
 
-// Keeps the engine while it lives.
+// Keeps the engine alive.
 class C10dLinks::User {
  public:
   explicit User(C10dLinks& links) : links_(links) {
@@ -153,17 +153,17 @@ int C10dLinks::wait(Transfer& transfer, Clock::time_point deadline) {
     if (complete) return under.peer >= 0 ? under.peer : under.work->sourceRank();
     if (waiter.trouble) std::rethrow_exception(waiter.trouble);
   }
-  throw_cause(under.peer, fmt::format("the connection with rank {} has ended{}", under.peer,
+  throw_cause(under.peer, fmt::format("the connection to rank {} was lost{}", under.peer,
                                       text.empty() ? "" : ": " + text));
 }
 
-// With the mutex held.
+// Call with the mutex held.
 void C10dLinks::wake(Waiter& waiter, std::exception_ptr trouble) {
   if (waiter.trouble) return;
   waiter.trouble = std::move(trouble);
   try {
     waiter.work->abort();
-  } catch (const std::exception&) {  // MPI's works end with the whole engine
+  } catch (const std::exception&) {  // MPI's works end only with the whole engine
     transport_->interrupt("an operation has failed", CommError::Kind::stopped);
   }
 }
@@ -179,13 +179,13 @@ void C10dLinks::interrupt(const std::string& cause) {
   }
   transport->interrupt(cause, CommError::Kind::stopped);
   std::lock_guard lock(mutex_);
-  // A send that is half written is not woken by the end of its connection.
+  // A half-written send does not wake when its connection ends.
   for (Waiter* waiter : waiters_) wake(*waiter, std::make_exception_ptr(shm::Interrupted(cause_)));
   --users_;
   changed_.notify_all();
 }
 
-// Looks after those who wait: whether their time is over, or the one whom they wait for is gone.
+// Wakes waiters whose deadline has passed or whose peer is gone.
 void C10dLinks::watch() {
   std::unique_lock lock(mutex_);
   int idle = 0;
@@ -212,7 +212,7 @@ void C10dLinks::watch() {
 
 void C10dLinks::close() {
   std::unique_lock lock(mutex_);
-  if (cause_.empty()) cause_ = "the group has been left";
+  if (cause_.empty()) cause_ = "this rank has left the group";
   const bool first = !std::exchange(closed_, true);
   for (Waiter* waiter : waiters_) wake(*waiter, std::make_exception_ptr(shm::Interrupted(cause_)));
   changed_.notify_all();

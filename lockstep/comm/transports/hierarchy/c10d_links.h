@@ -1,4 +1,4 @@
-// Links over an engine that has sends and receives: gloo, or MPI.
+// C10dLinks: links over an engine with sends and receives, gloo or MPI.
 #pragma once
 
 #include <condition_variable>
@@ -27,11 +27,11 @@ class C10dLinks final : public Links {
   void cancel(Transfer& transfer) override;
   std::exception_ptr lost(int rank) override;
   void interrupt(const std::string& cause) override;
-  // Lets go of the engine, when nobody is in it any more. Nothing works afterwards.
+  // Releases the engine once no thread is in it. Nothing works afterwards.
   void close();
 
  private:
-  // Somebody who waits in the engine.
+  // A thread that waits in the engine.
   struct Waiter {
     c10d::Work* work;
     int peer;
@@ -49,11 +49,11 @@ class C10dLinks final : public Links {
 
   std::unique_ptr<detail::Transport> transport_;
   const std::vector<int> far_;
-  std::mutex post_mutex_;  // engines count what they are asked for, and not for several threads
+  std::mutex post_mutex_;  // engines number the operations, and not in a thread-safe way
   std::mutex mutex_;
   std::condition_variable changed_;
   std::list<Waiter*> waiters_;
-  std::string cause_;  // empty: all is well
+  std::string cause_;  // empty while the links work
   int users_ = 0;
   bool closed_ = false, asleep_ = false;
   std::thread watcher_;

@@ -1,4 +1,4 @@
-// A group of one: every collective is a copy, or nothing. Any device.
+// The local transport, for a group of one: every collective is a copy, or nothing. Any device.
 #include <ATen/ATen.h>
 #include <lockstep/comm/c10d/engine_work.h>
 #include <lockstep/comm/c10d/transport.h>
@@ -61,7 +61,7 @@ class LocalTransport final : public Transport {
   }
   c10d::Backend& backend() override { return *backend_; }
   bool reduces(Dtype dtype, ReduceOp op) const override { return reducible(dtype, op); }
-  void interrupt(const std::string&, CommError::Kind) noexcept override {}  // nobody ever waits here
+  void interrupt(const std::string&, CommError::Kind) noexcept override {}  // there are no waiters
 
  private:
   const c10::intrusive_ptr<LocalBackend> backend_ = c10::make_intrusive<LocalBackend>();

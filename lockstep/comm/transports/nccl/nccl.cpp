@@ -1,4 +1,4 @@
-// LibTorch's own NCCL as a transport. CUDA tensors. NCCL refuses two ranks on one GPU.
+// The nccl transport: LibTorch's own NCCL. CUDA tensors. NCCL rejects two ranks on one GPU.
 #include <cstdlib>
 
 #include <algorithm>
@@ -32,11 +32,12 @@ class NcclTransport final : public Transport {
     const int devices = c10::cuda::device_count();
     if (context.device_index >= devices)
       throw ConfigError(
-          fmt::format("backend 'nccl' needs a GPU of its own for each rank of a host: local rank {} has "
-                      "none, there are {}",
+          fmt::format("backend 'nccl' requires a separate GPU for each rank of a host: local rank {} has "
+                      "none, because this process sees {}",
                       context.device_index, devices));
-    // By default LibTorch's watchdog ends the process at an error, and a monitor ends it when the watchdog is
-    // slow; errors and deadlines are ours to report. What somebody has set stays.
+    // By default LibTorch's watchdog terminates the process on an error, and a monitor terminates it when the
+    // watchdog is slow. Lockstep reports errors and deadlines itself. Variables that are already set are
+    // kept.
     for (const char* name :
          {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT",
           "TORCH_NCCL_PROPAGATE_ERROR", "TORCH_NCCL_BLOCKING_WAIT"})
@@ -48,12 +49,12 @@ class NcclTransport final : public Transport {
     backend_->setBoundDeviceId(device_);
   }
 
-  // NCCL waits for what is under way, for as long as that takes: a thread of its own does, and we wait for it
-  // until the deadline. Where an abort is under way it has a moment: the process may end after this, and CUDA
-  // with it.
+  // NCCL waits for operations in flight, however long they take: a separate thread does that, and we wait for
+  // it until the deadline. An abort in progress gets a moment, because the process may exit after this, and
+  // CUDA with it.
   ~NcclTransport() override {
     if (interrupted_) {
-      // Since it began: groups are left one after another, and have been interrupted together.
+      // Counts from the start of the abort: groups are left one after another, but were interrupted together.
       const auto left = kAbort - (std::chrono::steady_clock::now() - interrupted_at_.load());
       crew_.wait(
           std::chrono::duration_cast<std::chrono::milliseconds>(std::max(left, decltype(left)::zero())));
@@ -61,25 +62,26 @@ class NcclTransport final : public Transport {
     }
     in_background([](Nccl& backend) { backend.shutdown(); });
     if (!crew_.wait(timeout_))
-      log(LogLevel::warn, "nccl: operations nobody waited for are still under way after {:.3f} s: left",
+      log(LogLevel::warn, "nccl: abandoning operations that are still in flight after {:.3f} s",
           std::chrono::duration<double>(timeout_).count());
   }
 
   Traits traits() const override { return nccl_traits(); }
-  // LibTorch's own watchdog has such copies, too: without the results.
+  // LibTorch's own watchdog keeps such copies too, without the results.
   c10::intrusive_ptr<c10d::Work> watched(c10d::Work& work) override {
     if (const auto* its = dynamic_cast<const Nccl::WorkNCCL*>(&work))
       return c10::make_intrusive<Nccl::WorkNCCL>(*its);
     return Transport::watched(work);
   }
   bool capturing() const override {
-    const c10::DeviceGuard here(device_);  // asking must not make a context on another one
+    const c10::DeviceGuard here(device_);  // the query must not create a context on another device
     return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   }
   c10d::Backend& backend() override { return *backend_; }
-  // A communicator, of all ranks or of two, is made inside the first call that needs it. That of all is made
-  // by open(): later some may have nothing to do in a call, such as a gather of nothing, and not come to it.
-  // What it needs is there before ranks meet: nobody may be left alone with it.
+  // NCCL creates a communicator, of all ranks or of two, inside the first call that needs it. open() creates
+  // the one of all ranks, because later some ranks may have nothing to do in a call, such as a gather of
+  // nothing, and skip it. What it needs is prepared before the ranks meet, so that no rank is left alone in
+  // it.
   ConnectBarrier* connect_barrier(bool of_all) override {
     if (backend_->getSize() == 1 || (of_all && opened_)) return nullptr;
     if (of_all && !word_.defined() && !capturing())
@@ -87,7 +89,7 @@ class NcclTransport final : public Transport {
     return &first_;
   }
   void open() override {
-    if (capturing()) return;  // another time
+    if (capturing()) return;  // at a later operation
     std::vector<at::Tensor> word{std::exchange(word_, {})};
     backend_->allreduce(word)->wait();
     opened_ = true;
@@ -95,7 +97,7 @@ class NcclTransport final : public Transport {
 
   bool reduces(Dtype dtype, ReduceOp op) const override { return nccl_reduces(dtype, op); }
 
-  // ncclCommAbort may take its time: a thread of its own calls it, which keeps the backend alive.
+  // ncclCommAbort may take long, so a separate thread calls it. The thread keeps the backend alive.
   void interrupt(const std::string&, CommError::Kind) noexcept override {
     if (interrupted_.exchange(true)) return;
     interrupted_at_ = std::chrono::steady_clock::now();
@@ -108,7 +110,7 @@ class NcclTransport final : public Transport {
   template <typename Body>
   void in_background(Body body) noexcept {
     try {
-      // Its share of the backend goes with the body, before who waits hears of it.
+      // The thread's reference to the backend goes with the body, before waiters are notified.
       crew_.start([backend = backend_, body] {
         try {
           body(*backend);
@@ -116,7 +118,7 @@ class NcclTransport final : public Transport {
           log(LogLevel::warn, "nccl: {}", error.what());
         }
       });
-    } catch (...) {  // no memory to be had
+    } catch (...) {  // out of memory
     }
   }
 
@@ -124,8 +126,8 @@ class NcclTransport final : public Transport {
   const std::chrono::milliseconds timeout_;
   ConnectBarrier first_;
   c10::intrusive_ptr<Nccl> backend_;
-  bool opened_ = false;  // this and the word under the order of collectives
-  at::Tensor word_;
+  bool opened_ = false;  // this and word_ are guarded by the order of collectives
+  at::Tensor word_;      // input of the all-reduce in open()
   std::atomic<bool> interrupted_ = false;
   std::atomic<std::chrono::steady_clock::time_point> interrupted_at_ = {};
   Crew crew_;

@@ -1,4 +1,4 @@
-// Built where LibTorch has no CUDA; nccl.cpp is built where it has.
+// Built if LibTorch has no CUDA; otherwise nccl.cpp is built.
 #include <lockstep/base/error.h>
 #include <lockstep/comm/c10d/transport.h>
 
@@ -8,9 +8,8 @@ bool nccl_available() { return false; }
 
 std::unique_ptr<Transport> make_nccl_transport(const TransportContext&) {
   throw ConfigError(
-      "backend 'nccl' is not in this build: it was built with a LibTorch without CUDA; build with "
-      "LOCKSTEP_TORCH=DIR "
-      "set to one that has it, or use backend 'gloo' or 'auto'");
+      "backend 'nccl' is not in this build, because its LibTorch has no CUDA; build with LOCKSTEP_TORCH=DIR "
+      "set to one with CUDA, or use backend 'gloo' or 'auto'");
 }
 
 }  // namespace lockstep::detail

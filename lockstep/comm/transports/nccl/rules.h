@@ -1,4 +1,4 @@
-// What Group must know of NCCL, as LibTorch has it. Needs none of CUDA's headers.
+// What Group must know about LibTorch's NCCL. Does not use CUDA's headers.
 #pragma once
 
 #include <lockstep/comm/c10d/transport.h>
@@ -6,8 +6,8 @@
 
 namespace lockstep::detail {
 
-// Messages between two ranks that are not coalesced share one stream on each side, whichever way they go:
-// both must start them in the same order.
+// Messages between two ranks that are not coalesced share one stream on each side, in both directions, so
+// both ranks must start them in the same order.
 inline Transport::Traits nccl_traits() {
   return {.avg = true,
           .tags = false,

@@ -14,7 +14,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Tensors in the arena; they may grow, as LibTorch's own do.
+// Allocates tensors in the arena. They may be resized, like LibTorch's own.
 class ArenaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -32,11 +32,11 @@ class ArenaAllocator final : public c10::Allocator {
 shm::Engine::Tuning tuning_for(bool roomy, int ranks) {
   shm::Engine::Tuning tuning;
   tuning.spin = roomy ? std::chrono::microseconds(50) : std::chrono::microseconds(0);
-  // Each chunk is a meeting: where ranks must take turns on a processor, few and large ones.
+  // Each chunk costs a barrier: if ranks must take turns on a processor, use few and large chunks.
   tuning.chunk = !roomy ? std::size_t{2} << 20 : ranks <= 4 ? std::size_t{256} << 10 : std::size_t{1} << 20;
-  // And a step more costs more there than reading everything does.
+  // There an additional step also costs more than reading everything.
   if (!roomy) tuning.slot_pull = std::numeric_limits<std::size_t>::max();
-  // To measure other values; ranks that have different ones are told.
+  // For measurements. Ranks with different values get a mismatch error.
   auto size = [](const char* name, std::size_t fallback) {
     return static_cast<std::size_t>(
         env::integer(name, 64, 1 << 30).value_or(static_cast<std::int64_t>(fallback)));
@@ -75,7 +75,7 @@ ShmPlace::ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& opt
     try {
       store.deleteKey(key);
       for (const auto& each : options.store_keys) store.deleteKey(each);
-    } catch (const std::exception&) {  // some stores cannot
+    } catch (const std::exception&) {  // some stores do not support it
     }
   };
   auto check = [&] {
@@ -156,12 +156,12 @@ class ShmTransport final : public OpTransport<ShmBackend> {
  public:
   using OpTransport::OpTransport;
 
-  // A child that was forked is refused by the backend, which says why.
+  // The backend rejects calls from a forked child, with the reason.
   OpSink* parts() override { return own().is_own() ? own().op_queue().get() : nullptr; }
   void abandon(std::vector<at::Tensor> tensors) noexcept override {
     try {
       detail::abandon(std::move(tensors), true);
-    } catch (...) {  // no memory to note them in: they are not freed either
+    } catch (...) {  // out of memory: then they are leaked
     }
   }
   std::string absent(std::uint64_t /*sequence*/) override { return own().absent(); }

@@ -1,4 +1,4 @@
-// Shared memory as a c10d::Backend: Group's transport, and PyTorch's.
+// ShmBackend: shared memory as a c10d::Backend, used by Group's transport and by PyTorch.
 #pragma once
 
 #include <atomic>
@@ -16,25 +16,25 @@ namespace lockstep::detail {
 
 struct ShmOptions {
   std::chrono::milliseconds timeout{};
-  int local_ranks = 0;  // processes of the job on this host
-  int threads = 1;      // that each of them computes with
+  int local_ranks = 0;  // number of processes of the job on this host
+  int threads = 1;      // number of threads that each of them computes with
   std::function<bool()> failed = [] { return false; };
-  std::vector<std::string> store_keys{};  // of this rank's in the store: deleted when all have met
-  std::vector<int> names = {};            // of the ranks, in errors; none: their numbers
+  std::vector<std::string> store_keys{};  // this rank's keys in the store, deleted when all have met
+  std::vector<int> names = {};           // names of the ranks in errors; empty: their numbers
 };
 
 struct TransportContext;
 ShmOptions shm_options(const TransportContext& context);
 
-// Where a group's ranks of one host meet.
+// What the ranks of a group on one host share.
 struct ShmPlace {
   ShmPlace(c10d::Store& store, int rank, int size, const ShmOptions& options);
-  std::shared_ptr<shm::GroupSegment> group_segment;  // the engine needs it as long as it lives
+  std::shared_ptr<shm::GroupSegment> group_segment;  // must outlive the engine
   shm::Engine::Tuning tuning;
   std::unique_ptr<shm::Engine> engine;
 };
 
-// In memory that every process of this host can reach.
+// A tensor in memory that every process of this host can map.
 at::Tensor shared_tensor(std::int64_t size, const at::TensorOptions& options);
 
 class ShmBackend : public OpBackend {
@@ -50,8 +50,8 @@ class ShmBackend : public OpBackend {
 
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout.count(); }
 
-  // A child that was forked has the memory and none of the threads: whatever it does is not this rank's
-  // doing.
+  // False in a forked child, which has the memory but none of the threads: what it does must not affect this
+  // rank.
   bool is_own() const { return shm::fork_generation() == generation_; }
 
   const std::shared_ptr<shm::OpQueue>& op_queue() const { return op_queue_; }
@@ -62,7 +62,7 @@ class ShmBackend : public OpBackend {
 
  protected:
   WorkPtr post(Request request) override;
-  // Of an operation's row in PyTorch's profiler, static; null: it has none.
+  // Name of an operation's row in PyTorch's profiler, a static string; null for no row.
   virtual const char* title(const Op&) const { return nullptr; }
   void drain() { op_queue_->drain(); }
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_); }

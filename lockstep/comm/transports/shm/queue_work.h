@@ -1,4 +1,4 @@
-// The c10d::Work of what a lane does, or of messages: whoever waits does the work.
+// QueueWork: the c10d::Work for an OpQueue and for messages: the waiting thread does the work.
 #pragma once
 
 #include <memory>
@@ -12,11 +12,11 @@
 
 namespace lockstep::detail {
 
-// Of operations that failed: a peer may still read or write them, so they are never used again. shared_only:
-// those that are in shared memory.
+// Keeps the tensors of failed operations forever, because a peer may still read or write them. shared_only:
+// only those in shared memory.
 void abandon(std::vector<at::Tensor> tensors, bool shared_only);
 
-// Nobody has read or written anything then.
+// True if nothing was read or written.
 inline bool was_refused(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -70,7 +70,7 @@ struct QueueItem final : OpItem {
   }
 };
 
-// Gives a collective to the lane, whose end settles the work.
+// Posts a collective to the queue; its completion settles the work.
 inline void post_to(shm::OpQueue& op_queue, const c10::intrusive_ptr<QueueWork<shm::OpQueue>>& work, Op op,
                     std::chrono::milliseconds timeout, bool soon) {
   auto item = std::make_shared<QueueItem>();

@@ -66,7 +66,7 @@ std::shared_ptr<Hub> ThreadsJob::hub(const std::string& group, const std::vector
   std::lock_guard lock(mutex_);
   auto& hub = hubs_[group];
   if (!hub) hub = std::make_shared<Hub>(ranks, whereabouts_);
-  LOCKSTEP_ASSERT(hub->ranks() == ranks, "two groups of one name");
+  LOCKSTEP_ASSERT(hub->ranks() == ranks, "two groups have the same name");
   return hub;
 }
 

@@ -1,4 +1,4 @@
-// Ranks as threads of one process: the transport, and the job that its ranks share.
+// Ranks as threads of one process: their transport, and the job that they share.
 #pragma once
 
 #include <functional>
@@ -17,21 +17,21 @@ namespace lockstep::detail {
 class ThreadsJob {
  public:
   explicit ThreadsJob(int size);
-  // For tests: what a group's transport is made into; or null.
+  // For tests: wraps a group's transport; or null.
   using Wrap = std::function<std::unique_ptr<Transport>(ThreadsJob&, const TransportContext&,
                                                         std::unique_ptr<Transport>)>;
   static inline Wrap wrap = nullptr;
   std::shared_ptr<Hub> hub(const std::string& group, const std::vector<int>& ranks);
   const std::shared_ptr<control::LocalStore>& store() const { return store_; }
-  // As World's: at the same call on every rank.
+  // As World::stop_requested: turns true at the same call on every rank.
   bool stop_requested(int rank);
 
  private:
   const std::shared_ptr<Whereabouts> whereabouts_;
   const std::shared_ptr<control::LocalStore> store_;
   std::mutex mutex_;
-  std::map<std::string, std::shared_ptr<Hub>> hubs_;  // a rank may leave before another has come
-  std::vector<std::int64_t> stop_counts_;             // how often each rank asked and was told no
+  std::map<std::string, std::shared_ptr<Hub>> hubs_;  // a rank may leave before another one arrives
+  std::vector<std::int64_t> stop_counts_;             // number of calls of each rank that returned false
   std::optional<std::int64_t> stop_at_;
 };
 

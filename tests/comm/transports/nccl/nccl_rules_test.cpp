@@ -1,5 +1,4 @@
-// What follows from NCCL's rules, where they are followed: by NCCL with several GPUs, or by one that is made
-// up.
+// Consequences of NCCL's rules, for transports that follow them: NCCL with several GPUs, or fake_nccl.
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -41,9 +40,9 @@ TEST_F(NcclRules, a_first_operation_names_who_is_missing_and_the_latecomer_does_
     const milliseconds timeout(world.rank() == 0 ? 200 : 60000);
     const auto text =
         error_of<CommError>([&] { pair.all_reduce(at::ones({3}, on()), {.timeout = timeout}).wait(); });
-    EXPECT_THAT(text, HasSubstr(world.rank() == 0 ? "rank 1 has not come to the first operation of the group"
-                                                  : "all have come to the first operation of the group, but "
-                                                    "rank 0 has given up before"));
+    EXPECT_THAT(text, HasSubstr(world.rank() == 0 ? "rank 1 has not reached the first operation of the group"
+                                                  : "all ranks reached the first operation of the group, but "
+                                                    "rank 0 gave up before"));
     EXPECT_THAT(text, HasSubstr("group 'pair'"));
     if (world.rank() == 0) after.barrier().wait();
   });
@@ -63,7 +62,7 @@ TEST_F(NcclRules, a_first_operation_may_be_one_that_some_have_no_part_in) {
   });
 }
 
-// Inside a call, in a communicator that exists.
+// Inside a call, in an existing communicator.
 TEST_F(NcclRules, a_call_that_waits_inside_the_engine_ends_at_its_deadline) {
   on_every_rank([](World& world) {
     if (world.rank() > 1) return;
@@ -121,8 +120,8 @@ TEST_F(NcclRules, a_groups_failure_ends_the_wait_for_a_first_message) {
   });
 }
 
-// Each has a thread that sends to the next one and a thread that receives from the one before: first messages
-// all, and no order among them.
+// Each rank has a thread that sends to the next rank and a thread that receives from the previous one: all
+// are first messages, in no particular order.
 TEST_F(NcclRules, first_messages_of_several_threads_do_not_keep_one_another_waiting) {
   on_every_rank([](World& world) {
     for (int round = 0; round < 5; ++round) {
@@ -149,12 +148,12 @@ TEST_F(NcclRules, an_empty_message_is_not_the_first_one) {
     }
     pair.send(nothing, other).wait();
     EXPECT_THAT(error_of<CommError>([&] { pair.send(at::ones({1}, on()), hasty).wait(); }),
-                HasSubstr("rank 1 has not come to the first message between these ranks"));
+                HasSubstr("rank 1 has not reached the first message between these ranks"));
     world.group({0, 1}).barrier().wait();
   });
 }
 
-// The same in words, without groups.
+// The same with the barrier alone, without groups.
 TEST(ConnectBarrier, all_enter_or_none) {
   for (int round = 0; round < 40; ++round) {
     const auto store = c10::make_intrusive<c10d::HashStore>();
@@ -189,7 +188,7 @@ TEST(ConnectBarrier, pairs_meet_by_themselves_and_a_stop_ends_the_wait) {
   EXPECT_THAT(error_of<NotMet>([&] {
                 a.await(2, seconds(120), kUntold, [&] { return Clock::now() - begin > milliseconds(20); });
               }),
-              HasSubstr("rank 2 has not come to the first message between these ranks"));
+              HasSubstr("rank 2 has not reached the first message between these ranks"));
   EXPECT_LT(Clock::now() - begin, seconds(60));
   EXPECT_FALSE(ConnectBarrier(store, 0, 1).await({}, milliseconds(1), kUntold, kGoesOn));
 }

@@ -13,11 +13,12 @@
 namespace lockstep::cuda_ipc {
 namespace {
 
-constexpr std::size_t kUnit = 512;                          // what blocks are multiples of
-constexpr std::size_t kPage = std::size_t{2} << 20;         // what CUDA takes of a device
-constexpr std::size_t kLeastPiece = std::size_t{32} << 20;  // each is a handle that every peer opens
+constexpr std::size_t kUnit = 512;                   // block sizes are multiples of it
+constexpr std::size_t kPage = std::size_t{2} << 20;  // CUDA's allocation unit
+// smallest piece: each is a handle that every peer opens
+constexpr std::size_t kLeastPiece = std::size_t{32} << 20;
 
-// Events that no other process sees.
+// A pool of events that are private to this process.
 class LocalEvents {
  public:
   static LocalEvents& of(int device) {
@@ -28,8 +29,8 @@ class LocalEvents {
   }
   cudaEvent_t take() {
     {
-      // Not one that a stream has yet to come to: somebody may wait for that. A stream that hangs must not
-      // keep the others from being used.
+      // Skips an event that its stream has not reached: another stream may wait for it. A stream that hangs
+      // must not block reuse of the others.
       std::lock_guard lock(mutex_);
       if (!free_.empty()) {
         auto* event = free_.front();
@@ -39,7 +40,7 @@ class LocalEvents {
       }
     }
     cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event cannot be made");
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cannot create an event");
     return event;
   }
   void put(cudaEvent_t event) {
@@ -52,7 +53,7 @@ class LocalEvents {
   std::deque<cudaEvent_t> free_;
 };
 
-// What this process has opened, by the handles' bytes.
+// Memory and events that this process has opened, by the bytes of their handles.
 template <typename Opened, typename Open>
 Opened opened(const Handle& handle, Open open) {
   static std::mutex mutex;
@@ -81,7 +82,7 @@ Handle as_bytes(const CudaHandle& handle) {
 }  // namespace
 
 bool is_done(cudaError_t asked) {
-  // The runtime keeps it, and would tell whoever asks next.
+  // The runtime keeps the error and would report it to the next caller.
   if (asked != cudaSuccess) cudaGetLastError();
   return asked != cudaErrorNotReady;
 }
@@ -94,7 +95,7 @@ void check(cudaError_t status, const char* what) {
 
 bool is_capturing(cudaStream_t stream) {
   auto status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream, &status), "the stream cannot be asked");
+  check(cudaStreamIsCapturing(stream, &status), "cannot query the stream");
   return status != cudaStreamCaptureStatusNone;
 }
 
@@ -102,7 +103,7 @@ char* open_memory(const Handle& handle) {
   return opened<char*>(handle, [&] {
     void* memory = nullptr;
     check(cudaIpcOpenMemHandle(&memory, as<cudaIpcMemHandle_t>(handle), cudaIpcMemLazyEnablePeerAccess),
-          "the CUDA memory of another rank cannot be opened");
+          "cannot open the CUDA memory of another rank");
     return static_cast<char*>(memory);
   });
 }
@@ -111,14 +112,14 @@ cudaEvent_t open_event(const Handle& handle) {
   return opened<cudaEvent_t>(handle, [&] {
     cudaEvent_t event = nullptr;
     check(cudaIpcOpenEventHandle(&event, as<cudaIpcEventHandle_t>(handle)),
-          "a CUDA event of another rank cannot be opened");
+          "cannot open a CUDA event of another rank");
     return event;
   });
 }
 
 DeviceId device_id(int device) {
   cudaDeviceProp properties{};
-  check(cudaGetDeviceProperties(&properties, device), "the device cannot be asked");
+  check(cudaGetDeviceProperties(&properties, device), "cannot query the device");
   DeviceId id;
   static_assert(sizeof properties.uuid == sizeof(DeviceId));
   std::memcpy(id.data(), &properties.uuid, id.size());
@@ -127,7 +128,7 @@ DeviceId device_id(int device) {
 
 bool is_visible(const DeviceId& id) {
   int devices = 0;
-  check(cudaGetDeviceCount(&devices), "the devices cannot be counted");
+  check(cudaGetDeviceCount(&devices), "cannot count the devices");
   for (int device = 0; device < devices; ++device)
     if (device_id(device) == id) return true;
   return false;
@@ -157,14 +158,14 @@ Order::~Order() {
 Track::Track(int device) : device_(device) {
   const OnDevice here(device);
   int least = 0, greatest = 0;
-  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "the device cannot be asked");
-  // Others wait for what lies here.
-  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "a stream cannot be made");
+  check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cannot query the device");
+  // High priority, because peers wait for this stream.
+  check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cannot create a stream");
   for (std::size_t i = 0; i < events_.size(); ++i) {
     check(cudaEventCreateWithFlags(&events_[i], cudaEventDisableTiming | cudaEventInterprocess),
-          "an event for other processes cannot be made");
+          "cannot create an event for other processes");
     cudaIpcEventHandle_t handle;
-    check(cudaIpcGetEventHandle(&handle, events_[i]), "an event cannot be shown to other processes");
+    check(cudaIpcGetEventHandle(&handle, events_[i]), "cannot export an event to other processes");
     handles_[i] = as_bytes(handle);
   }
 }
@@ -172,7 +173,7 @@ Track::Track(int device) : device_(device) {
 std::shared_ptr<Track> Track::take(int device) {
   static auto& mutex = *new std::mutex;
   static auto& free = *new std::map<int, std::vector<Track*>>;
-  // Without CUDA, which may have gone before: the process may be ending.
+  // Makes no CUDA call, because CUDA may already be unloaded: the process may be exiting.
   auto put_back = [](Track* track) {
     if (track->lost_) return;
     std::lock_guard lock(mutex);
@@ -181,7 +182,7 @@ std::shared_ptr<Track> Track::take(int device) {
   {
     std::lock_guard lock(mutex);
     auto& of_device = free[device];
-    // Not one where something still lies: whoever had it would wait for that.
+    // Not one with pending work: its next user would wait for that.
     auto idle = std::find_if(of_device.begin(), of_device.end(), [](Track* each) { return each->is_idle(); });
     if (idle != of_device.end()) {
       auto* track = *idle;
@@ -193,18 +194,18 @@ std::shared_ptr<Track> Track::take(int device) {
 }
 
 void Track::record(int event) {
-  check(cudaEventRecord(events_[static_cast<std::size_t>(event)], stream_), "an event cannot be recorded");
+  check(cudaEventRecord(events_[static_cast<std::size_t>(event)], stream_), "cannot record an event");
 }
 
 void Track::wait(cudaEvent_t event) {
-  check(cudaStreamWaitEvent(stream_, event, 0), "an event cannot be waited for");
+  check(cudaStreamWaitEvent(stream_, event, 0), "cannot wait for an event");
 }
 
 bool Track::is_idle() const {
   try {
     const OnDevice here(device_);
     return is_done(cudaStreamQuery(stream_));
-  } catch (const std::exception&) {  // the process ends, and CUDA has gone before it
+  } catch (const std::exception&) {  // the process is exiting and CUDA is already unloaded
     return true;
   }
 }
@@ -223,10 +224,11 @@ Arena& Arena::of(int device) {
 void Arena::grow(std::size_t bytes) {
   const auto size = std::max(memory::round_up(bytes, kPage), kLeastPiece);
   void* memory = nullptr;
-  const auto what = fmt::format("{} MiB of CUDA memory for other ranks to open cannot be had", size >> 20);
+  const auto what =
+      fmt::format("cannot allocate {} MiB of CUDA memory that other ranks can open", size >> 20);
   auto status = cudaMalloc(&memory, size);
   if (status == cudaErrorMemoryAllocation && make_room) {
-    cudaGetLastError();  // it has been seen to
+    cudaGetLastError();  // clears the error
     make_room();
     status = cudaMalloc(&memory, size);
   }
@@ -234,7 +236,7 @@ void Arena::grow(std::size_t bytes) {
   cudaIpcMemHandle_t handle;
   if (const auto shown = cudaIpcGetMemHandle(&handle, memory); shown != cudaSuccess) {
     cudaFree(memory);
-    check(shown, "CUDA memory cannot be shown to other processes");
+    check(shown, "cannot export CUDA memory to other processes");
   }
   pieces_[static_cast<char*>(memory)] = {size, as_bytes(handle)};
   heap_.add({static_cast<char*>(memory), size});
@@ -254,7 +256,8 @@ char* Arena::allocate(std::size_t bytes, cudaStream_t stream) {
   return memory;
 }
 
-// What fails here leaves the memory taken: when the process ends, CUDA may be gone before its tensors are.
+// On failure the memory stays allocated: while the process exits, CUDA may be unloaded before its tensors are
+// destroyed.
 void Arena::free(char* memory, std::optional<cudaStream_t> used_on) noexcept {
   try {
     std::lock_guard lock(mutex_);
@@ -265,9 +268,9 @@ void Arena::free(char* memory, std::optional<cudaStream_t> used_on) noexcept {
     if (used_on && *used_on != taken->second) streams.push_back(*used_on);
     Freed freed{memory, {}};
     for (auto* stream : streams) {
-      if (is_capturing(stream)) return;  // the graph may use it whenever it is replayed
+      if (is_capturing(stream)) return;  // the graph may use it at every replay
       freed.events.push_back(LocalEvents::of(device_).take());
-      check(cudaEventRecord(freed.events.back(), stream), "an event cannot be recorded");
+      check(cudaEventRecord(freed.events.back(), stream), "cannot record an event");
     }
     freed_.push_back(std::move(freed));
     taken_.erase(taken);

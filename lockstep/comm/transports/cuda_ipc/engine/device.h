@@ -1,7 +1,7 @@
-// What the ranks of one host share of their GPUs: memory and events that other processes open by a handle. No
-// LibTorch.
+// What the ranks of one host share on their GPUs: memory and events that other processes open by a handle.
+// Does not use LibTorch.
 //
-// Nothing here is given back to CUDA before the process ends: a peer may still have it open. It is used again
+// Nothing is returned to CUDA before the process ends, because a peer may still have it open. It is reused
 // instead.
 #pragma once
 
@@ -22,14 +22,16 @@
 
 namespace lockstep::cuda_ipc {
 
-// Throws Error with CUDA's words.
+// Throws Error with CUDA's message.
 void check(cudaError_t status, const char* what);
 
-// Of what cudaEventQuery and cudaStreamQuery say. An error is an end, too: somebody else tells of it.
+// Interprets the result of cudaEventQuery or cudaStreamQuery. An error counts as done: another call reports
+// it.
 bool is_done(cudaError_t asked);
 
-// The thread's current device, for a while. Setting one makes a context on it, which takes memory, and a
-// thread that has set none is on device 0: who goes back there must know what LibTorch does (backend.cpp).
+// Sets the thread's current device for a scope. Setting a device creates a context on it, which takes memory,
+// and a thread that has set none is on device 0: to restore that state one must know what LibTorch does (see
+// backend.cpp).
 class OnDevice {
  public:
   explicit OnDevice(int device);
@@ -41,23 +43,23 @@ class OnDevice {
   const int before_;
 };
 
-// What is put on it now is part of a CUDA graph, and runs later.
+// True while work on the stream is captured for a CUDA graph, to run later.
 bool is_capturing(cudaStream_t stream);
 
-// By which another process opens memory or an event.
+// Handle by which another process opens memory or an event.
 using Handle = std::array<char, CUDA_IPC_HANDLE_SIZE>;
-// A peer's, opened once in this process.
+// Opens a peer's memory or event, once per process.
 char* open_memory(const Handle& handle);
 cudaEvent_t open_event(const Handle& handle);
 
-// Which GPU it is, the same in every process.
+// Identifies a GPU, with the same value in every process.
 using DeviceId = std::array<char, 16>;
 DeviceId device_id(int device);
 bool is_visible(const DeviceId& id);   // to this process
-std::string text(const DeviceId& id);  // as nvidia-smi writes it
+std::string text(const DeviceId& id);  // in the format of nvidia-smi
 
-// Of one operation: when its tensors may be used, and when they may be used again. Events of this process
-// alone.
+// For one operation: when its tensors may be used, and when they may be reused. The events are private to
+// this process.
 struct Order {
   explicit Order(int its_device);
   ~Order();
@@ -68,8 +70,8 @@ struct Order {
   cudaEvent_t ready = nullptr, done = nullptr;
 };
 
-// A stream and the events that are recorded on it and on no other. So a peer that waits for an event which
-// has been recorded again since waits longer than it must, and never too short.
+// A stream and the events that are recorded only on it. If an event was recorded again, a peer that waits for
+// it waits longer than necessary, but never too short.
 class Track {
  public:
   static constexpr int kEvents = 8;
@@ -77,10 +79,10 @@ class Track {
 
   cudaStream_t stream() const { return stream_; }
   const Handle& handle(int event) const { return handles_[static_cast<std::size_t>(event)]; }
-  void record(int event);  // before any peer is told to wait for it
+  void record(int event);  // call before a peer learns about the event
   void wait(cudaEvent_t event);
   bool is_idle() const;
-  // What lies on it may never end: it is not used again.
+  // Marks the stream as possibly stuck, so that it is not reused.
   void lose() { lost_ = true; }
 
  private:
@@ -92,20 +94,20 @@ class Track {
   std::atomic<bool> lost_ = false;
 };
 
-// Memory of a device that peers can open, in large pieces.
+// Device memory that peers can open, in large pieces.
 class Arena {
  public:
   static Arena& of(int device);
-  // Gives back what others keep for later, when there is no memory left; or null.
+  // Releases memory that caches hold, when none is left; or null.
   static inline void (*make_room)() = nullptr;
 
-  // For use on the stream; after free() it is given out again when what lies then on it, and on the stream
-  // that is named there, is done.
+  // Memory for use on the stream. After free() it is reused once everything that is on that stream by then,
+  // and on used_on, is done.
   char* allocate(std::size_t bytes, cudaStream_t stream);
   void free(char* memory, std::optional<cudaStream_t> used_on = {}) noexcept;
 
   struct Place {
-    const Handle* handle = nullptr;  // null: it is not in the arena
+    const Handle* handle = nullptr;  // null: not in the arena
     std::size_t offset = 0;
   };
   Place find(const void* pointer, std::size_t bytes);
@@ -118,7 +120,7 @@ class Arena {
   };
   struct Freed {
     char* memory;
-    std::vector<cudaEvent_t> events;  // all of them are waited for
+    std::vector<cudaEvent_t> events;  // reusable once all are done
   };
   void grow(std::size_t bytes);
   void collect();

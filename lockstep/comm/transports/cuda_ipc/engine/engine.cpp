@@ -12,7 +12,7 @@
 namespace lockstep::cuda_ipc {
 namespace {
 
-constexpr std::size_t kLine = 256;  // pieces of a stage begin at multiples of it
+constexpr std::size_t kLine = 256;  // alignment of pieces in a stage
 
 std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
@@ -22,12 +22,12 @@ std::size_t length(const Op& op, std::int64_t elements) {
 
 }  // namespace
 
-// What a rank says when it comes to a collective. Behind it: for each rank the offset of its piece, and the
-// sizes that this rank gives to and takes from each.
+// What a rank publishes when it reaches a collective. It is followed by the offset of each rank's piece and
+// the sizes that this rank sends to and receives from each rank.
 struct Engine::Offer {
   std::uint64_t digest;
   std::uint64_t is_direct;   // the data is the tensor itself, not a copy
-  std::int32_t ready, done;  // events of this rank's track; kAtOnce: there is nothing to wait for
+  std::int32_t ready, done;  // events of this rank's track; kAtOnce: nothing to wait for
   Handle memory;
 
   static std::size_t size_for(int ranks) { return sizeof(Offer) + 3 * sizeof(std::int64_t) * at(ranks); }
@@ -52,7 +52,7 @@ Engine::~Engine() {
   if (stage_ != nullptr) arena_.free(stage_);
 }
 
-// Others may be about to read the stage, and the stream may wait for an event that nobody records any more.
+// Peers may be about to read the stage, and the stream may wait for an event that is never recorded.
 void Engine::give_up() noexcept {
   if (under_way_) {
     track_.lose();
@@ -65,7 +65,7 @@ const Engine::Offer& Engine::offer(int rank) const {
   return *reinterpret_cast<const Offer*>(exchange_.of(rank));
 }
 
-// ---- coming -----------------------------------------------------------------------------------------------
+// ---- publishing -------------------------------------------------------------------------------------------
 
 std::vector<Engine::Piece> Engine::pieces_of(const Op& op) const {
   const Call& call = op.call;
@@ -100,7 +100,7 @@ std::vector<Engine::Piece> Engine::pieces_of(const Op& op) const {
   return pieces;
 }
 
-// Where they lie: in one piece of the arena, or else copied to the stage.
+// Locates the pieces: in one piece of the arena, or else copied to the stage.
 void Engine::show(const std::vector<Piece>& pieces, Offer& own) {
   const int ranks = peers_->ranks;
   auto* offsets = own.table(Offer::kOffsets, ranks);
@@ -121,9 +121,9 @@ void Engine::show(const std::vector<Piece>& pieces, Offer& own) {
   std::size_t total = 0;
   for (const auto& each : pieces) total += memory::round_up(each.bytes, kLine);
   if (total > stage_size_) {
-    // Larger than it must be: each size that is outgrown stays in the arena, as a piece of its own.
+    // Larger than necessary: each outgrown stage stays in the arena as a separate piece.
     const auto size = std::max(total, stage_size_ + stage_size_ / 2);
-    // Whoever reads it is waited for on the stream before it is given out again.
+    // The stream waits for its readers before the memory is reused.
     if (stage_ != nullptr) arena_.free(std::exchange(stage_, nullptr));
     stage_size_ = 0;
     stage_ = arena_.allocate(size, track_.stream());
@@ -143,7 +143,7 @@ void Engine::begin(Op& op) {
   const OnDevice here(peers_->device);
   const Call& call = op.call;
   const int ranks = peers_->ranks;
-  // Where the device has nothing of this rank's to do, it need not take a turn just to say so.
+  // If the device has nothing to do for this rank, skip its turn.
   auto* ready = static_cast<Order*>(op.order.get())->ready;
   const bool at_once = track_.is_idle() && is_done(cudaEventQuery(ready));
   if (!at_once) track_.wait(ready);
@@ -171,7 +171,7 @@ void Engine::begin(Op& op) {
   exchange_.begin(std::move(word));
 }
 
-// ---- taking -----------------------------------------------------------------------------------------------
+// ---- receiving --------------------------------------------------------------------------------------------
 
 void Engine::finish(Op& op, Clock::time_point deadline) {
   const OnDevice here(peers_->device);
@@ -191,7 +191,7 @@ void Engine::finish(Op& op, Clock::time_point deadline) {
     arena_.free(std::exchange(result_, nullptr));
   }
   check(cudaEventRecord(static_cast<Order*>(op.order.get())->done, track_.stream()),
-        "an event cannot be recorded");
+        "cannot record an event");
   under_way_ = false;
 }
 
@@ -205,7 +205,7 @@ void Engine::compare(const Op& op, Clock::time_point deadline) {
         same = same &&
                offer(giver).table(Offer::kTo, ranks)[taker] == offer(taker).table(Offer::kFrom, ranks)[giver];
   if (same) return;
-  // All have seen it: now they tell one another everything.
+  // All have seen the mismatch: now they exchange the full calls.
   const auto packed = detail::pack(op.call);
   exchange_.begin({packed.begin(), packed.end()});
   exchange_.finish(deadline);
@@ -215,9 +215,9 @@ void Engine::compare(const Op& op, Clock::time_point deadline) {
     calls.push_back(
         detail::unpack({reinterpret_cast<const std::uint8_t*>(exchange_.of(r)), packed.size()}, ranks));
   for (const Call& call : calls) pointers.push_back(&call);
-  under_way_ = false;  // nobody goes on with it
+  under_way_ = false;  // no peer continues with it
   throw shm::Mismatch(detail::find_mismatch(pointers).value_or(
-      "the ranks' calls differ in what cannot be shown: their number, or the size of an element"));
+      "the ranks' calls differ in their number or in the size of an element"));
 }
 
 void Engine::wait_for(int rank) {
@@ -225,7 +225,7 @@ void Engine::wait_for(int rank) {
     track_.wait(peers_->collective_event(rank, ready));
 }
 
-// A rank's data for this one, behind the event that says it is there.
+// A rank's data for this rank, after the event that signals that it is there.
 char* Engine::reach(int rank) {
   char*& known = reached_[at(rank)];
   if (known == nullptr) {
@@ -250,7 +250,7 @@ const char* Engine::source(const Op& op, int rank) {
 
 void Engine::copy(void* to, const void* from, std::size_t bytes) {
   if (to == from || bytes == 0) return;
-  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, track_.stream()), "a copy cannot begin");
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, track_.stream()), "cannot start a copy");
 }
 
 void Engine::fold(const Op& op, const std::vector<const void*>& inputs, const std::vector<void*>& outputs,
@@ -282,11 +282,11 @@ void Engine::all_reduce(const Op& op) {
   const auto count = op.call.count;
   if (count == 0 || ranks == 1) return;
   if (!is_in_place(op)) {
-    // Others read it where the result belongs: that waits until they are done.
+    // Peers read it where the result belongs, so the result waits until they are done.
     if (offer(rank).is_direct != 0) result_ = arena_.allocate(length(op, count), track_.stream());
     return fold_from_all(op, result_ != nullptr ? result_ : op.outputs[0], count);
   }
-  // In steps of 16 bytes, as the kernel takes them.
+  // In steps of 16 bytes, as the kernel processes them.
   const auto step = static_cast<std::int64_t>(16 / op.item_size);
   auto share = [&](int r) {
     if (peers_->one_device) return r == 0 ? 0 : count;
@@ -336,7 +336,7 @@ void Engine::take(Op& op) {
   LOCKSTEP_ASSERT(false, "a point-to-point operation among the collectives");
 }
 
-// Whether one rank reads from, or writes to, another's memory.
+// True if one rank reads from, or writes to, another rank's memory.
 bool Engine::takes_from(const Op& op, int taker, int giver) const {
   switch (op.call.operation) {
     case Operation::all_reduce: return !is_in_place(op) || !peers_->one_device || taker == 0;

@@ -1,15 +1,17 @@
-// The collectives of ranks that share a host's GPUs, one at a time. No LibTorch, no threads of its own.
+// The collectives of ranks that share a host's GPUs, one at a time. Does not use LibTorch and starts no
+// threads.
 //
-// Each operation meets twice, on the host. A rank first has its stream wait for its own tensors, records an
-// event and says where its data lies; when all have come it enqueues what it takes from the others behind
-// their events, records another, and comes again; then whatever follows on its stream waits for those who
-// took from it. So no kernel ever waits for a kernel of another process, which on the same GPU could not run:
-// an event is waited for by the device's scheduler, and only after it has been recorded.
+// In each operation the ranks meet twice, on the host. A rank first makes its stream wait for its own
+// tensors, records an event and publishes where its data is. When all ranks have arrived, it enqueues what it
+// reads from its peers after their events, records a second event, and arrives again. Later work on its
+// stream then waits for the peers that read from it. So no kernel ever waits for a kernel of another process,
+// which on the same GPU might be unable to run: the device's scheduler waits for events, and only after they
+// were recorded.
 //
-// Data lies where it is (in an arena: no copy) or is copied there by its owner. An all-reduce of p tensors of
-// n bytes that all lie in arenas is one pass of 2pn bytes: where all ranks have one GPU the first of them
-// makes it for all, because processes take turns on it; else each sums a share and writes it to all.
-// Otherwise each takes all inputs.
+// Data is used in place (in an arena: no copy) or its owner copies it there. An all-reduce of p tensors of n
+// bytes that all are in arenas is one pass of 2pn bytes. If all ranks have the same GPU, the first of them
+// makes it for all, because processes take turns on a GPU; otherwise each sums a share and writes it to all.
+// If not all are in arenas, each rank reads all inputs.
 #pragma once
 
 #include <functional>
@@ -27,11 +29,11 @@ class Engine final : public detail::CollectiveEngine {
   Engine(std::unique_ptr<shm::Engine> host, std::shared_ptr<Peers> peers);
   ~Engine() override;
 
-  // part.order is an Order.
+  // op.order is an Order.
   void begin(Op& op) override;
   void finish(Op& op, Clock::time_point deadline) override;
   void give_up() noexcept override;
-  // A peer may have died in its kernels: what lies on the stream may wait for it for ever.
+  // A peer may have died in its kernels, so work on the stream may wait for it forever.
   void interrupt(const std::string& cause) override {
     track_.lose();
     host_->interrupt(cause);
@@ -40,7 +42,7 @@ class Engine final : public detail::CollectiveEngine {
 
  private:
   struct Offer;
-  // What others read of this rank: each of them its own piece, or all the same.
+  // What peers read from this rank: a separate piece each, or the same for all.
   struct Piece {
     int reader;  // -1: all
     const char* data;
@@ -70,9 +72,9 @@ class Engine final : public detail::CollectiveEngine {
   std::uint64_t operations_ = 0;
   char* stage_ = nullptr;
   std::size_t stage_size_ = 0;
-  bool under_way_ = false;      // others may use this rank's memory
-  std::vector<char*> reached_;  // each rank's data, where it is known and may be used
-  char* result_ = nullptr;      // of an all-reduce, where its place is still read by others
+  bool under_way_ = false;      // True while peers may use this rank's memory
+  std::vector<char*> reached_;  // each rank's data, once it is known and may be used
+  char* result_ = nullptr;      // of an all-reduce whose destination peers still read
 };
 
 }  // namespace lockstep::cuda_ipc

@@ -12,10 +12,10 @@ using detail::Fold;
 using detail::FoldJob;
 
 constexpr int kThreads = 256;
-constexpr int kDepth = 7;  // of the tree over kMostFolded inputs, and one for the carry
+constexpr int kDepth = 7;  // of the tree over kMostFolded inputs, plus one for the carry
 static_assert((1 << (kDepth - 1)) == kMostFolded);
 
-// --- Numbers: how they lie in memory, and what is folded. --------------------------------------------------
+// --- Numbers: how they are stored, and what is folded. -----------------------------------------------------
 
 template <typename T>
 struct Plain {
@@ -39,7 +39,7 @@ struct Bfloat16 {
 struct Half {
   using Stored = std::uint16_t;
   using Wide = float;
-  // Every NaN keeps its sign, and nothing else.
+  // Every NaN keeps its sign and nothing else.
   __device__ static float widen(Stored x) {
     if ((x & 0x7fffu) > 0x7c00u)
       return __uint_as_float((static_cast<unsigned>(x & 0x8000u) << 16) | 0x7fc00000u);
@@ -53,8 +53,8 @@ struct Half {
 
 // --- Folds. ------------------------------------------------------------------------------------------------
 
-// A processor's NaN is that of an operand, quiet; where none had one, the negative one without a payload. A
-// device's is always the same one.
+// The NaN that a CPU returns: that of an operand, quieted; if no operand is NaN, the negative one without
+// payload. A device always returns the same NaN.
 __device__ inline float nan_of(float a, float b) {
   return __uint_as_float(a != a   ? __float_as_uint(a) | 0x00400000u
                          : b != b ? __float_as_uint(b) | 0x00400000u
@@ -83,7 +83,7 @@ struct Product {
     return product;
   }
 };
-// A NaN on either side wins; of equals, the left one.
+// A NaN on either side wins; of equal values, the left one.
 struct Min {
   template <typename T>
   __device__ static T of(T a, T b) {
@@ -135,7 +135,7 @@ struct alignas(sizeof(T) * kPack) Pack {
   T at[kPack];
 };
 
-// The left subtree of p > 1 inputs has the largest power of two below p of them.
+// The left subtree of p > 1 inputs has the largest power of two below p.
 __host__ __device__ constexpr int left_of(int p) {
   int left = 1;
   while (2 * left < p) left *= 2;
@@ -152,9 +152,9 @@ __device__ inline typename Format::Wide tree(const Stored* values, int k) {
   }
 }
 
-// kAny inputs: subtrees wait for the one on their right as the digits of a binary counter do; all in
-// registers, so the digits are spelled out. Integers come to the same in any order. load(i) is that of input
-// i.
+// For kAny inputs: subtrees wait for their right neighbour, like the digits of a binary counter. The digits
+// are spelled out, so all stay in registers. Integer folds give the same result in any order. load(i) loads
+// input i.
 constexpr int kAny = 0;
 template <typename Format, typename Op, int kPack, typename Load>
 __device__ inline void fold_any(int inputs, typename Format::Wide (&value)[kPack], Load load) {
@@ -204,7 +204,7 @@ __device__ inline void fold_any(int inputs, typename Format::Wide (&value)[kPack
   }
 }
 
-// An output may be an input: a thread reads all that it needs before it writes.
+// An output may be an input: a thread reads everything that it needs before it writes.
 template <typename Format, typename Op, int kPack, int kInputs>
 __device__ inline void fold_pack(const Buffers& buffers, std::size_t place, double divisor) {
   using Stored = Pack<typename Format::Stored, kPack>;
@@ -245,14 +245,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Format, typename Op, int kPack, int kInputs>
 void launch(const Buffers& buffers, std::size_t count, double divisor, Stream stream) {
-  const std::size_t wanted = (count / kPack + kThreads) / kThreads;  // and the rest of a pack
+  const std::size_t wanted = (count / kPack + kThreads) / kThreads;  // including the rest of a pack
   constexpr std::size_t kMost = 132 * 16;  // more blocks than any device runs at once
   const auto blocks = static_cast<unsigned>(wanted < kMost ? wanted : kMost);
   fold_all<Format, Op, kPack, kInputs><<<blocks, kThreads, 0, of(stream)>>>(buffers, count, divisor);
   check_launch("fold_all");
 }
 
-// Sums of floats are what training asks for: the usual numbers of ranks are constants.
+// Training mostly needs sums of floats: the common numbers of ranks are compile-time constants.
 template <typename Format, typename Op, int kPack>
 void launch_for(const Buffers& buffers, std::size_t count, double divisor, Stream stream) {
   if constexpr (std::is_same_v<Op, Sum> && std::is_same_v<typename Format::Wide, float> && kPack > 1) {
@@ -293,7 +293,7 @@ bool fold_floats(Fold fold, const FoldJob& job, Stream stream) {
   }
 }
 
-// Sums and products wrap around: of unsigned numbers.
+// Unsigned, so that sums and products wrap around.
 template <typename T>
 bool fold_integers(Fold fold, const FoldJob& job, Stream stream) {
   using Unsigned = Plain<std::make_unsigned_t<T>>;
@@ -313,7 +313,7 @@ bool fold_integers(Fold fold, const FoldJob& job, Stream stream) {
 
 bool fold(detail::Number number, detail::Fold fold, const FoldJob& job, Stream stream) {
   if (job.input_count == 0 || job.input_count > kMostFolded || job.output_count > kMostFolded)
-    throw std::logic_error("a fold of more tensors than a launch can name");
+    throw std::logic_error("too many tensors for one launch of a fold");
   if (job.bytes == 0 || job.output_count == 0) return true;
   switch (number) {
     case detail::Number::f32: return fold_floats<Plain<float>>(fold, job, stream);

@@ -1,5 +1,5 @@
-// The arithmetic of comm/reduce/reduce.h on a device, with the same bits: the aligned binary tree over the inputs,
-// bfloat16 and float16 in float and rounded once, of several NaNs the leftmost.
+// The arithmetic of comm/reduce on a device, with the same bits: the aligned binary tree over the inputs,
+// bfloat16 and float16 in float and rounded once; of several NaNs the leftmost is kept.
 #pragma once
 
 #include <lockstep/comm/reduce/kernels.h>
@@ -7,10 +7,10 @@
 
 namespace lockstep::kernels {
 
-// Of one fold: pointers travel with the launch.
+// Largest number of inputs of one fold: the pointers are launch arguments.
 constexpr int kMostFolded = 64;
 
-// job's pointers are to memory that the current device reaches. False for a pair that does not exist.
+// job's pointers must be accessible from the current device. Returns false for a pair that does not exist.
 bool fold(detail::Number number, detail::Fold fold, const detail::FoldJob& job, Stream stream);
 
 }  // namespace lockstep::kernels

@@ -6,9 +6,9 @@
 namespace lockstep::cuda_ipc {
 namespace {
 
-// Above every tag of a message: answers come by the letter's number.
+// Above every message tag: answers are tagged with the letter's number.
 constexpr std::int64_t kAnswers = std::int64_t{1} << 40;
-// How long a rank that leaves waits for those who should still hear from it.
+// How long a rank that leaves waits for peers that still need an answer.
 constexpr std::chrono::seconds kFarewell(2);
 
 Op empty_part(Operation operation, const Call& like, int peer) {
@@ -31,7 +31,7 @@ struct Mail::Letter {
   Handle memory;
   std::uint64_t offset;
   std::int32_t ready;     // the sender's event
-  std::int32_t received;  // and the receiver's, by which it answers
+  std::int32_t received;  // the receiver's event, by which it answers
 };
 
 struct Mail::Sent {
@@ -86,7 +86,7 @@ Mail::ItemPtr Mail::send(Op op, int peer, std::int64_t tag, std::chrono::nanosec
       sent->stage = arena_.allocate(bytes, track_.stream());
       place = arena_.find(sent->stage, bytes);
       check(cudaMemcpyAsync(sent->stage, data, bytes, cudaMemcpyDefault, track_.stream()),
-            "a copy cannot begin");
+            "cannot start a copy");
     }
     letter.memory = *place.handle;
     letter.offset = place.offset;
@@ -106,7 +106,7 @@ Mail::ItemPtr Mail::send(Op op, int peer, std::int64_t tag, std::chrono::nanosec
   const auto id = static_cast<std::int64_t>(letter.id);
   sent->item->answer = messages_->post(std::move(answer), peer, kAnswers + id, timeout);
 
-  // It is compared as the tensor's, and its bytes are the letter's.
+  // The call is compared as the tensor's, but the bytes sent are the letter's.
   Op note;
   note.item_size = 1;
   note.call = call;
@@ -128,7 +128,7 @@ void Mail::answered(Sent& sent) {
   track_.wait(peers_->message_event(sent.peer, sent.letter.received));
   if (sent.stage != nullptr) arena_.free(std::exchange(sent.stage, nullptr));
   check(cudaEventRecord(static_cast<Order*>(sent.op.order.get())->done, track_.stream()),
-        "an event cannot be recorded");
+        "cannot record an event");
   sent.end(nullptr);
 }
 
@@ -167,9 +167,9 @@ void Mail::take(Received& received, int source) {
   if (bytes > 0)
     check(cudaMemcpyAsync(received.op.outputs.at(0), open_memory(letter.memory) + letter.offset, bytes,
                           cudaMemcpyDefault, track_.stream()),
-          "a copy cannot begin");
+          "cannot start a copy");
   track_.record(letter.received);
-  check(cudaEventRecord(order.done, track_.stream()), "an event cannot be recorded");
+  check(cudaEventRecord(order.done, track_.stream()), "cannot record an event");
   answer(letter, source, received.op.call, received.timeout);
 }
 
@@ -184,7 +184,7 @@ void Mail::answer(const Letter& letter, int source, const Call& call, std::chron
 void Mail::wait(Item& item, Clock::time_point deadline) {
   messages_->wait(*item.letter, deadline);
   if (!item.answer) return;
-  item.fate.wait(Item::kUnknown);  // the letter has ended; another thread may be about to say how
+  item.fate.wait(Item::kUnknown);  // the letter has ended; another thread may be about to store its fate
   if (item.fate == Item::kTaken) messages_->wait(*item.answer, deadline);
 }
 

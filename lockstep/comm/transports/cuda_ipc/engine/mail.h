@@ -1,6 +1,6 @@
-// Sends and receives of CUDA memory. What travels through the host's memory is a letter that says where the
-// data lies and which event says that it is there; the receiver copies it behind that event and answers with
-// an event of its own. No LibTorch.
+// Mail: sends and receives of CUDA memory. Host memory carries only a letter, which contains the location of
+// the data and the event that signals that it is there. The receiver copies the data after that event and
+// answers with an event of its own. Does not use LibTorch.
 #pragma once
 
 #include <atomic>
@@ -15,21 +15,21 @@ namespace lockstep::cuda_ipc {
 
 class Mail : public std::enable_shared_from_this<Mail> {
  public:
-  // What can be waited for: the letter, and of a send its answer.
+  // What a caller can wait for: the letter and, for a send, its answer.
   struct Item {
     shm::Messages::ItemPtr letter, answer;
     enum Fate { kUnknown, kTaken, kFailed };
-    std::atomic<Fate> fate = kUnknown;  // of a letter that was sent; no answer comes to one that failed
+    std::atomic<Fate> fate = kUnknown;  // of a letter that was sent; a failed letter gets no answer
   };
   using ItemPtr = std::shared_ptr<Item>;
 
   Mail(std::shared_ptr<shm::Messages> messages, std::shared_ptr<Peers> peers);
 
-  // part.order is an Order. peer: or kAnySource. Never waits for a peer.
+  // op.order is an Order. peer: a rank or kAnySource. Never waits for a peer.
   ItemPtr post(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
   void wait(Item& item, Clock::time_point deadline);
   void interrupt(const std::string& cause);
-  // Those who sent what this rank has are told so first, for which some time is waited.
+  // Closes after notifying the senders of messages that this rank has received, within a time limit.
   void close();
   bool wait_for_threads(std::chrono::milliseconds limit) const;
 
@@ -48,7 +48,7 @@ class Mail : public std::enable_shared_from_this<Mail> {
   Track& track_;
   Arena& arena_;
   std::atomic<std::uint64_t> next_id_ = 0;
-  std::atomic<int> unheard_ = 0;  // answers that are still on their way
+  std::atomic<int> unheard_ = 0;  // number of answers still expected
   std::atomic<bool> broken_ = false;
 };
 

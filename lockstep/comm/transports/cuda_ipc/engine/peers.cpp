@@ -58,8 +58,8 @@ Peers::Peers(shm::Engine& host, int its_rank, int its_ranks, int its_device, Clo
       collectives(Track::take(its_device)),
       messages(Track::take(its_device)) {
   if (ranks > kernels::kMostFolded)
-    throw ConfigError(fmt::format("backend 'cuda_ipc' is not allowed in a group of {} ranks: up to {} are",
-                                  ranks, kernels::kMostFolded));
+    throw ConfigError(fmt::format("backend 'cuda_ipc': expected a group of at most {} ranks, got {}",
+                                  kernels::kMostFolded, ranks));
   const OnDevice here(device);
   Introduction own{.device = device_id(device), .events = {}};
   for (int i = 0; i < Track::kEvents; ++i) {
@@ -79,17 +79,17 @@ Peers::Peers(shm::Engine& host, int its_rank, int its_ranks, int its_device, Clo
     if (r == rank) continue;
     if (!is_visible(other.device))
       throw ConfigError(
-          fmt::format("backend 'cuda_ipc' is not allowed: rank {} has {}, which rank {} of the group, on {}, "
-                      "does not see; GPUs that all ranks of the host see are, or cuda:nccl where each rank "
-                      "has one of its own",
+          fmt::format("backend 'cuda_ipc': rank {} uses {}, which rank {} of the group, on {}, does not see; "
+                      "make all GPUs visible to all ranks of the host, or use cuda:nccl if each rank has its "
+                      "own GPU",
                       r, text(other.device), rank, text(own.device)));
     for (const auto& handle : other.events) events_[index(r)].push_back(open_event(handle));
   }
-  exchange.meet(deadline);  // nobody leaves before all have opened what it showed them
+  exchange.meet(deadline);  // no rank leaves before all have opened what it shared
 }
 
 bool Peers::finish(const shm::Barrier& barrier, Clock::time_point deadline, const std::atomic<bool>& stop) {
-  // Who has left in order has seen its own device finish.
+  // A rank that left in order has waited for its own device.
   auto is_broken = [&](int r) {
     return r != rank && barrier.lost(r) && barrier.region().line(r).presence != shm::Line::kLeft;
   };

@@ -1,4 +1,4 @@
-// The ranks of a group as one of them knows them: which GPU each has, and the events that it records.
+// Peers: what a rank knows about the ranks of its group: their GPUs, and the events that they record.
 #pragma once
 
 #include <atomic>
@@ -15,14 +15,15 @@ namespace lockstep::cuda_ipc {
 using detail::Op;
 using shm::Clock;
 
-// Every rank's word to all others, of the same length, through the host's memory. begin and finish in turn.
+// All-gather of one message per rank, all of the same length, through host memory. Call begin and finish
+// alternately.
 class Exchange {
  public:
   Exchange(shm::Engine& host, int rank, int ranks) : host_(host), rank_(rank), ranks_(ranks) {}
   void begin(std::vector<char> own);  // does not wait
   void finish(Clock::time_point deadline);
   const char* of(int rank) const { return all_.data() + own_.size() * static_cast<std::size_t>(rank); }
-  void meet(Clock::time_point deadline);  // with nothing to say
+  void meet(Clock::time_point deadline);  // a barrier
 
  private:
   void start(Operation operation);
@@ -33,19 +34,19 @@ class Exchange {
 };
 
 struct Peers {
-  // Meets them. ConfigError where this cannot work on this host's GPUs.
+  // Meets the peers. Throws ConfigError if this cannot work on this host's GPUs.
   Peers(shm::Engine& host, int rank, int ranks, int device, Clock::time_point deadline);
 
-  // Until the device has done what this rank gave it: others read from here, behind events, and not from a
-  // process that has ended. False where it has not: at the deadline, when `stop` says so, or when a rank died
-  // or gave up, for which it may wait for ever. Then the tracks are not used again.
+  // Waits until the device has finished this rank's work: peers read from it after its events, and cannot
+  // read from a process that has ended. Returns false if it has not finished: at the deadline, once `stop` is
+  // set, or because a rank that it may wait for forever died or gave up. The tracks are not reused then.
   bool finish(const shm::Barrier& barrier, Clock::time_point deadline, const std::atomic<bool>& stop);
 
   const int rank, ranks, device;
-  bool one_device = true;  // all have the same
-  // Apart: a message that waits keeps no collective from beginning.
+  bool one_device = true;  // True if all ranks use the same device
+  // Separate tracks, so that a message that waits does not delay a collective.
   const std::shared_ptr<Track> collectives, messages;
-  // Rank r's, as this process has opened them. Of this rank: none.
+  // Rank r's events, as opened by this process. None for this rank.
   cudaEvent_t collective_event(int r, int event) const { return events_[index(r)][index(event)]; }
   cudaEvent_t message_event(int r, int event) const {
     return events_[index(r)][index(Track::kEvents + event)];

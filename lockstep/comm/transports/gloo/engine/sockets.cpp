@@ -17,7 +17,7 @@
 namespace lockstep::detail {
 namespace {
 
-// "" for what is neither IPv4 nor IPv6. An IPv4 address is the same text on both kinds of socket.
+// "" if it is neither IPv4 nor IPv6. An IPv4 address has the same text on both kinds of socket.
 std::string text_of(const sockaddr_storage& address) {
   const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
   const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);

@@ -1,4 +1,4 @@
-// The TCP sockets of this process, as the kernel lists them.
+// The TCP sockets of this process, as listed by the kernel.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@ namespace lockstep::detail {
 
 struct TcpSocket {
   int fd = -1;
-  std::uint64_t inode = 0;  // the same descriptor may be another socket later: the inode tells
+  std::uint64_t inode = 0;  // distinguishes it from a later socket with the same descriptor
   bool listens = false;
-  std::string local = {};  // "address:port": ports alone are the same on many hosts
+  std::string local = {};  // "address:port", because ports alone repeat across hosts
   std::string peer = {};   // empty: not connected
 
   bool operator==(const TcpSocket&) const = default;
@@ -19,10 +19,10 @@ struct TcpSocket {
 
 std::vector<TcpSocket> tcp_sockets();
 
-// Whether the other end has closed it, or it is no longer that socket.
+// True if the other end has closed it, or the descriptor no longer refers to this socket.
 bool has_ended(const TcpSocket& socket) noexcept;
 
-// Both directions, if the descriptor is still that socket.
+// Shuts down both directions if the descriptor still refers to this socket.
 void shut_down(const TcpSocket& socket) noexcept;
 
 }  // namespace lockstep::detail

@@ -16,9 +16,9 @@
 namespace lockstep::hierarchy {
 namespace {
 
-constexpr std::size_t kSmall = 2000;  // bytes of a sum that travels with the greeting
+constexpr std::size_t kSmall = 2000;  // bytes of a sum that is sent with the greeting
 
-// The sizes of pairs, where all are the same: then nobody needs to see them.
+// The sizes of pairs, if all are equal: then ranks need not exchange them.
 constexpr std::int64_t kUneven = -1;
 std::int64_t even_size(const Call& call) {
   if (!detail::pairwise(call.operation)) return 0;
@@ -41,7 +41,7 @@ ReduceOp partial(ReduceOp op) { return op == ReduceOp::AVG ? ReduceOp::SUM : op;
 
 }  // namespace
 
-// All of the same length, whatever the call: a receiver cannot know better before it has read it.
+// The same length for every call: a receiver does not know the call before it has read the greeting.
 struct Engine::Greeting {
   std::uint64_t lowest, highest;       // digests of the calls
   std::int64_t least_even, most_even;  // sizes of pairs
@@ -68,7 +68,7 @@ Engine::~Engine() {
 }
 
 void Engine::give_up() noexcept {
-  // Others may still read it, or links write to it: it stays.
+  // Peers may still read it, or links write to it: leak it.
   if (scratch_ != nullptr && memory_ == nullptr)
     detail::leave_behind(std::shared_ptr<void>(scratch_, &std::free));
   scratch_ = nullptr;
@@ -88,7 +88,7 @@ std::string Engine::absent() const {
   if (rank < 0) return inside_.absent();
   const auto& others = hosts_.ranks_of(hosts_.host_of(rank));
   if (others.size() == 1) return fmt::format("rank {} has not answered", rank);
-  return fmt::format("rank {} has not answered: it, or another rank of its host ({}), has not come", rank,
+  return fmt::format("rank {} has not answered: it, or another rank of its host ({}), has not arrived", rank,
                      fmt::join(others, ", "));
 }
 
@@ -113,8 +113,8 @@ void Engine::finish(Op& part, Clock::time_point deadline) {
 
 // ---- the greeting -----------------------------------------------------------------------------------------
 
-// True where it has done the operation too. Two steps inside the host, and between hosts log2(h) messages one
-// after another, twice that where h is not a power of two.
+// Returns true if it has completed the operation too. Takes two steps inside the host and log2(h) successive
+// messages between hosts, or twice that if h is not a power of two.
 bool Engine::agree(Op& part) {
   const Call& call = part.call;
   const bool small = is_small_sum(call);
@@ -169,8 +169,8 @@ bool Engine::agree(Op& part) {
   return true;
 }
 
-// Along the tree over hosts: with a power of two of them all learn it at once (each meets the host that
-// differs in one bit, bit by bit), else it goes up to the first and down again.
+// Along the tree over hosts. With a power of two, all leaders learn the outcome at once: each exchanges with
+// the host that differs in one bit, bit by bit. Otherwise it goes up to the first host and down again.
 void Engine::meet_leaders(const Call* sums) {
   const int hosts = hosts_.count(), own = hosts_.host();
   Greeting &greeting = greetings_[0], &other = greetings_[1];
@@ -221,14 +221,14 @@ void Engine::merge(Greeting& greeting, const Greeting& other, bool is_left, cons
                       inputs, greeting.sum, static_cast<std::size_t>(sums->count), at(hosts_.size()));
 }
 
-// Every rank's call, on every rank: the leaders have those of their hosts, and exchange them.
+// Every rank's call, on every rank: the leaders collect those of their hosts and exchange them.
 std::vector<Call> Engine::everybodys(const Call& call) {
   Call own = call;
   own.rank = hosts_.rank();
   own.size = hosts_.size();
   const auto packed = detail::pack(own);
   const auto length = packed.size();
-  auto& all = calls_;  // host by host
+  auto& all = calls_;  // ordered by host
   all.resize(at(hosts_.size()) * length);
   std::vector<std::size_t> starts;
   for (int h = 0, before = 0; h < hosts_.count(); before += static_cast<int>(hosts_.ranks_of(h++).size()))
@@ -258,18 +258,16 @@ std::vector<Call> Engine::everybodys(const Call& call) {
   return calls;
 }
 
-// Where the greeting says that calls differ, or cannot say that they do not.
+// Called if the greeting shows that the calls differ, or cannot show that they match.
 void Engine::compare(const Call& call, bool fits) {
   const auto calls = everybodys(call);
   std::vector<const Call*> pointers;
   for (const Call& each : calls) pointers.push_back(&each);
   if (auto mismatch = detail::find_mismatch(pointers)) throw shm::Mismatch(*mismatch);
-  if (!fits)
-    throw shm::Mismatch(
-        "the ranks' calls differ in what cannot be shown: their number, or the transport's settings");
+  if (!fits) throw shm::Mismatch("the ranks' calls differ in their number or in the transport's settings");
 }
 
-// ---- what all of them need --------------------------------------------------------------------------------
+// ---- shared helpers ---------------------------------------------------------------------------------------
 
 void Engine::send(Transfers& transfers, int to, const void* data, std::size_t bytes, int tag) {
   if (bytes > 0) transfers.emplace_back(to, links_->send(to, data, bytes, tag));

@@ -1,16 +1,16 @@
-// The collectives of a group that spans hosts, one at a time: shared memory inside each host, links between
-// them. No LibTorch, no threads of its own.
+// The collectives of a group that spans hosts, one at a time: shared memory within each host, links between
+// hosts. Does not use LibTorch and starts no threads.
 //
-// Every operation begins with a greeting: the ranks of a host compare their calls in shared memory, their
-// leader exchanges the outcome with those of the other hosts and tells it. Small sums travel with it. So no
-// data moves, and none is sent in a size that its receiver does not expect, before all calls are known to
-// fit.
+// Every operation begins with a greeting: the ranks of a host compare their calls in shared memory, and their
+// leader exchanges the outcome with those of the other hosts and distributes it. Small sums are sent with the
+// greeting. So no data moves before all calls are known to match, and none is sent in a size that its
+// receiver does not expect.
 //
 // Sums: each host sums its ranks' data by the tree over them, and these sums are added by the tree over
-// hosts, in the accumulator's type; where Hosts::follow_tree, that is the tree over all ranks. A piece of the
-// data is summed for each rank (n bytes, p ranks on h hosts: each sends n (h - 1) / p bytes to other hosts),
-// and for an all-reduce the sums are gathered in the same way (as many again). Windows of the data follow one
-// another through both steps, so that memory and links are busy at once.
+// hosts, in the accumulator's type. If Hosts::follow_tree(), that is the tree over all ranks. Each rank is
+// responsible for a piece of the data (n bytes, p ranks on h hosts: each sends n (h - 1) / p bytes to other
+// hosts); an all-reduce then gathers the sums in the same way, which sends as much again. Windows of the data
+// pass through both steps in a pipeline, so that memory and links are busy at the same time.
 #pragma once
 
 #include <atomic>
@@ -29,16 +29,16 @@ namespace lockstep::hierarchy {
 
 using detail::Op;
 
-// Tags of what the engine sends.
+// Tags of the engine's messages.
 enum Tag : int { kGreetingTag, kCallTag, kSumTag, kShareTag, kDataTag };
 
 class Engine final : public detail::CollectiveEngine {
  public:
   struct Tuning {
-    std::size_t window = std::size_t{4} << 20;  // of all ranks' pieces together, at a time
+    std::size_t window = std::size_t{4} << 20;  // bytes of all ranks' pieces together per window
   };
-  // inside: null where this rank is alone on its host. memory: where scratch is taken from that neighbours
-  // can reach; null: alone.
+  // inside: null if this rank is alone on its host. memory: where scratch memory comes from that neighbours
+  // can reach; null if this rank is alone.
   Engine(Hosts hosts, std::unique_ptr<shm::Engine> inside, std::shared_ptr<Links> links, shm::Memory* memory,
          Tuning tuning);
   ~Engine() override;
@@ -57,7 +57,7 @@ class Engine final : public detail::CollectiveEngine {
   struct Sums;
   struct Blocks;
   struct Window;
-  using Transfers = std::vector<std::pair<int, Links::TransferPtr>>;  // with whom
+  using Transfers = std::vector<std::pair<int, Links::TransferPtr>>;  // with their peers
 
   // engine.cpp
   bool agree(Op& op);
@@ -69,7 +69,7 @@ class Engine final : public detail::CollectiveEngine {
   void receive(Transfers& transfers, int from, void* data, std::size_t bytes, int tag);
   void wait(Transfers& transfers);
   char* scratch(std::size_t bytes);
-  std::size_t window_items(std::size_t item_size) const;  // of each rank's piece, at a time
+  std::size_t window_items(std::size_t item_size) const;  // of each rank's piece in a window
 
   // engine_reduce.cpp
   void all_reduce(Op& op);
@@ -97,8 +97,8 @@ class Engine final : public detail::CollectiveEngine {
   shm::Memory* const memory_;
   const Tuning tuning_;
   std::uint64_t operations_ = 0;
-  Clock::time_point deadline_;  // of the operation that is under way
-  // What links may write to: not on the stack, because after a failure they may do so later.
+  Clock::time_point deadline_;  // of the operation in progress
+  // What links may write to. Not on the stack, because after a failure they may still write later.
   std::unique_ptr<Greeting[]> greetings_;  // this host's, and another's
   std::vector<std::uint8_t> calls_;
   char* scratch_ = nullptr;

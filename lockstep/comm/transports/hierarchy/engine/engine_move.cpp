@@ -1,4 +1,4 @@
-// What only moves.
+// Collectives that only move data.
 #include <array>
 #include <cstring>
 
@@ -8,7 +8,7 @@ namespace lockstep::hierarchy {
 
 // ---- blocks of every rank ---------------------------------------------------------------------------------
 
-// Each rank sends its block to one of each other host.
+// Each rank sends its block to one rank of each other host.
 void Engine::start_share(const Blocks& blocks, Window& window) {
   for (int h = 0; h < hosts_.count(); ++h) {
     if (h == hosts_.host()) continue;
@@ -20,11 +20,11 @@ void Engine::start_share(const Blocks& blocks, Window& window) {
   }
 }
 
-// And each shows its neighbours what it has received: host by host, one block of each rank at a time.
+// Each rank then shares what it has received with its neighbours: host by host, one block per rank at a time.
 void Engine::finish_share(const Blocks& blocks, Window& window) {
   const auto neighbours = hosts_.neighbours().size();
   for (int i = 0; i < hosts_.count(); ++i) {
-    if (i == 1) wait(window.in);  // this host's own are there already
+    if (i == 1) wait(window.in);  // this host's own blocks are already there
     const int host = (hosts_.host() + i) % hosts_.count();
     const auto& ranks = hosts_.ranks_of(host);
     for (std::size_t first = 0; first < ranks.size(); first += neighbours) {
@@ -148,7 +148,7 @@ void Engine::all_to_all(Op& op) {
   std::vector<const void*> inputs;
   std::vector<void*> outputs;
   std::vector<std::size_t> to, from;
-  // Each begins with its successor, so that not all send to rank 0 first.
+  // Each rank begins with its successor, so that not all send to rank 0 first.
   for (int i = 1; i < hosts_.size(); ++i) {
     const int sender = (hosts_.rank() - i + hosts_.size()) % hosts_.size();
     const int receiver = (hosts_.rank() + i) % hosts_.size();
@@ -170,8 +170,9 @@ void Engine::all_to_all(Op& op) {
   wait(out);
 }
 
-// From host to host along a binomial tree whose root is the root's host, and inside each from the one who
-// received it. Hosts count from the root's; a host hears from the one that differs in its highest bit.
+// From host to host along a binomial tree rooted at the root's host, and within each host from the rank that
+// received it. Hosts are numbered from the root's; a host receives from the one that differs in its highest
+// bit.
 void Engine::broadcast(Op& op) {
   const int hosts = hosts_.count(), root = op.call.root, root_host = hosts_.host_of(root);
   auto* data = static_cast<char*>(op.outputs.at(0));

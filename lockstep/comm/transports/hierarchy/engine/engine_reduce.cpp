@@ -1,4 +1,4 @@
-// Sums: of a piece for each rank, window by window.
+// Sums: one piece per rank, window by window.
 #include <array>
 
 #include <lockstep/comm/reduce/reduce.h>
@@ -6,7 +6,7 @@
 #include <lockstep/memory/align.h>
 
 namespace lockstep::hierarchy {
-// Scratch for the windows: partial sums, what comes from other hosts, and what is between two types.
+// Scratch memory for the windows: partial sums, data from other hosts, and conversions between two types.
 void Engine::prepare(Sums& sums, std::span<Window> windows) {
   sums.wide = detail::accumulator(sums.dtype);
   sums.item = detail::item_size(sums.dtype);
@@ -15,7 +15,7 @@ void Engine::prepare(Sums& sums, std::span<Window> windows) {
   sums.window = std::min(window_items(sums.item), std::max<std::size_t>(sums.longest, 1));
 
   const auto piece = memory::round_up(sums.window * sums.wide_item, memory::kCacheLine);
-  std::size_t rounds = 0;  // pieces that this rank sums for others, and its own
+  std::size_t rounds = 0;  // pieces that this rank sums for others, plus its own
   for (int h = 0; h < hosts_.count(); ++h)
     rounds += (hosts_.ranks_of(h).size() + hosts_.neighbours().size() - 1) / hosts_.neighbours().size();
   const auto hosts = at(hosts_.count());
@@ -32,7 +32,7 @@ void Engine::prepare(Sums& sums, std::span<Window> windows) {
   sums.wide_result = next + widened;
 }
 
-// This host's sums of everybody's pieces, by the tree; each rank sums those that it carries, and sends them.
+// This host's sums of all pieces, by the tree. Each rank sums the pieces that it carries and sends them.
 void Engine::start_sums(const Sums& sums, Window& window) {
   const auto neighbours = hosts_.neighbours().size();
   const auto piece = memory::round_up(sums.window * sums.wide_item, memory::kCacheLine);
@@ -51,7 +51,7 @@ void Engine::start_sums(const Sums& sums, Window& window) {
 
   char* partial = window.partials;
   const auto op = sums.op == ReduceOp::AVG ? ReduceOp::SUM : sums.op;
-  // What goes to other hosts first.
+  // Data for other hosts first.
   for (int i = 1; i <= hosts_.count(); ++i) {
     const int host = (hosts_.host() + i) % hosts_.count();
     const auto& ranks = hosts_.ranks_of(host);
@@ -94,11 +94,11 @@ void Engine::finish_sums(const Sums& sums, Window& window) {
   wait(window.out);
 }
 
-// One tensor in as many pieces as there are ranks.
+// Cuts one tensor into one piece per rank.
 void Engine::cut(Op& part, Sums& sums, Blocks& blocks) const {
   auto* data = static_cast<char*>(part.outputs.at(0));
   const auto count = static_cast<std::size_t>(part.call.count), ranks = at(hosts_.size());
-  // Whole lines, whatever an element's size.
+  // Whole cache lines, whatever an element's size.
   const auto share = memory::round_up((count + ranks - 1) / ranks, memory::kCacheLine);
   sums.dtype = part.call.dtype;
   sums.op = part.call.reduction;
@@ -141,7 +141,7 @@ void Engine::reduce(Op& part) {
   Blocks blocks;
   cut(part, sums, blocks);
   const int root = part.call.root;
-  // Elsewhere the tensor is left as it was.
+  // On other ranks the tensor does not change.
   if (hosts_.rank() == root) blocks.own = sums.output = blocks.places[at(root)];
   std::array<Window, 3> windows;
   prepare(sums, windows);

@@ -1,4 +1,4 @@
-// Collectives of one host's ranks, as steps of operations over several hosts. No LibTorch.
+// Inside: collectives of one host's ranks, as steps of operations over several hosts. Does not use LibTorch.
 #pragma once
 
 #include <memory>
@@ -14,30 +14,30 @@ using Clock = detail::AwakeClock;
 
 class Inside {
  public:
-  // engine: null where this rank is alone on its host.
+  // engine: null if this rank is alone on its host.
   Inside(std::unique_ptr<shm::Engine> engine, int place, int ranks);
 
   bool alone() const { return engine_ == nullptr; }
   int ranks() const { return ranks_; }
 
-  // Places and pieces are by the ranks' places on this host; sizes are bytes, and those of all ranks.
+  // Arguments are indexed by the ranks' places on this host. Sizes are in bytes, for all ranks.
   void all_gather(const void* own, std::vector<void*> from_each, std::span<const std::size_t> sizes,
                   Clock::time_point deadline);
   void broadcast(int root, void* data, std::size_t bytes, Clock::time_point deadline);
-  // from_each: on the root.
+  // from_each: on the root only.
   void gather(int root, const void* own, std::size_t bytes, std::vector<void*> from_each,
               std::span<const std::size_t> sizes, Clock::time_point deadline);
-  // to_each: on the root.
+  // to_each: on the root only.
   void scatter(int root, std::vector<const void*> to_each, std::span<const std::size_t> sizes, void* own,
                std::size_t bytes, Clock::time_point deadline);
   void all_to_all(std::vector<const void*> to_each, std::span<const std::size_t> to,
                   std::vector<void*> from_each, std::span<const std::size_t> from,
                   Clock::time_point deadline);
-  // The tree over this host's ranks; counts are elements.
+  // The tree over this host's ranks. Counts are in elements.
   void reduce_scatter(Dtype dtype, ReduceOp op, std::vector<const void*> to_each,
                       std::span<const std::size_t> counts, void* own, Clock::time_point deadline);
 
-  // Of what is waited for elsewhere, in this host's eyes.
+  // Tells this host's ranks that this rank waits for a rank of another host.
   void waits_elsewhere(std::optional<int> rank) {
     if (engine_) engine_->barrier().waits_elsewhere(rank);
   }

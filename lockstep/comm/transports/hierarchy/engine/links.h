@@ -1,4 +1,4 @@
-// What ranks of different hosts send one another. No LibTorch.
+// Links: messages between ranks of different hosts. Does not use LibTorch.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ using Clock = detail::AwakeClock;
 
 class Links {
  public:
-  // Under way. Its memory is needed until it has been waited for; after a failure, for good.
+  // A message in flight. Its memory must stay valid until it has been waited for, or forever after a failure.
   class Transfer {
    public:
     virtual ~Transfer() = default;
@@ -22,19 +22,20 @@ class Links {
   using TransferPtr = std::unique_ptr<Transfer>;
 
   virtual ~Links() = default;
-  // Neither waits. What goes from one rank to another under one tag arrives in order, and is received in the
-  // size in which it was sent.
+  // These never block. Messages from one rank to another with one tag arrive in order, and must be received
+  // in the size in which they were sent.
   virtual TransferPtr send(int to, const void* data, std::size_t bytes, int tag) = 0;
   virtual TransferPtr receive(int from, void* data, std::size_t bytes, int tag) = 0;
   virtual TransferPtr receive_any(void* data, std::size_t bytes, int tag) = 0;
-  // Returns the rank at the other end. Throws as a wait in shared memory does: shm::Interrupted,
-  // shm::TimedOut, shm::PeerLost. By one thread at a time for a transfer.
+  // Returns the rank at the other end. Throws like a wait in shared memory: shm::Interrupted, shm::TimedOut,
+  // shm::PeerLost. Only one thread at a time may wait for a transfer.
   virtual int wait(Transfer& transfer, Clock::time_point deadline) = 0;
-  // Any thread: a wait for this one ends with shm::Interrupted, now or later.
+  // Ends a wait for this transfer with shm::Interrupted, now or later. Thread-safe.
   virtual void cancel(Transfer& transfer) = 0;
-  // Why that rank will say no more, if so; any other rank, if it is not a rank. Asked now and then.
+  // Why nothing more can come from that rank, or null; of any rank, if `rank` is not one. Called now and
+  // then.
   virtual std::exception_ptr lost(int rank) = 0;
-  // Any thread: every wait ends with this cause, now and later.
+  // Ends every wait with this cause, now and later. Thread-safe.
   virtual void interrupt(const std::string& cause) = 0;
 };
 

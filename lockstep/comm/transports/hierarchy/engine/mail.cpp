@@ -14,14 +14,14 @@ namespace {
 using detail::kAnySource;
 using shm::Note;
 
-// After those of the collectives: of notes, and of the messages that they announce.
+// Above the tags of the collectives: for notes, and for the messages that they announce.
 constexpr int kNoteTag = 8, kFirstMailTag = 16;
 constexpr std::uint64_t kMailTags = 1 << 20;
 int tag_of(std::uint64_t id) { return kFirstMailTag + static_cast<int>(id % kMailTags); }
 
-// How often a wait looks whether its peer is still there.
+// How often a wait checks that its peer is still there.
 constexpr std::chrono::milliseconds kMailLook(100);
-// How long the sender of what does not fit is waited for, to be told.
+// How long to wait until the sender of a message that does not fit has been notified.
 constexpr std::chrono::seconds kMailFarewell(1);
 
 }  // namespace
@@ -35,7 +35,8 @@ Mail::Mail(Hosts hosts, std::shared_ptr<shm::Messages> inside, const shm::Barrie
       next_id_(static_cast<std::size_t>(hosts_.size())) {}
 
 Mail::~Mail() {
-  if (listener_.joinable()) listener_.detach();  // it holds this while it runs: so it is on its way out
+  // the running thread holds a reference to this, so it is exiting
+  if (listener_.joinable()) listener_.detach();
 }
 
 Mail::ItemPtr Mail::post(Op op, std::int64_t tag, std::chrono::nanoseconds timeout) {
@@ -72,7 +73,7 @@ Mail::ItemPtr Mail::post(Op op, std::int64_t tag, std::chrono::nanoseconds timeo
   return item;
 }
 
-// Without the mutex: it may end at once.
+// Call without the mutex: the item may complete at once.
 void Mail::post_near(const ItemPtr& item, int place, std::chrono::nanoseconds timeout) {
   Op op;
   op.call = item->op.call;
@@ -109,7 +110,7 @@ void Mail::receive_far(Lock& lock, const ItemPtr& item) {
     receives_.push_back(item);
     return;
   }
-  if (item->near && !inside_->withdraw(item->near)) return;  // answered there in this moment
+  if (item->near && !inside_->withdraw(item->near)) return;  // shared memory answered it just now
   const auto found = *wanted;
   arrived_.erase(wanted);
   take(lock, item, found.note, found.from);
@@ -132,7 +133,7 @@ void Mail::listen() {
   } catch (...) {
     if (!lock.owns_lock()) lock.lock();
     if (!closed_) fail_all(lock, std::current_exception());
-    detail::leave_behind(std::shared_ptr<Note>(std::move(heard)));  // links may write to it yet
+    detail::leave_behind(std::shared_ptr<Note>(std::move(heard)));  // links may still write to it
   }
   hearing_.reset();
 }
@@ -145,7 +146,7 @@ void Mail::hear(Lock& lock, const Note& note, int from) {
     const Call& call = item->op.call;
     item->refused = std::make_exception_ptr(
         shm::Mismatch(detail::find_mismatch(call, shm::far_call(note, call, Operation::recv, from))
-                          .value_or("the receiver could not take it")));
+                          .value_or("the receiver could not accept it")));
     if (item->data) links_->cancel(*item->data);
     return;
   }
@@ -156,15 +157,15 @@ void Mail::hear(Lock& lock, const Note& note, int from) {
       continue;
     }
     each = receives_.erase(each);
-    if (item->near && !inside_->withdraw(item->near)) continue;  // answered there in this moment
+    if (item->near && !inside_->withdraw(item->near)) continue;  // shared memory answered it just now
     return take(lock, item, note, from);
   }
   arrived_.push_back({note, from});
 }
 
-// Before this end tells of it, which ends the group: the other should know why.
+// Before the error is reported here, which ends the group: the peer should get the cause.
 void Mail::refuse(Lock& lock, const Item& item, const Note& note, int from) noexcept {
-  auto* reply = new (std::nothrow) Note(shm::note_of(item.op, note.tag));  // stays where it fails
+  auto* reply = new (std::nothrow) Note(shm::note_of(item.op, note.tag));  // leaked if it fails
   if (reply == nullptr) return;
   reply->kind = Note::kRefused;
   reply->id = note.id;
@@ -173,7 +174,7 @@ void Mail::refuse(Lock& lock, const Item& item, const Note& note, int from) noex
     auto transfer = links_->send(from, reply, sizeof(Note), kNoteTag);
     links_->wait(*transfer, Clock::now() + kMailFarewell);
     delete reply;
-  } catch (...) {  // it hears of it some other way
+  } catch (...) {  // the peer learns of it some other way
   }
   lock.lock();
 }
@@ -215,7 +216,7 @@ void Mail::wait(Item& item, Clock::time_point deadline) {
   }
 }
 
-// The lock is given up meanwhile.
+// Releases the lock while it waits.
 void Mail::finish(Lock& lock, Item& item, Clock::time_point deadline) {
   item.claimed = true;
   lock.unlock();
@@ -244,7 +245,7 @@ std::exception_ptr Mail::lost(const Item& item) const {
   }
 }
 
-// The lock is given up meanwhile: what is called may post again, and wait.
+// Releases the lock meanwhile: the callback may post again, and wait.
 void Mail::settle(Lock& lock, Item& item, const std::exception_ptr& error, int source) {
   if (std::exchange(item.settled, true)) return;
   changed_.notify_all();
@@ -256,7 +257,7 @@ void Mail::settle(Lock& lock, Item& item, const std::exception_ptr& error, int s
   lock.lock();
 }
 
-// What waits for a transfer hears of it from the links.
+// Items that wait for a transfer get the error from the links.
 void Mail::fail_all(Lock& lock, const std::exception_ptr& error) {
   if (!broken_) broken_ = error;
   for (auto& item : std::exchange(receives_, {})) settle(lock, *item, error);
@@ -272,7 +273,7 @@ void Mail::close() {
   if (inside_) inside_->close();
   Lock lock(mutex_);
   closed_ = true;
-  fail_all(lock, std::make_exception_ptr(shm::Interrupted("the group has been left")));
+  fail_all(lock, std::make_exception_ptr(shm::Interrupted("this rank has left the group")));
   if (hearing_) links_->cancel(*hearing_);
   auto listener = std::move(listener_);
   lock.unlock();

@@ -1,8 +1,8 @@
-// Sends and receives of a group that spans hosts. Inside a host they go through shared memory; between hosts
-// over links, where a note goes before each message and says what comes. A thread hears the notes, from the
-// first message between hosts on. So a receive from any rank is answered by either, and a message that does
-// not fit its receive is an error at both ends. A send is complete when its data has been taken (inside a
-// host), or is on its way to a receive that fits it.
+// Mail: sends and receives of a group that spans hosts. Within a host they use shared memory; between hosts
+// they use links, where a note before each message describes it. From the first message between hosts on, a
+// thread listens for notes. So either path can satisfy a receive from any rank, and a message that does not
+// match its receive is an error at both ends. A send is complete when its data was received (within a host),
+// or is being sent to a matching receive.
 #pragma once
 
 #include <condition_variable>
@@ -31,28 +31,28 @@ class Mail : public std::enable_shared_from_this<Mail> {
     int peer = 0;
     std::int64_t tag = 0;
     Clock::time_point deadline;
-    shm::Messages::ItemPtr near;  // what is asked of shared memory
+    shm::Messages::ItemPtr near;  // the request to shared memory
     bool only_near = false;
     // Under the mutex.
-    std::unique_ptr<shm::Note> note;  // links may read it after a failure: it stays then
+    std::unique_ptr<shm::Note> note;  // leaked after a failure, because links may still read it
     std::uint64_t id = 0;
     Links::TransferPtr told, data;
     int source = -1;
     std::exception_ptr refused;
-    bool claimed = false, settled = false;  // somebody waits for its transfers; it has ended
+    bool claimed = false, settled = false;  // a thread waits for its transfers; it has ended
   };
   using ItemPtr = std::shared_ptr<Item>;
 
-  // inside: null where this rank is alone on its host; meeting: that of its ranks.
+  // inside: null if this rank is alone on its host. barrier: that of the ranks of this host.
   Mail(Hosts hosts, std::shared_ptr<shm::Messages> inside, const shm::Barrier* barrier,
        std::shared_ptr<Links> links);
   ~Mail();
 
-  // part.call.root is the peer, or kAnySource. Never waits.
+  // op.call.root is the peer, or kAnySource. Never blocks.
   ItemPtr post(Op op, std::int64_t tag, std::chrono::nanoseconds timeout);
-  // Whoever waits does the work: nobody else looks whether a transfer is complete.
+  // The waiting thread does the work: no other thread checks whether a transfer is complete.
   void wait(Item& item, Clock::time_point deadline);
-  // Every message ends with this cause, now and later. The links are told by somebody else.
+  // Fails every message with this cause, now and later. The caller interrupts the links.
   void interrupt(const std::string& cause);
   void close();
 
@@ -81,9 +81,9 @@ class Mail : public std::enable_shared_from_this<Mail> {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::list<ItemPtr> receives_;                             // that nobody has answered, as they were posted
-  std::list<Arrived> arrived_;                              // that nobody has asked for
-  std::map<std::pair<int, std::uint64_t>, ItemPtr> sends_;  // to whom, and its number there
+  std::list<ItemPtr> receives_;                             // unmatched receives, in the order of posting
+  std::list<Arrived> arrived_;                              // messages without a matching receive
+  std::map<std::pair<int, std::uint64_t>, ItemPtr> sends_;  // by receiver, and number at the receiver
   std::vector<std::uint64_t> next_id_;                      // for each rank
   std::exception_ptr broken_;
   Links::TransferPtr hearing_;

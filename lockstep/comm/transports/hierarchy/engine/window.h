@@ -1,4 +1,4 @@
-// Parts of an operation over several hosts, while the engine works on it.
+// The data of an operation over several hosts, while the engine works on it.
 #pragma once
 
 #include <algorithm>
@@ -10,25 +10,25 @@ namespace lockstep::hierarchy {
 
 inline std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
-// A part of every piece: its items `from` to `to`.
+// One section of every piece: items `from` to `to`.
 struct Engine::Window {
   std::size_t from = 0, to = 0;
   Transfers in, out;
   char* partials = nullptr;   // this host's sums
-  const char* own = nullptr;  // of them, that of this rank's piece
-  char* incoming = nullptr;   // the same of each other host
-  char* result = nullptr;     // the sum, where it has no better place
+  const char* own = nullptr;  // within them, the sum of this rank's piece
+  char* incoming = nullptr;   // the sums of that piece from each other host
+  char* result = nullptr;     // the total, if there is no better place for it
 
   std::size_t clip(std::size_t items) const { return std::min(items, to) - std::min(items, from); }
 };
 
-// A piece for each rank, of which all ranks have their numbers.
+// One piece per rank, of which all ranks hold their own numbers.
 struct Engine::Sums {
   Dtype dtype{}, wide{};
   ReduceOp op{};
   std::size_t item = 0, wide_item = 0;
   std::size_t longest = 0;  // items of the longest piece
-  std::size_t window = 0;   // items of each at a time
+  std::size_t window = 0;   // items of each piece per window
   std::vector<const char*> inputs;
   std::vector<std::size_t> counts;
   char* output = nullptr;  // for this rank's piece; null: Window::result
@@ -39,10 +39,10 @@ struct Engine::Sums {
   char* result(const Window& w) const { return output != nullptr ? output + w.from * item : w.result; }
 };
 
-// A block of each rank, and where it goes here.
+// One block of each rank, and its destination here.
 struct Engine::Blocks {
   std::size_t item = 1;
-  std::vector<std::size_t> counts;  // items
+  std::vector<std::size_t> counts;  // in items
   const char* own = nullptr;        // null: Window::result
   std::vector<char*> places;
 

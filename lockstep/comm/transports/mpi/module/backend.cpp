@@ -106,7 +106,7 @@ MpiBackend::WorkPtr MpiBackend::all_reduce(OpType type, const Tensors& tensors,
     check_tensor(tensor);
     mpi_reduction(dtype_of(tensor.scalar_type()), reduce_op);
   }
-  // One stage for all tensors: the next operation of the group may start only after all have.
+  // One stage for all tensors: the next operation of the group may start only after all of them.
   stages.push_back([tensors, reduce_op](MpiPosts& posts, MpiWork&) {
     for (const auto& tensor : tensors) {
       const Dtype dtype = dtype_of(tensor.scalar_type());
@@ -155,7 +155,7 @@ MpiBackend::WorkPtr MpiBackend::allgather(std::vector<Tensors>& outputs, Tensors
   const auto& list = list_of(outputs, size_, input.scalar_type());
   const auto& own = list[static_cast<std::size_t>(rank_)];
   TORCH_CHECK(own.numel() == input.numel(), "mpi: all_gather has ", own.numel(), " elements of room for the ",
-              input.numel(), " of this rank");
+              input.numel(), " elements of this rank");
   return submit(OpType::ALLGATHER, list, inputs,
                 {exchange(list, Tensors(static_cast<std::size_t>(size_), input))});
 }
@@ -169,7 +169,8 @@ MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::Tensor& 
     return submit(OpType::_ALLGATHER_BASE, {output}, {input},
                   {exchange(parts_of(output, size_), Tensors(static_cast<std::size_t>(size_), input))});
   return submit(OpType::_ALLGATHER_BASE, {output}, {input}, {[output, input](MpiPosts& posts, MpiWork&) {
-                  // Always in place: MPI wants all ranks alike in that, and input may be a part of output.
+                  // Always in place: MPI requires the same choice on all ranks, and input may be part of
+                  // output.
                   const auto bytes = bytes_of(input);
                   std::memmove(data_of(output) + posts.link.rank * bytes, data_of(input),
                                static_cast<std::size_t>(bytes));
@@ -188,7 +189,7 @@ MpiBackend::WorkPtr MpiBackend::gather(std::vector<Tensors>& outputs, Tensors& i
   if (rank_ == options.rootRank) {
     list = list_of(outputs, size_, input.scalar_type());
     TORCH_CHECK(list[root].numel() == input.numel(), "mpi: gather has ", list[root].numel(),
-                " elements of room for the ", input.numel(), " of the root");
+                " elements of room for the ", input.numel(), " elements of the root");
   }
   to[root] = input;
   return submit(OpType::GATHER, list, inputs, {exchange(list, to)});
@@ -203,14 +204,14 @@ MpiBackend::WorkPtr MpiBackend::scatter(Tensors& outputs, std::vector<Tensors>& 
   if (rank_ == options.rootRank) {
     list = list_of(inputs, size_, output.scalar_type());
     TORCH_CHECK(list[root].numel() == output.numel(), "mpi: scatter has ", output.numel(),
-                " elements of room for the ", list[root].numel(), " of the root");
+                " elements of room for the ", list[root].numel(), " elements of the root");
   }
   from[root] = output;
   return submit(OpType::SCATTER, outputs, list, {exchange(from, list)});
 }
 
-// One MPI_Ireduce to each rank: from the tensors as they lie, of any sizes. A rank sends as many bytes as
-// MPI_Ireduce_scatter would, without the flat copy that it wants.
+// One MPI_Ireduce to each rank, directly from the tensors, of any sizes. Each rank sends as many bytes as
+// with MPI_Ireduce_scatter, but without the flat copy that it requires.
 MpiBackend::WorkPtr MpiBackend::reduce_scatter_list(OpType type, const at::Tensor& output, Tensors inputs,
                                                     const c10d::ReduceOp& reduce_op) {
   const Dtype dtype = dtype_of(output.scalar_type());
@@ -244,7 +245,7 @@ MpiBackend::WorkPtr MpiBackend::_reduce_scatter_base(at::Tensor& output, at::Ten
               " elements on ", size_, " ranks into ", output.numel());
   const Dtype dtype = dtype_of(output.scalar_type());
   const ReduceOp op = mpi_reduction(dtype, options.reduceOp);
-  // Which calls are made may depend on nothing that differs between ranks; a copy may.
+  // The choice of calls must not depend on anything that differs between ranks; a copy may.
   if (bytes_of(input) > link_->chunk)
     return reduce_scatter_list(OpType::_REDUCE_SCATTER_BASE, output, parts_of(input, size_),
                                options.reduceOp);
@@ -305,7 +306,7 @@ MpiBackend::WorkPtr MpiBackend::receive(OpType type, const Tensors& tensors, int
   Stages stages;
   const bool gated = peer == MPI_ANY_SOURCE && bytes_of(tensor) > link_->chunk;
   if (gated) {
-    // The first message tells the rank; the others must come from the same.
+    // The first message determines the rank; the rest must come from the same one.
     stages.push_back([tensor, tag](MpiPosts& posts, MpiWork&) {
       posts.recv(data_of(tensor), posts.link.chunk, MPI_ANY_SOURCE, tag);
     });

@@ -1,5 +1,5 @@
-// c10d's interface over MPI, for dense contiguous CPU tensors. Every operation is asynchronous; those of
-// one group start in the order of the calls.
+// MpiBackend: c10d's interface over MPI, for dense contiguous CPU tensors. Every operation is asynchronous;
+// operations of one group start in the order of the calls.
 #pragma once
 
 #include <memory>
@@ -25,7 +25,8 @@ class MpiBackend final : public c10d::Backend {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
-  // Lists may hold tensors of unequal sizes. Linear in the ranks; _allgather_base is MPI's own.
+  // Lists may hold tensors of unequal sizes. Cost is linear in the ranks; _allgather_base uses MPI's own
+  // algorithm.
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
@@ -54,7 +55,7 @@ class MpiBackend final : public c10d::Backend {
   WorkPtr reduce_scatter_list(c10d::OpType type, const at::Tensor& output, Tensors inputs,
                               const c10d::ReduceOp& op);
   WorkPtr receive(c10d::OpType type, const Tensors& tensors, int peer, int tag);
-  // outputs[r] from rank r and inputs[r] to rank r; an undefined or empty tensor is no message.
+  // outputs[r] comes from rank r and inputs[r] goes to rank r. An undefined or empty tensor means no message.
   MpiWork::Stage exchange(const Tensors& outputs, const Tensors& inputs) const;
   void check_root(std::int64_t root) const;
   void check_peer(int peer, int tag) const;

@@ -14,7 +14,7 @@
 namespace lockstep::detail {
 namespace {
 
-// MPI hands no context to a reduction function, hence one function for each pair.
+// MPI passes no context to a reduction function, so each pair has its own.
 template <Dtype dtype, ReduceOp op>
 void combine(void* in, void* inout, int* count, MPI_Datatype* /*type*/) {
   const std::array<const void*, 2> inputs = {in, inout};
@@ -44,7 +44,7 @@ MPI_User_function* own_combiner(Dtype dtype, ReduceOp op) {
   }
 }
 
-// What MPI lacks, made at first use. Progress thread only.
+// Types and operations that MPI lacks, created at first use. Progress thread only.
 struct Made {
   MPI_Datatype two_bytes = MPI_DATATYPE_NULL;
   std::map<std::pair<Dtype, ReduceOp>, MPI_Op> ops;
@@ -78,7 +78,7 @@ MPI_Datatype type_of(Dtype dtype) {
     case Dtype::boolean: return MPI_UINT8_T;
     default: break;
   }
-  throw std::runtime_error("a dtype that the MPI transport does not reduce");
+  throw std::runtime_error("the MPI transport does not reduce this dtype");
 }
 
 MPI_Op native_op(Dtype dtype, ReduceOp op) {
@@ -93,7 +93,7 @@ MPI_Op native_op(Dtype dtype, ReduceOp op) {
     case ReduceOp::BXOR: return MPI_BXOR;
     case ReduceOp::AVG: break;
   }
-  throw std::runtime_error("a reduction that MPI does not have");
+  throw std::runtime_error("MPI does not support this reduction");
 }
 
 template <typename T, typename Wide = T>
@@ -151,7 +151,7 @@ void divide(Dtype dtype, void* values, std::int64_t count, int divisor) {
     case Dtype::float64: return divide_as<double>(values, count, divisor);
     case Dtype::bfloat16: return divide_as<c10::BFloat16, float>(values, count, divisor);
     case Dtype::float16: return divide_as<c10::Half, float>(values, count, divisor);
-    default: throw std::runtime_error("an average of a dtype that has none");
+    default: throw std::runtime_error("this dtype does not support averages");
   }
 }
 

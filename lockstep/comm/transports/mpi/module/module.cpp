@@ -20,35 +20,35 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr std::int64_t kChunk = std::int64_t{1} << 30;
-constexpr int kLowestTagBound = 32767;  // what every MPI allows
+constexpr int kLowestTagBound = 32767;  // the tag bound that every MPI guarantees
 
 double seconds(milliseconds time) { return std::chrono::duration<double>(time).count(); }
 
-// No limit is a month, in which nobody waits.
+// "No limit" means a month.
 milliseconds limit_of(const TransportContext& context) {
   return context.timeout > milliseconds::zero() ? context.timeout : milliseconds(std::chrono::hours(24 * 30));
 }
 
-// The program's own MPI may count other processes than the launcher told us of.
+// The program's own MPI may number the processes differently from the launcher.
 void check_world(const TransportContext& context) {
   int size = 0, rank = 0;
   check_mpi(MPI_Comm_size(MPI_COMM_WORLD, &size), "MPI_Comm_size");
   check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "MPI_Comm_rank");
   if (size != context.world_size)
-    throw ConfigError(
-        fmt::format("MPI_COMM_WORLD has {} ranks but the job has {}: start every rank with one mpirun, of "
-                    "the MPI that lockstep loads (LOCKSTEP_MPI=openmpi or mpich chooses it)",
-                    size, context.world_size));
+    throw ConfigError(fmt::format(
+        "MPI_COMM_WORLD has {} ranks but the job has {}: start all ranks with one mpirun, from the "
+        "MPI that Lockstep loads (set LOCKSTEP_MPI to openmpi or mpich to choose it)",
+        size, context.world_size));
   const int expected = context.ranks.at(static_cast<std::size_t>(context.rank));
   if (rank != expected)
     throw ConfigError(
-        fmt::format("this process is rank {} in MPI_COMM_WORLD but rank {} in the job: leave the numbering "
-                    "of ranks to mpirun",
+        fmt::format("this process is rank {} in MPI_COMM_WORLD but rank {} in the job: do not set RANK; "
+                    "mpirun numbers the ranks",
                     rank, expected));
 }
 
-// MPI's own creation of a communicator cannot be given up. So the members first meet in the store, which
-// has a deadline; afterwards it has nobody to wait for.
+// MPI's creation of a communicator cannot be cancelled. So the members first meet in the store, with a
+// deadline; afterwards MPI has no rank to wait for.
 void meet(const TransportContext& context) {
   if (!context.store) return;
   const auto key = [](int rank) { return fmt::format("mpi/here/{}", rank); };
@@ -66,13 +66,14 @@ void meet(const TransportContext& context) {
   try {
     for (int r = 0; r < context.size(); ++r)
       if (!context.store->check({key(r)})) absent.push_back(r);
-  } catch (const std::exception&) {  // the store is gone: its first error says so
+  } catch (const std::exception&) {  // the store is gone; report its first error
   }
   if (absent.empty())
-    throw Error(fmt::format("group '{}' could not meet in the store: {}", context.group, problem));
-  throw Error(fmt::format("group '{}' did not meet within {:.3f} s: rank {} of {} waited for rank {}",
-                          context.group, seconds(limit_of(context)), context.rank, context.size(),
-                          fmt::join(absent, ", ")));
+    throw Error(
+        fmt::format("the ranks of group '{}' could not meet in the store: {}", context.group, problem));
+  throw Error(fmt::format(
+      "the ranks of group '{}' did not meet within {:.3f} s: rank {} of {} waited for rank {}", context.group,
+      seconds(limit_of(context)), context.rank, context.size(), fmt::join(absent, ", ")));
 }
 
 int tag_of(const std::string& group) {
@@ -93,8 +94,8 @@ MPI_Comm make_communicator(const std::vector<int>& ranks, int tag) {
   return comm;
 }
 
-// On a thread of its own, not on the progress thread: two groups made in different orders on two ranks
-// would lock each other out there, and a peer that dies meanwhile would stop every other group.
+// On a separate thread instead of the progress thread: two groups created in different orders on two ranks
+// would deadlock there, and a peer that dies meanwhile would block every other group.
 MPI_Comm connect(const TransportContext& context) {
   std::packaged_task<MPI_Comm()> task(
       [ranks = context.ranks, tag = tag_of(context.group)] { return make_communicator(ranks, tag); });
@@ -103,8 +104,8 @@ MPI_Comm connect(const TransportContext& context) {
   if (made.wait_for(limit_of(context)) != std::future_status::ready) {
     Progress::get().leave_mpi_alone();
     throw Error(fmt::format(
-        "MPI did not connect the {} ranks of group '{}' within {:.3f} s; the thread that waits for "
-        "it is left behind, and MPI will not be finalised",
+        "MPI did not connect the {} ranks of group '{}' within {:.3f} s; the waiting thread is abandoned, "
+        "and MPI will not be finalised",
         context.size(), context.group, seconds(limit_of(context))));
   }
   try {
@@ -139,11 +140,12 @@ class MpiTransport final : public Transport {
 
   ~MpiTransport() override {
     if (!link_->drain(patience_))
-      interrupt(fmt::format("group '{}' was destroyed while an operation on it had not finished", group_),
+      interrupt(fmt::format("group '{}' was destroyed before an operation on it had finished", group_),
                 CommError::Kind::stopped);
     const bool clean = !link_->failed();
-    link_->fail(fmt::format("group '{}' is gone", group_));
-    // MPI_Comm_free is a collective by the standard, local in both libraries: who comes first goes on.
+    link_->fail(fmt::format("group '{}' was destroyed", group_));
+    // MPI_Comm_free is a collective by the standard but local in both libraries, so no rank waits for
+    // another.
     std::packaged_task<void()> close([link = link_, clean] {
       link->gates.clear();
       MPI_Comm comm = link->comm;
@@ -153,7 +155,7 @@ class MpiTransport final : public Transport {
     auto closed = close.get_future();
     Progress::get().call(
         [task = std::make_shared<std::packaged_task<void()>>(std::move(close))] { (*task)(); });
-    // The program may finalise MPI next, so nothing of ours may be in it any more.
+    // The program may finalise MPI next, so no thread of ours may be inside MPI then.
     if (clean) closed.wait_for(patience_);
   }
 
@@ -163,7 +165,7 @@ class MpiTransport final : public Transport {
 
   c10d::Backend& backend() override { return *backend_; }
 
-  // Of complex numbers too: without any_dtype, Group hands them over as pairs of real ones.
+  // Complex numbers too: without any_dtype, Group passes them as pairs of real numbers.
   bool reduces(Dtype dtype, ReduceOp op) const override { return reducible(dtype, op); }
 
   void interrupt(const std::string& cause, CommError::Kind) noexcept override {

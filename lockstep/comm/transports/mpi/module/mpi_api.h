@@ -1,4 +1,4 @@
-// MPI's C interface alone: the C++ one is gone from the standard and drags in another library.
+// Only MPI's C interface: the C++ one was removed from the standard and would pull in another library.
 #pragma once
 
 #ifndef OMPI_SKIP_MPICXX

@@ -23,13 +23,13 @@ using SteadyClock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// After the last progress: poll and yield, then poll between naps that double. Ranks may exceed cores, so
-// a waiting rank has to leave its core to the one that it waits for.
+// Polling policy since the last progress: poll and yield, then poll between naps that double. There may be
+// more ranks than cores, so a waiting rank must leave its core to the rank that it waits for.
 constexpr microseconds kSpin{80};
 constexpr microseconds kShortestNap{10};
 constexpr microseconds kLongestNap{100};
-// With nothing under way: a send that has completed may still have bytes in the library's own buffers, which
-// move inside MPI calls only.
+// Polling interval when idle: a completed send may still have bytes in the library's buffers, which move only
+// inside MPI calls.
 constexpr microseconds kIdleNap{20'000};
 constexpr milliseconds kPatienceAfterFailure{500};
 constexpr milliseconds kPatienceForFinalize{15'000};  // once every rank is there
@@ -60,15 +60,15 @@ void Progress::start(milliseconds timeout) {
     thread_ = start_thread("MPI", [this, ready = std::move(ready)]() mutable { run(std::move(ready)); });
   }
   if (ready_.wait_for(timeout) != std::future_status::ready)
-    throw Error(
-        fmt::format("MPI_Init_thread has not returned within {:.3f} s: another rank of the job has not come",
-                    std::chrono::duration<double>(timeout).count()));
+    throw Error(fmt::format(
+        "MPI_Init_thread has not returned within {:.3f} s: another rank of the job has not started",
+        std::chrono::duration<double>(timeout).count()));
   ready_.get();
 }
 
 void Progress::run(std::promise<void> ready) {
   pthread_setname_np(pthread_self(), "lockstep-mpi");
-  prctl(PR_SET_TIMERSLACK, 1000UL);  // naps end within a microsecond of their time, not within 50
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // naps end within a microsecond of their time instead of 50
   try {
     initialise();
     std::atexit([] { Progress::get().stop(); });
@@ -80,19 +80,19 @@ void Progress::run(std::promise<void> ready) {
   loop();
   const bool finalise = ours_ && !left_alone_ && mpi_is_up() && all_ranks_end();
   met_promise_.set_value();
-  if (finalise) {  // here, as MPI wants it of the thread that initialised it
+  if (finalise) {  // on this thread, because MPI requires the thread that initialised it
     end_idling();
     free_mpi_reductions();
-    // MPICH before 4.2 over UCX may hang in MPI_Finalize (pmodels/mpich#6596), less often when the ranks
-    // enter it together.
+    // MPICH before 4.2 over UCX may hang in MPI_Finalize (pmodels/mpich#6596), less often if the ranks enter
+    // it together.
     MPI_Barrier(MPI_COMM_WORLD);
     MPI_Finalize();
   }
   ended_promise_.set_value();
 }
 
-// Ranks end at different times. They wait for each other here, where a wait costs no core and can be given
-// up, and not inside MPI_Finalize.
+// Ranks end at different times. They wait for each other here, where a wait takes no core and can time out,
+// and not inside MPI_Finalize.
 bool Progress::all_ranks_end() {
   const auto deadline = SteadyClock::now() + patience_;
   auto nap = kShortestNap;
@@ -101,7 +101,7 @@ bool Progress::all_ranks_end() {
   if (MPI_Ibarrier(MPI_COMM_WORLD, &everyone) != MPI_SUCCESS) return false;
   while (MPI_Test(&everyone, &all, MPI_STATUS_IGNORE) == MPI_SUCCESS && all == 0) {
     if (SteadyClock::now() > deadline) {
-      log(LogLevel::error, "MPI is not finalised: another rank has not ended within {:.3f} s",
+      log(LogLevel::error, "MPI was not finalised, because another rank did not end within {:.3f} s",
           std::chrono::duration<double>(patience_).count());
       break;
     }
@@ -114,19 +114,19 @@ bool Progress::all_ranks_end() {
 void Progress::initialise() {
   int initialized = 0, provided = MPI_THREAD_SINGLE;
   if (!mpi_is_up())
-    throw ConfigError("MPI has been finalized in this process, and cannot be initialised again");
+    throw ConfigError("MPI has already been finalised in this process and cannot be initialised again");
   check_mpi(MPI_Initialized(&initialized), "MPI_Initialized");
   if (initialized != 0) {
     check_mpi(MPI_Query_thread(&provided), "MPI_Query_thread");
   } else {
     check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
     ours_ = true;
-    // Errors of what has no communicator of its own must not end the process.
+    // Errors without a communicator must not terminate the process.
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN);
   }
   if (provided < MPI_THREAD_MULTIPLE)
-    throw ConfigError(fmt::format("the MPI transport needs MPI_THREAD_MULTIPLE, but {} gives {}",
+    throw ConfigError(fmt::format("the MPI transport requires MPI_THREAD_MULTIPLE, but {} provides {}",
                                   ours_ ? "this MPI library" : "the program's own initialisation of MPI",
                                   thread_level_name(provided)));
 }
@@ -242,8 +242,9 @@ void Progress::open_gate(MpiWork& work) {
   for (const auto& next : held.mapped()) begin(next);
 }
 
-// A program that initialised MPI itself finalises it when its groups are gone, unknown to us. And where a
-// request was abandoned its peer may be gone: UCX, below MPICH, ends the process when it looks for it.
+// A program that initialised MPI itself may finalise it at any time once its groups are gone. And after a
+// request was abandoned its peer may be gone: UCX, below MPICH, terminates the process when it looks for that
+// peer.
 bool Progress::may_idle_in_mpi() const { return (ours_ || groups_ > 0) && !left_alone_ && mpi_is_up(); }
 
 void Progress::idle_in_mpi() {
@@ -274,7 +275,7 @@ bool Progress::poll() {
   const std::size_t n = requests_.size();
   indices_.resize(n);
   statuses_.resize(n);
-  // Set only where a request failed, and not by every library.
+  // Set only for a request that failed, and not by every library.
   for (auto& status : statuses_) status.MPI_ERROR = MPI_SUCCESS;
   int count = 0;
   const int code =
@@ -296,8 +297,8 @@ bool Progress::poll() {
     int bytes = 0, cancelled = 0;
     if (slot.expected >= 0) MPI_Test_cancelled(&status, &cancelled);
     if (cancelled != 0) {
-      // Nothing is left behind: MPI is as good as before.
-      work->settle(std::make_exception_ptr(std::runtime_error("the receive was taken back")));
+      // No request is left in MPI, so it stays usable.
+      work->settle(std::make_exception_ptr(std::runtime_error("the receive was cancelled")));
       work->link().completed(work);
       open_gate(*work);
     } else if (status.MPI_ERROR != MPI_SUCCESS) {
@@ -306,7 +307,7 @@ bool Progress::poll() {
       MPI_Get_count(&status, MPI_BYTE, &bytes);
       if (bytes != slot.expected)
         failed.emplace_back(
-            work, fmt::format("a message of {} bytes came where {} were expected", bytes, slot.expected));
+            work, fmt::format("received a message of {} bytes, expected {} bytes", bytes, slot.expected));
       work->landed(status);
     }
     if (--work->outstanding == 0) ready.push_back(std::move(work));
@@ -342,14 +343,14 @@ void Progress::drop_empty_slots() {
 }
 
 void Progress::stop() {
-  if (std::this_thread::get_id() == thread_.get_id()) return;  // exit() called from a callback of ours
-  if (::getpid() != process_) return;  // a child of fork(): the thread is the parent's
+  if (std::this_thread::get_id() == thread_.get_id()) return;  // exit() was called from one of our callbacks
+  if (::getpid() != process_) return;  // in a child of fork() the thread is the parent's
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
   wake_.notify_one();
-  // Left alone, the thread may be stuck in MPI for good; else all_ranks_end() has a limit of its own.
+  // If MPI was left alone, the thread may hang in it for good; otherwise all_ranks_end() has its own limit.
   auto patience = kPatienceAfterFailure;
   if (!left_alone_) {
     met_.wait_for(patience_ + kPatienceAfterFailure);
@@ -359,8 +360,8 @@ void Progress::stop() {
     thread_.join();
   else if (!left_alone_)
     log(LogLevel::warn,
-        "MPI_Finalize has not returned within {:.3f} s, though every rank is there; this process ends "
-        "without it",
+        "MPI_Finalize has not returned within {:.3f} s, although every rank has reached it; this process "
+        "ends without it",
         std::chrono::duration<double>(patience).count());
 }
 

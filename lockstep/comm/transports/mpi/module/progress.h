@@ -1,5 +1,5 @@
-// The one thread of the process that initialises MPI, starts operations, polls them and finalises.
-// Nobody else waits inside MPI, so that anybody can be woken without its help.
+// Progress: the one thread of the process that initialises MPI, starts operations, polls them and finalises
+// MPI. No other thread waits inside MPI, so any waiter can be woken without MPI's help.
 #pragma once
 
 #include <atomic>
@@ -17,21 +17,21 @@ namespace lockstep::detail {
 
 class Progress {
  public:
-  // Never destroyed: MPI may write to what it still holds until the process is gone.
+  // Never destroyed: MPI may write to its memory until the process ends.
   static Progress& get();
 
-  // Initialises MPI where the program has not. Throws ConfigError where MPI cannot serve us, Error where
-  // it does not answer in time.
+  // Initialises MPI unless the program has. Throws ConfigError if MPI cannot be used, and Error if it does
+  // not respond in time.
   void start(std::chrono::milliseconds timeout);
 
-  bool submit(MpiWorkPtr work);          // false: the process is exiting
-  void call(std::function<void()> job);  // on the progress thread, soon; dropped if the process exits
+  bool submit(MpiWorkPtr work);          // false if the process is exiting
+  void call(std::function<void()> job);  // runs soon on the progress thread; dropped if the process exits
   void group_made() noexcept { ++groups_; }
-  void group_gone();  // progress thread; the program's own MPI is not touched after the last
-  // Something is left behind in MPI: requests, a thread. MPI_Finalize would wait for it, so is not called.
+  void group_gone();  // progress thread; after the last one the program's own MPI is not touched
+  // Notes that requests or a thread are left in MPI. MPI_Finalize would wait for them, so it is not called.
   void leave_mpi_alone() noexcept { left_alone_ = true; }
-  void cancel(const MpiWorkPtr& work);             // a receive; progress thread
-  void works_failed() noexcept { prune_ = true; }  // lets go of the requests of failed works
+  void cancel(const MpiWorkPtr& work);             // cancels a receive; progress thread
+  void works_failed() noexcept { prune_ = true; }  // releases the requests of failed works
 
  private:
   struct Slot {
@@ -60,10 +60,10 @@ class Progress {
   std::mutex start_mutex_;
   std::shared_future<void> ready_;
   std::promise<void> met_promise_, ended_promise_;
-  std::future<void> met_ = met_promise_.get_future();  // the ranks need not be waited for any more
+  std::future<void> met_ = met_promise_.get_future();  // ready once there is no need to wait for other ranks
   std::future<void> ended_ = ended_promise_.get_future();
   std::thread thread_;
-  std::chrono::milliseconds patience_{0};  // for the other ranks, at the end
+  std::chrono::milliseconds patience_{0};  // limit for the other ranks at the end
 
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -74,10 +74,10 @@ class Progress {
   std::atomic<bool> prune_ = false;
   std::atomic<int> groups_ = 0;
 
-  // The thread's own. requests_[i] belongs to slots_[i]; Testsome wants the requests side by side.
-  pid_t process_ = 0;                     // that started the thread
-  bool ours_ = false;                     // we initialised MPI
-  MPI_Request never_ = MPI_REQUEST_NULL;  // never completes: testing it lets MPI do what it has to
+  // Owned by the thread. requests_[i] belongs to slots_[i], because Testsome needs contiguous requests.
+  pid_t process_ = 0;                     // process that started the thread
+  bool ours_ = false;                     // True if Lockstep initialised MPI
+  MPI_Request never_ = MPI_REQUEST_NULL;  // never completes; testing it lets MPI make progress
   std::vector<MPI_Request> requests_;
   std::vector<Slot> slots_;
   std::vector<int> indices_;

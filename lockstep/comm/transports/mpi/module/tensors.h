@@ -1,4 +1,4 @@
-// What the MPI transport asks of tensors, and how it cuts them. Refusals are c10::Error.
+// How the MPI transport checks and splits tensors. Rejected arguments throw c10::Error.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,9 @@ const Tensors& list_of(const std::vector<Tensors>& lists, int size, at::ScalarTy
 
 bool same_memory(const at::Tensor& a, const at::Tensor& b);
 
-// Rows of dimension 0 as one flat tensor for each rank. Splits are in rows; none: equal parts.
+// Rows of dimension 0 as one flat tensor per rank. Splits are in rows; if empty, the parts are equal.
 Tensors split_rows(const at::Tensor& tensor, const std::vector<std::int64_t>& splits, int size);
-// Equal flat parts of a tensor whose elements are a multiple of size.
+// Equal flat parts of a tensor whose number of elements is a multiple of size.
 Tensors parts_of(const at::Tensor& tensor, int size);
 
 }  // namespace lockstep::detail::mpi

@@ -14,7 +14,7 @@ MpiLink::MpiLink(MPI_Comm the_comm, int our_rank, int ranks, int highest_tag, st
 void MpiLink::submit(const MpiWorkPtr& work) {
   std::exception_ptr failure;
   {
-    // Held over both steps: what fail() does not see in pending_, it stops here.
+    // Held over both steps: fail() either sees the work in pending_, or its failure is found here.
     std::lock_guard lock(mutex_);
     failure = failure_;
     if (!failure) {
@@ -82,7 +82,7 @@ MpiWork::MpiWork(std::shared_ptr<MpiLink> on, c10d::OpType type, std::vector<at:
       link_(std::move(on)) {}
 
 void MpiWork::abort() {
-  TORCH_CHECK(receive_tag >= 0, "only a receive can be taken back");
+  TORCH_CHECK(receive_tag >= 0, "only a receive can be cancelled");
   auto self = c10::intrusive_ptr<MpiWork>::unsafe_reclaim_from_nonowning(this);
   Progress::get().call([self] { Progress::get().cancel(self); });
 }

@@ -1,4 +1,4 @@
-// One group's communicator, the operations on it, and the MPI calls an operation is made of.
+// One group's communicator, its operations, and the MPI calls that make up an operation.
 #pragma once
 
 #include <algorithm>
@@ -32,21 +32,22 @@ class MpiLink {
   const MPI_Comm comm;
   const int rank;
   const int size;
-  // Of this transport's own messages; users have the tags below. One tag is enough: collectives start in
-  // the same order on every rank, and messages of one tag between two ranks do not overtake each other.
+  // For this transport's own messages; users have the tags below. One tag is enough: collectives start in the
+  // same order on every rank, and messages with one tag between two ranks do not overtake each other.
   const int own_tag;
   const std::int64_t chunk;  // most bytes of one MPI call, whose counts are ints
 
-  // Queues the work, or fails it at once where the link has failed.
+  // Queues the work, or fails it at once if the link has failed.
   void submit(const MpiWorkPtr& work);
   void completed(const MpiWorkPtr& work);
-  // Fails what is unfinished and all that follows. The first cause stays. No MPI call; any thread.
+  // Fails everything unfinished and everything that follows. The first cause is kept. Makes no MPI call.
+  // Thread-safe.
   void fail(const std::string& cause);
   bool failed() const;
-  bool drain(std::chrono::milliseconds timeout);  // false: unfinished works are left
+  bool drain(std::chrono::milliseconds timeout);  // false if unfinished works are left
 
-  // Receives that wait, by tag, until a receive from any rank knows whose further parts to ask for: they
-  // would take those parts. Progress thread only.
+  // Receives that wait, by tag, until a receive from any rank knows its sender: they would otherwise take
+  // that message's further parts. Progress thread only.
   std::map<int, std::vector<MpiWorkPtr>> gates;
 
  private:
@@ -61,7 +62,7 @@ class MpiPosts {
  public:
   struct Item {
     MPI_Request request = MPI_REQUEST_NULL;
-    std::int64_t expected = -1;  // bytes of a receive
+    std::int64_t expected = -1;  // size of a receive in bytes
   };
 
   explicit MpiPosts(const MpiLink& the_link) : link(the_link) {}
@@ -70,12 +71,12 @@ class MpiPosts {
   std::vector<Item> items;
 
   MPI_Request* add(std::int64_t expected = -1);
-  // One message for each chunk; the other side cuts in the same way, by its own size.
+  // One message per chunk; the other side splits in the same way, by its own size.
   void send(const void* data, std::int64_t bytes, int peer, int tag);
   void recv(void* data, std::int64_t bytes, int peer, int tag);
 };
 
-// Calls f(offset, count) for pieces of at most `most`, at least one call even where total is 0.
+// Calls f(offset, count) for pieces of at most `most`; at least one call even if total is 0.
 template <typename F>
 void for_pieces(std::int64_t total, std::int64_t most, F f) {
   std::int64_t offset = 0;
@@ -88,27 +89,27 @@ void for_pieces(std::int64_t total, std::int64_t most, F f) {
 
 class MpiWork final : public EngineWork {
  public:
-  // Runs on the progress thread when the requests of the stage before have completed.
+  // Runs on the progress thread once the requests of the previous stage have completed.
   using Stage = std::function<void(MpiPosts&, MpiWork&)>;
 
   MpiWork(std::shared_ptr<MpiLink> on, c10d::OpType type, std::vector<at::Tensor> outputs,
           std::vector<at::Tensor> inputs, std::deque<Stage> all_stages);
 
-  // A receive is taken back, and ends with an error, unless its message has come; others end with their group
-  // alone.
+  // Cancels a receive, which then ends with an error, unless its message has arrived. Other works end only
+  // with their group.
   void abort() override;
 
-  // Completes it, with the source of what it received.
+  // Completes the work, with the source of what it received.
   void settle(std::exception_ptr error) noexcept { EngineWork::settle(std::move(error), source_); }
 
-  // The progress thread's alone from here on; receive_tag and gated are set before submit.
+  // From here on, for the progress thread only. receive_tag and gated are set before submit.
   MpiLink& link() { return *link_; }
   void landed(const MPI_Status& status);
   int source() const { return source_; }
   std::deque<Stage> stages;
   int outstanding = 0;
   int receive_tag = -1;
-  bool gated = false;  // a receive from any rank in more than one message
+  bool gated = false;  // True for a receive from any rank in more than one message
 
  private:
   const std::shared_ptr<MpiLink> link_;

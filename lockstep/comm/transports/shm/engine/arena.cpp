@@ -11,8 +11,8 @@ namespace lockstep::shm {
 namespace {
 
 using memory::kPage;
-constexpr std::size_t kSegment = std::size_t{8} << 20;  // the least that is taken at a time
-constexpr std::size_t kSpare = std::size_t{256} << 20;  // held though nobody uses it
+constexpr std::size_t kSegment = std::size_t{8} << 20;  // smallest segment
+constexpr std::size_t kSpare = std::size_t{256} << 20;  // most unused memory to keep
 
 }  // namespace
 
@@ -26,10 +26,9 @@ Arena& Arena::instance() {
   return *arena;
 }
 
-// The memory is shared with the parent, which goes on to use it: nothing of it is given out or given back
-// here.
+// The memory is shared with the parent, which keeps using it: nothing is allocated from it or returned here.
 void Arena::after_fork() {
-  (void)mutex_.release();  // it was locked by a thread that is not here
+  (void)mutex_.release();  // locked by a thread that does not exist here
   mutex_ = std::make_unique<std::shared_mutex>();
   heap_.clear();
 }
@@ -39,7 +38,7 @@ void* Arena::allocate(std::size_t bytes, bool grow) {
   std::unique_lock lock(*mutex_);
   char* block = heap_.take(bytes, unit);
   while (block == nullptr && grow) {
-    // It may take seconds: others go on meanwhile.
+    // May take seconds: other threads continue meanwhile.
     lock.unlock();
     auto segment = Segment::make(std::max(kSegment, memory::round_up(bytes, unit)));
     lock.lock();

@@ -1,6 +1,6 @@
-// Shared memory that this process owns, in pieces: tensors from Group::allocate, and staging for plain ones.
-// Any thread. What is freed is used again; a segment that is free as a whole goes back to the system when
-// much more is held than is in use.
+// Arena: shared memory that this process owns, for tensors from Group::allocate and for staging of plain
+// ones. Thread-safe. Freed memory is reused; a segment that is entirely free is returned to the system when
+// much more memory is held than is in use.
 #pragma once
 
 #include <cstddef>
@@ -15,24 +15,24 @@
 
 namespace lockstep::shm {
 
-// Where something lies, as a peer can find it.
+// Location of memory, as a peer can find it.
 struct Place {
-  std::uint64_t segment = 0;  // of its owner; 0: nowhere
+  std::uint64_t segment = 0;  // number given by its owner; 0: none
   std::uint64_t offset = 0;
 };
 
 class Arena {
  public:
-  // The process's own. It is never destroyed: tensors may outlive everything else.
+  // The process's own arena. Never destroyed, because tensors may outlive everything else.
   static Arena& instance();
 
-  // Aligned to 64 bytes, larger ones to a page; ConfigError as Segment::make. Without grow, null where none
-  // is held that fits.
+  // Aligned to 64 bytes, larger blocks to a page. Throws ConfigError as Segment::make does. Without grow,
+  // returns null unless a held segment has room.
   void* allocate(std::size_t bytes, bool grow = true);
   void free(void* pointer) noexcept;
-  // Of memory that lies in one segment as a whole.
+  // Finds memory that lies entirely within one segment.
   Place find(const void* pointer, std::size_t bytes) const;
-  std::shared_ptr<Segment> segment(std::uint64_t id) const;  // null: given back
+  std::shared_ptr<Segment> segment(std::uint64_t id) const;  // null: already returned
 
   struct Figures {
     std::size_t held = 0, used = 0, segments = 0;

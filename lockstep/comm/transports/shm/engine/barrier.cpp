@@ -8,7 +8,7 @@
 
 namespace lockstep::shm {
 
-#ifdef LOCKSTEP_SHM_PLANTED_RACE  // a test shows that it would be found
+#ifdef LOCKSTEP_SHM_PLANTED_RACE  // for a test which shows that this race would be found
 constexpr auto kComing = std::memory_order_relaxed;
 #else
 constexpr auto kComing = std::memory_order_seq_cst;
@@ -19,7 +19,7 @@ void Barrier::arrive() {
   ++step_;
   region_.line(rank_).arrived.store(step_, kComing);
   LOCKSTEP_SHM_PAUSE();
-  // Only the last one needs to wake the others; of two who come at once, at least one sees both.
+  // Only the last rank needs to wake the others. If two arrive at once, at least one of them sees both.
   if (region_.shared().sleepers.load(std::memory_order_seq_cst) != 0 && all_at(step_)) wake();
 }
 
@@ -54,13 +54,13 @@ void Barrier::leave(std::uint32_t how) {
 }
 
 void Barrier::gave_up(int rank) const {
-  throw PeerLost(name(rank), fmt::format("rank {} has given the operation up", name(rank)));
+  throw PeerLost(name(rank), fmt::format("rank {} has aborted the operation", name(rank)));
 }
 
 bool Barrier::has_ended(int rank) const {
-  // Held by a thread that lives as long as its process: when that has ended, the first to ask is told, and
-  // tells the others. (Left unmended, the lock would say so itself, but for glibc: it forgets to let it go
-  // then.)
+  // The lock is held by a thread that lives as long as its process. Once the process has ended, the first
+  // rank to try the lock gets it and informs the others. (If it were left inconsistent, the lock itself would
+  // report that, but glibc then forgets to release it.)
   Line& line = region_.line(rank);
   if (line.ended.load(std::memory_order_acquire) != 0) return true;
   const int held = ::pthread_mutex_trylock(&line.alive);
@@ -81,7 +81,7 @@ std::exception_ptr Barrier::gone(int rank) const {
   const auto presence = line.presence.load(std::memory_order_acquire);
   if (presence == Line::kHere) return nullptr;
   if (const auto other = line.waits_for.load(std::memory_order_acquire); other != 0)
-    return lost(fmt::format("waited for rank {}, of another host, and has given up", other - 1));
+    return lost(fmt::format("gave up waiting for rank {} on another host", other - 1));
   return lost(presence == Line::kLeft ? "has left the group" : "has given up");
 }
 
@@ -90,7 +90,7 @@ std::exception_ptr Barrier::look_around(Clock::time_point deadline) const {
     std::lock_guard lock(mutex_);
     return std::make_exception_ptr(Interrupted(cause_));
   }
-  // Whoever has come to this step may leave after it, but not give it up.
+  // A rank that has reached this step may leave afterwards, but not abort it.
   for (int r = 0; r < ranks(); ++r) {
     const Line& line = region_.line(r);
     if (r != rank_ && (has_ended(r) || line.arrived.load(std::memory_order_acquire) < step_ ||
@@ -141,12 +141,12 @@ std::string Barrier::absent() const {
     const Line& line = region_.line(r);
     if (line.arrived.load(std::memory_order_acquire) >= step_) continue;
     if (const auto other = line.waits_for.load(std::memory_order_acquire); other != 0)
-      texts.push_back(fmt::format("rank {} waits for rank {}, of another host", name(r), other - 1));
+      texts.push_back(fmt::format("rank {} waits for rank {} on another host", name(r), other - 1));
     else
       missing.push_back(name(r));
   }
   if (!missing.empty())
-    texts.push_back(fmt::format("rank{} {} {} not come", missing.size() > 1 ? "s" : "",
+    texts.push_back(fmt::format("rank{} {} {} not arrived", missing.size() > 1 ? "s" : "",
                                 fmt::join(missing, ", "), missing.size() > 1 ? "have" : "has"));
   return fmt::format("{}", fmt::join(texts, "; "));
 }

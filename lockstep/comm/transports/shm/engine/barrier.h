@@ -1,6 +1,6 @@
-// Where the ranks of a group wait for one another: each says how many steps it has come to, on a line of its
-// own; nobody changes what another writes, so coming is one store. Who waits spins a little where there is a
-// processor for every rank, and else sleeps at once; the last to come wakes them all with one call.
+// Barrier: where the ranks of a group wait for each other. Each rank counts the steps that it has reached, on
+// a cache line that only it writes, so arriving is one store. A waiter spins briefly if there is a processor
+// for every rank, and otherwise sleeps at once; the last rank to arrive wakes all of them with one call.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ namespace lockstep::shm {
 
 using Clock = detail::AwakeClock;  // deadlines do not pass while this rank is stopped
 
-// Why a wait ended without what it waited for. The group is of no use afterwards.
+// Why a wait ended early. The group cannot be used afterwards.
 class Interrupted : public std::runtime_error, public detail::Kinded {
  public:
   explicit Interrupted(const std::string& text) : runtime_error(text), Kinded(CommError::Kind::stopped) {}
@@ -36,20 +36,20 @@ class PeerLost : public std::runtime_error, public detail::Kinded {
  public:
   PeerLost(int lost, const std::string& text)
       : runtime_error(text), Kinded(CommError::Kind::peer_died), rank(lost) {}
-  const int rank;  // as it is called
+  const int rank;  // the rank's name
 };
 
 class Barrier;
-// How long something may take: asked now and then by whoever waits for a peer outside the meeting itself.
+// Limit of a wait for a peer outside the barrier itself. The waiter calls check() now and then.
 struct WaitLimit {
   const Barrier& barrier;
   Clock::time_point deadline;
-  void check() const;  // throws as a wait would
+  void check() const;  // throws what a wait would throw
 };
 
 class Barrier {
  public:
-  // spin: how long a wait may keep its processor. names: of the ranks, in errors; none: their numbers.
+  // spin: how long a wait may occupy its processor. names: of the ranks, in errors; empty: their numbers.
   Barrier(Region region, int rank, std::chrono::nanoseconds spin, std::vector<int> names = {})
       : region_(region), rank_(rank), spin_(spin), names_(std::move(names)) {}
 
@@ -57,40 +57,41 @@ class Barrier {
   int rank() const { return rank_; }
   int ranks() const { return region_.ranks(); }
   int name(int rank) const { return names_.empty() ? rank : names_.at(static_cast<std::size_t>(rank)); }
-  // The one that this rank has come to last. What is written for the next goes to slots of step() + 1.
+  // The last step that this rank has reached. Data for the next one goes to the slots of step() + 1.
   std::uint64_t step() const { return step_; }
 
-  // By one thread at a time.
+  // Called by one thread at a time.
   void arrive();
   void await_all(Clock::time_point deadline) {
     await([this] { return all_at(step_); }, deadline);
   }
-  // Until done(), which is cheap to ask and turns true by what another rank does before it calls tell().
+  // Waits until done(), which must be cheap and turns true by an action of another rank before it calls
+  // tell().
   template <typename Done>
   void await(Done done, Clock::time_point deadline);
-  void tell();  // something that others may wait for has happened
+  void tell();  // wakes peers after a change that they may wait for
 
-  // For messages, any thread: a rank's bell, which its peers ring when there is something for it.
+  // Thread-safe; for messages. Each rank has a bell, which its peers ring when there is something for it.
   std::uint32_t bell() const { return region_.line(rank_).bell.load(std::memory_order_seq_cst); }
   void ring(int rank);
   void sleep(std::uint32_t bell, std::chrono::nanoseconds limit);
-  // Why that rank will say no more, if so; any other rank, if it is not a rank.
+  // Why nothing more can come from that rank, or null; of any rank, if `peer` is not one.
   std::exception_ptr lost(int peer) const;
 
-  // While this rank waits for one that is not of the meeting: what the others are told of it.
+  // Shown to peers while this rank waits for a rank that does not take part in the barrier.
   void waits_elsewhere(std::optional<int> name) {
     region_.line(rank_).waits_for.store(name ? *name + 1 : 0, std::memory_order_release);
   }
 
-  // Any thread: every wait ends with Interrupted, now and later.
+  // Ends every wait with Interrupted, now and later. Thread-safe.
   void interrupt(const std::string& cause);
-  // This rank comes no more: kLeft, or kFailed where it has given up what others are in. Whoever waits for it
-  // gets PeerLost.
+  // This rank arrives no more: kLeft, or kFailed if it aborted an operation that peers are in. Ranks that
+  // wait for it get PeerLost.
   void leave(std::uint32_t how = Line::kLeft);
-  // A peer has come to a step that this rank has not: while no operation of this rank is under way, to one that
-  // it has not begun.
+  // True if a peer has reached a step that this rank has not. While this rank has no operation in progress,
+  // that is an operation that it has not begun.
   bool is_awaited() const;
-  std::string absent() const;  // "rank 1 has not come": who keeps the others waiting
+  std::string absent() const;  // "rank 1 has not arrived": the ranks that delay their peers
 
  private:
   bool all_at(std::uint64_t step) const {
@@ -132,7 +133,7 @@ void Barrier::await(Done done, Clock::time_point deadline) {
       }
     } while (Clock::now() < until && !interrupted_.load(std::memory_order_relaxed));
   }
-  // Peers that have died are looked for as often.
+  // Peers that have died are looked for at the same interval.
   constexpr std::chrono::milliseconds kSlice(20);
   Shared& shared = region_.shared();
   auto& presence = region_.line(rank_).presence;
@@ -140,13 +141,13 @@ void Barrier::await(Done done, Clock::time_point deadline) {
     const auto epoch = shared.epoch.load(std::memory_order_acquire);
     shared.sleepers.fetch_add(1, std::memory_order_seq_cst);
     LOCKSTEP_SHM_PAUSE();
-    // Either we see here what the last one did, or it sees that we sleep.
+    // Either this rank sees what the last one did, or the last one sees that this rank sleeps.
     if (!done() && !interrupted_.load(std::memory_order_acquire)) futex_wait(shared.epoch, epoch, kSlice);
     shared.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (done()) return check_others();
     const auto trouble = look_around(deadline);
     if (!trouble) continue;
-    // The others must know before this rank lets go of its tensors; or else it is done after all.
+    // Peers must know before this rank releases its tensors, unless the operation completes after all.
     presence.store(Line::kFailed, std::memory_order_seq_cst);
     LOCKSTEP_SHM_PAUSE();
     if (!done()) {

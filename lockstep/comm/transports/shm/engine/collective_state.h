@@ -1,4 +1,4 @@
-// A collective while the engine works on it.
+// CollectiveState: a collective while the engine works on it.
 #pragma once
 
 #include <span>
@@ -13,29 +13,29 @@ using memory::kCacheLine;
 using memory::round_up;
 inline std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
-// Where a rank's data is.
+// Location of a rank's data.
 struct Source {
   enum class Kind { nothing, slot, direct, staged };
   Kind kind = Kind::nothing;
   std::size_t bytes = 0;
   const char* base = nullptr;  // of the slot or the memory
   Place place;                 // of the memory
-  char* stage = nullptr;       // of its staging, the first of two
+  char* stage = nullptr;       // the first of its two staging buffers
   std::size_t stage_size = 0;
 };
 
-// The operation that is under way. It is used again and again, with the memory that it has.
+// The operation in progress. The object and its memory are reused.
 struct Engine::CollectiveState {
   Op* op = nullptr;
   std::vector<const char*> own;    // this rank's pieces
-  std::vector<std::size_t> sizes;  // of them, in bytes
+  std::vector<std::size_t> sizes;  // of the pieces, in bytes
   std::size_t bytes = 0;
   bool adjacent = true;
   std::uint64_t first_step = 0;
-  std::size_t window = 0;  // of each piece, staged at a time
+  std::size_t window = 0;  // bytes of each piece that are staged at a time
   std::vector<Source> sources;
   bool has_new_stages = false;
-  std::size_t each_has = 1;         // pieces
+  std::size_t each_has = 1;         // number of pieces per rank
   std::vector<std::size_t> pieces;  // of every rank, in bytes
   std::vector<const void*> inputs;  // of a reduction
   std::vector<void*> outputs;

@@ -16,7 +16,7 @@ namespace {
 
 using detail::pairwise;
 
-// A rank's data is cut into a piece for each rank.
+// True if a rank's data consists of one piece for each rank.
 bool in_pieces(Operation o) {
   return o == Operation::scatter || o == Operation::reduce_scatter || o == Operation::all_to_all;
 }
@@ -43,7 +43,7 @@ void Engine::give_up() noexcept {
 char* Engine::stage(std::size_t bytes) {
   if (stage_size_ < bytes) {
     auto* larger = memory_.allocate(2 * bytes);
-    // A peer may still read from it, until all have come to the next step.
+    // A peer may still read from it, until all have reached the next step.
     if (stage_ != nullptr) old_stages_.push_back(stage_);
     stage_ = larger;
     stage_size_ = bytes;
@@ -54,7 +54,7 @@ char* Engine::stage(std::size_t bytes) {
 }
 
 void Engine::come() {
-  // Nobody is in the step before the last any more: its chunks are all taken.
+  // No rank is in the step before the last any more: its chunks are all done.
   if (barrier_.rank() == 0) {
     Claims& next = barrier_.region().claims(barrier_.step() + 1);
     next.taken.store(0, std::memory_order_relaxed);
@@ -102,7 +102,7 @@ void Engine::begin(Op& op) {
   }
   if (in_pieces(call.operation))
     state.window = std::max(round_up(state.window / at(ranks), kCacheLine), kCacheLine);
-  // Where every rank knows the longest piece, no more is staged than that.
+  // If every rank knows the longest piece, stage no more than that.
   if (!pairwise(call.operation)) {
     auto longest = call.count;
     for (const auto* table : {&call.to, &call.from})
@@ -148,7 +148,7 @@ void Engine::begin(Op& op) {
   come();
 }
 
-// The others see that this rank's digest is not theirs.
+// Peers see that this rank's digest differs from theirs.
 void Engine::begin_refused(Op& op) {
   state_->start(op, barrier_.step() + 1, at(barrier_.ranks()));
   Header& header = barrier_.region().header(barrier_.rank(), state_->first_step);
@@ -165,8 +165,8 @@ void Engine::tell_stage(Header& header) const {
   header.stage_is_new = stage_is_new_;
 }
 
-// Whoever has a new stage may end after this operation: all reach it now, also those who do not need it yet.
-// Whether there is any.
+// A rank with a new stage may exit after this operation, so all ranks map it now, even those that do not need
+// it yet. Returns true if there is any.
 bool Engine::meet_new_stages(std::uint64_t step, Clock::time_point deadline) {
   bool any = false;
   for (int r = 0; r < barrier_.ranks(); ++r) {
@@ -188,7 +188,7 @@ void Engine::find_stage(int rank, const Header& header, Source& source, Clock::t
 
 void Engine::finish(Op& op, Clock::time_point deadline) {
   CollectiveState& state = *state_;
-  LOCKSTEP_ASSERT(state.op == &op, "another operation has begun meanwhile");
+  LOCKSTEP_ASSERT(state.op == &op, "another operation has begun");
   meet(deadline);
   check(state, deadline);
   state.has_new_stages = meet_new_stages(state.first_step, deadline);
@@ -210,10 +210,10 @@ void Engine::check(const CollectiveState& state, Clock::time_point deadline) {
       for (int taker = 0; taker < ranks; ++taker)
         same = same && region.sizes(giver, state.first_step)[at(taker)] ==
                            region.sizes(taker, state.first_step)[at(ranks + giver)];
-  // Where all refuse, no digest differs.
+  // If all refuse, no digest differs.
   if (same && !refuses) return;
 
-  // All have seen it: now they tell one another everything.
+  // All have seen the mismatch: now they exchange the full calls.
   tell_call(*state.op);
   come();
   meet(deadline);
@@ -221,13 +221,13 @@ void Engine::check(const CollectiveState& state, Clock::time_point deadline) {
   std::vector<const Call*> pointers;
   for (int r = 0; r < ranks; ++r) calls.push_back(detail::unpack(region.packed(r, barrier_.step()), ranks));
   for (const Call& call : calls) pointers.push_back(&call);
-  under_way_ = false;  // nobody goes on with it
+  under_way_ = false;  // no peer continues with it
   if (const auto text = refusals(); !text.empty()) throw detail::Refused(text);
   throw Mismatch(detail::find_mismatch(pointers).value_or(
-      "the ranks' calls differ in what cannot be shown: their number, or the transport's settings"));
+      "the ranks' calls differ in their number or in the transport's settings"));
 }
 
-// For the step that this rank comes to next.
+// For the step that this rank reaches next.
 void Engine::tell_call(const Op& op) {
   const auto step = barrier_.step() + 1;
   const auto packed = detail::pack(op.call);
@@ -238,7 +238,7 @@ void Engine::tell_call(const Op& op) {
   text[length] = '\0';
 }
 
-// This rank's own, or else that of the first rank that refuses.
+// This rank's own refusal, or else that of the first rank that refuses.
 std::string Engine::refusals() const {
   const auto& region = barrier_.region();
   auto of = [&](int rank) {
@@ -250,7 +250,7 @@ std::string Engine::refusals() const {
   return text;
 }
 
-// After all have come, and before this rank comes again.
+// Call it after all have arrived and before this rank arrives again.
 void Engine::find_sources(CollectiveState& state, Clock::time_point deadline) {
   const auto& region = barrier_.region();
   const Call& call = state.call();
@@ -260,7 +260,7 @@ void Engine::find_sources(CollectiveState& state, Clock::time_point deadline) {
   for (int r = 0; r < ranks; ++r) {
     Source& source = state.sources[at(r)];
     std::size_t* pieces = state.pieces.data() + at(r) * state.each_has;
-    // Sizes are looked up now: the next operation of a rank that is done sooner overwrites them.
+    // Read the sizes now: the next operation of a faster rank overwrites them.
     switch (call.operation) {
       case Operation::broadcast:
         if (r != call.root) continue;
@@ -301,7 +301,7 @@ void Engine::find_sources(CollectiveState& state, Clock::time_point deadline) {
   }
 }
 
-// Those whose data lies where it is must still be in the operation: it may be theirs alone, and their last.
+// Ranks whose data is used in place must still be in the operation: it may be the last one before they exit.
 void Engine::reach(CollectiveState& state, Clock::time_point deadline) {
   for (int r = 0; r < barrier_.ranks(); ++r) {
     Source& source = state.sources[at(r)];
@@ -310,7 +310,7 @@ void Engine::reach(CollectiveState& state, Clock::time_point deadline) {
   }
 }
 
-// This rank's data from `from` on, of each piece, for the step that it comes to next.
+// Stages this rank's data, each piece from offset `from`, for the step that it reaches next.
 void Engine::fill_stage(const CollectiveState& state, std::size_t from) {
   char* stage = this->stage(state.window * state.own.size());
   for (std::size_t i = 0; i < state.own.size(); ++i)
@@ -362,13 +362,13 @@ void Engine::exchange(CollectiveState& state, Clock::time_point deadline) {
     meet(deadline);
   }
   if (!direct && !state.has_new_stages) return;
-  // Nobody reads from here any more, and all have met what is new.
+  // No rank reads from here any more, and all have mapped the new stages.
   come();
   meet(deadline);
 }
 
-// Each writes its result where its data is, so that it cannot be read in place by those who are not as far:
-// all start again by way of staging.
+// Each rank writes its result over its data, so slower ranks cannot read it in place: all start again with
+// staging.
 void Engine::stage_all(CollectiveState& state, Clock::time_point deadline) {
   fill_stage(state, 0);
   tell_stage(barrier_.region().header(barrier_.rank(), barrier_.step() + 1));
@@ -382,7 +382,7 @@ void Engine::stage_all(CollectiveState& state, Clock::time_point deadline) {
   }
 }
 
-// What this rank needs of the others' pieces, from `from` to `to` of each.
+// Takes what this rank needs from the peers' pieces, bytes `from` to `to` of each.
 void Engine::take(CollectiveState& state, std::size_t from, std::size_t to) {
   const Call& call = state.call();
   const int rank = barrier_.rank(), ranks = barrier_.ranks();
@@ -390,7 +390,7 @@ void Engine::take(CollectiveState& state, std::size_t from, std::size_t to) {
     const Source& source = state.sources[at(giver)];
     if (source.kind == Source::Kind::nothing) return;
     const auto size = state.pieces_of(giver)[at(number)];
-    // What is not staged is there as a whole from the start, and in a slot not for long.
+    // Data that is not staged is complete from the start, and data in a slot does not stay for long.
     const bool staged = source.kind == Source::Kind::staged && giver != rank;
     const auto begin = staged ? from : 0, end = staged ? std::min(to, size) : size;
     if ((!staged && from != 0) || begin >= end) return;
@@ -405,7 +405,7 @@ void Engine::take(CollectiveState& state, std::size_t from, std::size_t to) {
     detail::reduce_tree(call.dtype, call.reduction, state.inputs, static_cast<char*>(output) + from,
                         (std::min(to, size) - from) / state.op->item_size);
   };
-  // Each starts with another rank, so that not all read from one at a time.
+  // Each rank starts with a different one, so that not all read from one at a time.
   auto each_giver = [&](auto receive) {
     for (int i = 0; i < ranks; ++i) receive((rank + i) % ranks);
   };

@@ -1,11 +1,11 @@
-// The collectives of one group in shared memory, one at a time. No LibTorch, no threads of its own.
+// The collectives of one group in shared memory, one at a time. Does not use LibTorch and starts no threads.
 //
-// Every collective is this: each rank says where its data is, all come together, and each takes what it needs
-// from the others. Data is in the slot itself (small), where it lies (in shared memory: no copy), or passes
-// through staging, chunk by chunk. Calls are compared before anything is taken.
+// Every collective works like this: each rank publishes where its data is, all ranks meet, and each takes
+// what it needs from its peers. Data is in the slot itself (small), is used in place (in shared memory: no
+// copy), or passes through staging buffers, chunk by chunk. Calls are compared before any data is taken.
 //
-// Bytes moved by all p ranks in an all-reduce of n bytes: in place 2pn, the least there is (each chunk is
-// read from all p buffers and its sum written to all p); staged (p + 4) pn, or 7pn from four ranks on.
+// Bytes moved by all p ranks in an all-reduce of n bytes: in place 2pn, the minimum (each chunk is read from
+// all p buffers and its sum written to all p); staged (p + 4) pn, or 7pn from four ranks on.
 #pragma once
 
 #include <functional>
@@ -23,18 +23,18 @@ namespace lockstep::shm {
 
 using detail::Op;
 
-// How memory is reached: of this rank by its peers, and of peers by this rank.
+// How memory is reached: this rank's by its peers, and the peers' by this rank.
 class Memory {
  public:
   virtual ~Memory() = default;
   virtual Place find(const void* pointer, std::size_t bytes) = 0;
   // May wait for that rank the first time.
   virtual char* map(int rank, Place place, std::size_t bytes, const WaitLimit& limit) = 0;
-  virtual char* allocate(std::size_t bytes) = 0;  // that peers can map
+  virtual char* allocate(std::size_t bytes) = 0;  // memory that peers can map
   virtual void free(char* memory) noexcept = 0;
 };
 
-// The ranks' calls differ: the same text on every rank, and nothing has been written.
+// The ranks' calls differ: every rank gets the same text, and nothing has been written.
 class Mismatch : public detail::KindedError {
  public:
   explicit Mismatch(const std::string& text) : KindedError(CommError::Kind::mismatch, text) {}
@@ -46,12 +46,14 @@ class Engine final : public detail::CollectiveEngine {
  public:
   struct Tuning {
     std::chrono::nanoseconds spin{0};
-    std::size_t chunk = std::size_t{256} << 10;  // staged at a time, by each rank
-    std::size_t claim = std::size_t{128} << 10;  // taken at a time, in place
-    int pull_up_to = 3;  // ranks: each sums everything for itself; with more, each sums a share for all
-    std::size_t slot_pull = 16384;  // bytes in all slots together up to which each sums them for itself
+    std::size_t chunk = std::size_t{256} << 10;  // bytes that each rank stages at a time
+    std::size_t claim = std::size_t{128} << 10;  // bytes claimed at a time, in place
+    // up to this many ranks each one sums everything for itself; with more, each sums a share for all
+    int pull_up_to = 3;
+    // up to this many bytes in all slots together each rank sums them for itself
+    std::size_t slot_pull = 16384;
   };
-  // names: of the ranks, in errors, where they are not their numbers.
+  // names: of the ranks, in errors, if they differ from their numbers.
   Engine(Region region, int rank, Tuning tuning, Memory& memory, std::vector<int> names = {});
   ~Engine() override;
   Engine(const Engine&) = delete;
@@ -94,14 +96,14 @@ class Engine final : public detail::CollectiveEngine {
   Barrier barrier_;
   const Tuning tuning_;
   Memory& memory_;
-  char* stage_ = nullptr;  // two of them, used in turn
+  char* stage_ = nullptr;  // two buffers, used alternately
   StageCopy to_stage_;
   std::size_t stage_size_ = 0;
   Place stage_place_;
   bool stage_is_new_ = false;
   std::vector<char*> old_stages_;
   std::uint64_t operations_ = 0;
-  bool under_way_ = false;  // the others count on this rank, for the operation that it has begun
+  bool under_way_ = false;  // True while peers rely on this rank for the operation that it has begun
   const std::unique_ptr<CollectiveState> state_;
 };
 

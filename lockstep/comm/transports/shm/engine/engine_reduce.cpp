@@ -1,4 +1,4 @@
-// All-reduce: in place, by shares of what is staged, by shares of the slots.
+// All-reduce: in place, by shares of staged data, by shares of the slots.
 #include <algorithm>
 #include <cstring>
 
@@ -8,12 +8,12 @@
 namespace lockstep::shm {
 namespace {
 
-// In place, a chunk is at least this large: less is not worth the taking.
+// Smallest chunk in place: less is not worth a claim.
 constexpr std::size_t kLeastClaim = 16384;
 
 }  // namespace
 
-// Chunks are taken by whoever is awake, until all are done.
+// Running ranks claim chunks until all are done.
 template <typename Work>
 void Engine::share_out(std::uint64_t chunks, Clock::time_point deadline, Work work) {
   Claims& claims = barrier_.region().claims(barrier_.step());
@@ -34,8 +34,8 @@ void Engine::reduce_in_place(CollectiveState& state, Clock::time_point deadline)
   const auto chunk = std::min(share, round_up(tuning_.claim, kCacheLine));
   std::vector<char*> buffers;
   share_out((state.bytes + chunk - 1) / chunk, deadline, [&](std::size_t i) {
-    // While there is a chunk to do, nobody has left: whoever comes when all are done need not see the others'
-    // memory.
+    // While a chunk is left, no rank has left. A rank that arrives when all chunks are done need not map its
+    // peers' memory.
     if (buffers.empty()) {
       reach(state, deadline);
       for (int r = 0; r < barrier_.ranks(); ++r)
@@ -48,8 +48,8 @@ void Engine::reduce_in_place(CollectiveState& state, Clock::time_point deadline)
   });
 }
 
-// Each sums a share of the slots, in its own, and takes the others' from theirs: a step more, and far less to
-// read where there are many ranks.
+// Each rank sums a share of the slots into its own slot and takes the other shares from its peers' slots.
+// That is one more step, but far less to read if there are many ranks.
 void Engine::reduce_slots(CollectiveState& state, Clock::time_point deadline) {
   const int ranks = barrier_.ranks();
   const auto& region = barrier_.region();
@@ -61,8 +61,8 @@ void Engine::reduce_slots(CollectiveState& state, Clock::time_point deadline) {
   const auto mine = at(barrier_.rank()) * share;
   if (const auto bytes = length(barrier_.rank()); bytes != 0) {
     for (int r = 0; r < ranks; ++r) state.inputs[at(r)] = region.data(r, state.first_step) + mine;
-    // Into the next step's slot, which nobody reads any more: this step's belong to the operation after this
-    // one.
+    // Into the next step's slot, which no rank reads any more: this step's slots belong to the operation
+    // after this one.
     detail::reduce_tree(state.call().dtype, state.call().reduction, state.inputs,
                         region.data(barrier_.rank(), state.first_step + 1) + mine,
                         bytes / state.op->item_size);

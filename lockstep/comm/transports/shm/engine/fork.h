@@ -1,4 +1,4 @@
-// What becomes of shared memory in a process that is forked from one that has it.
+// What happens to shared memory in a process forked from one that uses it.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 
 namespace lockstep::shm {
 
-// Another number in every child that is forked after the first call.
+// Different in every child that is forked after the first call.
 std::uint64_t fork_generation();
 
-// The one of this process, which is never destroyed; what needs a thread has none in a child, which makes its
-// own.
+// The instance of this process, never destroyed. A forked child makes a new one, because it does not have the
+// threads of the parent's.
 template <typename Thing, typename Make>
 Thing& of_this_process(Make make) {
   static std::mutex mutex;

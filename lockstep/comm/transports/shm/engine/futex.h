@@ -1,4 +1,4 @@
-// A word in shared memory on which processes sleep, and the places where a test may hold a process up.
+// A word in shared memory on which processes sleep, and the points at which a test may pause a process.
 #pragma once
 
 #include <linux/futex.h>
@@ -11,14 +11,14 @@
 #include <cstdint>
 #include <ctime>
 
-// Between two steps of the protocol. A test defines it to pause there at random.
+// Marks a point between two steps of the protocol. A test defines it to pause there at random.
 #ifndef LOCKSTEP_SHM_PAUSE
 #define LOCKSTEP_SHM_PAUSE() ((void)0)
 #endif
 
 namespace lockstep::shm {
 
-// Until the word has changed, somebody wakes it, or the time is over.
+// Until the word has changed, the waiter is woken, or the limit has passed.
 inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value,
                        std::chrono::nanoseconds limit) {
   timespec time{};

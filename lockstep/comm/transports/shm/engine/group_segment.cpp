@@ -11,9 +11,9 @@
 namespace lockstep::shm {
 namespace {
 
-// One character for each processor: '1' where this process may run on it. Never empty.
+// One character for each processor: '1' if this process may run on it. Never empty.
 std::string own_processors() {
-  // The kernel refuses a set that has no room for all that it knows.
+  // The kernel rejects a set that is smaller than its own.
   for (std::size_t most = CPU_SETSIZE; most <= std::size_t{1} << 20; most *= 2) {
     std::vector<cpu_set_t> sets(most / CPU_SETSIZE);
     const auto bytes = sets.size() * sizeof(cpu_set_t);
@@ -27,7 +27,7 @@ std::string own_processors() {
   return "0";
 }
 
-// The region, for the others to fetch.
+// The region, published for the other ranks to map.
 struct Offer {
   std::uint64_t id = 0;
   ~Offer() {
@@ -54,19 +54,20 @@ GroupSegment::GroupSegment(int rank, int ranks, const HostInfo& host_info, const
     std::string name;
     std::uint64_t id = 0;
     if (!(word >> name >> processors_.emplace_back() >> id))
-      throw Error(fmt::format("rank {} left a word that makes no sense", host_info.name(r)));
+      throw Error(
+          fmt::format("rank {} published an invalid address of its shared memory", host_info.name(r)));
     peers_.push_back(r == rank ? nullptr : Peer::reach(name));
     if (r == 0 && rank != 0) segment_ = peers_[0]->segment(id, check);
   }
   if (segment_->size() < Region::size_for(ranks))
-    throw Error("the ranks disagree on the shared memory of the group: are all of the same build?");
+    throw Error("the ranks disagree on the size of the group's shared memory: do all run the same build?");
 
   if (rank == 0) region().shared().roomy.store(has_room(host_info) ? 1 : 0, std::memory_order_relaxed);
   Holder::hold(region().line(rank).alive);
   try {
-    meet(1, host_info, deadline, check);  // all have read all words, and hold their locks
+    meet(1, host_info, deadline, check);  // all ranks have read all keys and hold their locks
     key_value.forget(key(rank));
-    meet(2, host_info, deadline, check);  // there are none any more
+    meet(2, host_info, deadline, check);  // all keys are deleted
   } catch (...) {
     Holder::let_go(region().line(rank).alive);
     throw;
@@ -87,7 +88,7 @@ void GroupSegment::meet(std::uint32_t stage, const HostInfo& host_info, Clock::t
       if (r != rank_ && peers_[static_cast<std::size_t>(r)]->has_ended())
         throw PeerLost(host_info.name(r), fmt::format("rank {} has ended", host_info.name(r)));
       if (Clock::now() >= deadline)
-        throw TimedOut(fmt::format("rank {} did not come to the group's shared memory", host_info.name(r)));
+        throw TimedOut(fmt::format("rank {} did not join the group's shared memory", host_info.name(r)));
     }
   }
 }
@@ -104,7 +105,7 @@ bool GroupSegment::has_room(const HostInfo& host_info) const {
   for (std::size_t i = 0; i < CPU_SETSIZE; ++i)
     all += std::any_of(processors_.begin(), processors_.end(),
                        [&](const auto& each) { return i < each.size() && each[i] == '1'; });
-  // Ranks that are bound apart have theirs for themselves, whoever else is on the host.
+  // Ranks bound to separate processors have them to themselves, whatever else runs on the host.
   const auto needed = static_cast<std::size_t>((bound ? ranks_ : std::max(ranks_, local_ranks)) * threads);
   const auto quota = host::cpu_quota();
   return needed <= all && (!quota || static_cast<double>(std::max(ranks_, local_ranks) * threads) <= *quota);
@@ -114,10 +115,10 @@ char* GroupSegment::map(int rank, Place place, std::size_t bytes, const WaitLimi
   try {
     return peers_[static_cast<std::size_t>(rank)]->map(place, bytes, [&] { limit.check(); });
   } catch (const Error& error) {
-    // Most likely it has ended: that is known in a moment, and says more.
+    // Most likely the rank has ended: that is known in a moment and explains more.
     limit.check();
     const int name = limit.barrier.name(rank);
-    throw PeerLost(name, fmt::format("the shared memory of rank {} cannot be had: {}", name, error.what()));
+    throw PeerLost(name, fmt::format("cannot map the shared memory of rank {}: {}", name, error.what()));
   }
 }
 

@@ -1,5 +1,5 @@
-// A group's place in shared memory, as one of its ranks has it: the region, the other ranks' memory, and the
-// sign that this process lives.
+// GroupSegment: one rank's view of a group's shared memory: the control region, mappings of the peers'
+// memory, and this process's liveness lock.
 #pragma once
 
 #include <functional>
@@ -13,32 +13,32 @@
 
 namespace lockstep::shm {
 
-// Where the ranks leave word for one another before they have met: get waits until it is there. What a rank
-// has set it forgets when all have read it: a later group may have the same place for its words.
+// Key-value store used for rendezvous. get() blocks until the key exists. Each rank deletes its own keys once
+// every peer has read them, because a later group may reuse the same prefix.
 struct KeyValue {
   std::function<void(const std::string& key, const std::string& value)> set;
   std::function<std::string(const std::string& key)> get;
   std::function<void(const std::string& key)> forget;
 };
 
-// Of the job on this host.
+// The job's processes on this host.
 struct HostInfo {
-  int local_ranks = 0;          // 0: not known
-  int threads = 1;              // that each computes with
-  std::vector<int> names = {};  // of the group's ranks, in errors; none: their numbers
+  int local_ranks = 0;          // 0: unknown
+  int threads = 1;              // number of threads that each process computes with
+  std::vector<int> names = {};  // names of the group's ranks in errors; empty: their numbers
 
   int name(int rank) const { return names.empty() ? rank : names.at(static_cast<std::size_t>(rank)); }
 };
 
 class GroupSegment final : public Memory {
  public:
-  // Meets the others. check is called now and then while it waits, and throws to end that.
+  // Waits for the peers. Calls check() now and then while it waits; check throws to end the wait.
   GroupSegment(int rank, int ranks, const HostInfo& host_info, const KeyValue& key_value,
                Clock::time_point deadline, const std::function<void()>& check);
   ~GroupSegment() override;
 
-  // Whether every rank has a processor for each of its threads, so that waiting may keep one for a moment. As
-  // rank 0 sees it, and so the same on every rank.
+  // True if the host has a processor for every thread of every rank, so that waiters may spin briefly. Rank 0
+  // decides, so all ranks agree.
   bool roomy() const { return region().shared().roomy.load(std::memory_order_relaxed) != 0; }
   Region region() const { return {segment_->data(), ranks_}; }
 
@@ -58,7 +58,7 @@ class GroupSegment final : public Memory {
   const std::uint64_t generation_ = fork_generation();
   std::shared_ptr<Segment> segment_;
   std::vector<std::shared_ptr<Peer>> peers_;
-  std::vector<std::string> processors_;  // that each rank may run on
+  std::vector<std::string> processors_;  // processors that each rank may run on
 };
 
 }  // namespace lockstep::shm

@@ -11,13 +11,13 @@ namespace {
 
 using detail::kAnySource;
 
-// How often a wait looks whether its peer is still there.
+// How often a wait checks that its peer is still there.
 constexpr std::chrono::milliseconds kMessageSlice(20);
-// How long a message may lie before the thread looks after it; most are waited for at once.
+// How long a message may lie before the thread handles it; most are waited for at once.
 constexpr std::chrono::microseconds kMessageNap(250);
-// How long after the last one the thread looks by itself: posting need not wake it then.
+// How long after the last message the thread keeps polling: posting need not wake it then.
 constexpr std::chrono::milliseconds kMessageLinger(10);
-// How long a rank that leaves waits for those who should still hear from it.
+// How long a rank that leaves waits for peers that still need an answer.
 constexpr std::chrono::seconds kFarewell(2);
 
 }  // namespace
@@ -37,7 +37,7 @@ Note note_of(const Op& op, std::int64_t tag) {
 
 Call far_call(const Note& note, const Call& own, lockstep::Operation operation, int rank) {
   if (note.dtype > static_cast<int>(Dtype::other) || note.dims > std::size(note.shape) || note.count < 0)
-    throw Error("a rank sent a note that makes no sense: are all ranks of the same build?");
+    throw Error("a rank sent an invalid note: do all ranks run the same build?");
   Call call;
   call.operation = operation;
   call.dtype = static_cast<Dtype>(note.dtype);
@@ -107,7 +107,7 @@ Messages::ItemPtr Messages::post(Op op, int peer, std::int64_t tag, std::chrono:
   }
   tell_settled(lock);
   if (!has_thread_ && !idle()) {
-    // Without one, whoever waits does the work.
+    // Without a thread, the waiters do the work.
     has_thread_ = crew_.start([self = shared_from_this()] { self->watch(); });
   } else if (asleep_ && neglected()) {
     posted_.notify_one();
@@ -159,7 +159,7 @@ void Messages::take_notes() {
       else
         acknowledged(note, from);
     }
-    if (was_full) barrier_.ring(from);  // it may have more to say
+    if (was_full) barrier_.ring(from);  // it may have more to send
   }
 }
 
@@ -205,7 +205,7 @@ void Messages::deliver(const ItemPtr& item, const Note& note, int from) {
 
 void Messages::acknowledged(const Note& note, int from) {
   auto sent = sends_.find(note.id);
-  if (sent == sends_.end()) return;  // given up here meanwhile
+  if (sent == sends_.end()) return;  // abandoned here meanwhile
   auto item = sent->second;
   sends_.erase(sent);
   if (item->copy != nullptr) memory_.free(std::exchange(item->copy, nullptr));
@@ -214,7 +214,7 @@ void Messages::acknowledged(const Note& note, int from) {
     const Call& call = item->op.call;
     error = std::make_exception_ptr(Mismatch(
         detail::find_mismatch(call, far_call(note, call, lockstep::Operation::recv, barrier_.name(from)))
-            .value_or("the receiver could not take it")));
+            .value_or("the receiver could not accept it")));
   }
   settle(item, error);
 }
@@ -225,7 +225,7 @@ void Messages::settle(ItemPtr item, std::exception_ptr error, int source) {
   settled_.push_back({std::move(item), std::move(error), source});
 }
 
-// The lock is given up meanwhile: what is called may post again, and wait.
+// Releases the lock meanwhile: callbacks may post again, and wait.
 void Messages::tell_settled(Lock& lock) {
   while (!settled_.empty()) {
     const detail::Settling here;
@@ -252,13 +252,14 @@ void Messages::look(Lock& lock) {
   tell_settled(lock);
 }
 
-// Ends what waits in vain: its peer is gone, or its time is over. All are looked at, so not too often.
+// Ends hopeless items: their peer is gone, or their deadline has passed. It scans all of them, so not too
+// often.
 void Messages::expire() {
   const auto now = Clock::now();
   if (now < next_expiry_) return;
   next_expiry_ = now + kMessageSlice;
   if (!trouble()) return;
-  take_notes();  // what a peer said before it left is still there
+  take_notes();  // what a peer sent before it left is still there
   if (auto error = trouble()) fail_all(error);
 }
 
@@ -283,7 +284,7 @@ std::exception_ptr Messages::trouble() const {
   return nullptr;
 }
 
-// Peers may still be about to take what was sent: it stays where it is.
+// Peers may still be about to take what was sent, so its memory is kept.
 void Messages::fail_all(const std::exception_ptr& error) {
   if (broken_) return;
   broken_ = error;
@@ -320,7 +321,7 @@ void Messages::wait(Item& item, Clock::time_point deadline) {
 }
 
 bool Messages::withdraw(const ItemPtr& item) {
-  decltype(item->op.done) done;  // may hold the item itself: it goes, and without the lock
+  decltype(item->op.done) done;  // may own the item itself; destroyed without the lock
   Lock lock(mutex_);
   auto of_tag = receives_.find(item->tag);
   if (of_tag == receives_.end() || of_tag->second.remove(item) == 0) return false;
@@ -341,7 +342,7 @@ void Messages::close() {
     Lock lock(mutex_);
     take_leave(lock);
   }
-  interrupt("the group has been left");
+  interrupt("this rank has left the group");
   Lock lock(mutex_);
   closed_ = true;
   posted_.notify_one();
@@ -376,7 +377,7 @@ void Messages::watch() {
       posted_.wait(lock, [&] { return neglected() || closed_; });
       asleep_ = false;
     }
-    // Most are waited for at once, and those who wait look themselves.
+    // Most are waited for at once, and the waiters handle them.
     posted_.wait_for(lock, kMessageNap);
     while (neglected() && !closed_) {
       const auto bell = barrier_.bell();

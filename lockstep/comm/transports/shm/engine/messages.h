@@ -1,9 +1,9 @@
-// Sends and receives of one group in shared memory. From each rank to each other goes a ring of short notes:
-// "here is a message", "I have it". Data stays where it is (in shared memory) or is copied there once; the
+// Messages: sends and receives of one group in shared memory. Each rank has a ring of short notes to each
+// peer: "here is a message", "I have it". Data is used in place (in shared memory) or copied there once; the
 // receiver takes it from there. A send is complete when its receiver has the data.
 //
-// Whoever waits looks at the rings itself; what nobody waits for is looked after by a thread. Notes are taken
-// out of the rings at once, so that a message that nobody wants yet keeps nobody else's from coming.
+// A waiting thread polls the rings itself; a background thread handles messages that no thread waits for.
+// Notes are taken out of the rings at once, so an unmatched message does not block others.
 #pragma once
 
 #include <condition_variable>
@@ -18,7 +18,7 @@
 
 namespace lockstep::shm {
 
-// What a note says of a message; the call at its other end, as far as a note tells.
+// The note that describes an operation; and the call at its other end, as far as a note describes it.
 Note note_of(const Op& op, std::int64_t tag);
 Call far_call(const Note& note, const Call& own, lockstep::Operation operation, int rank);
 
@@ -29,24 +29,24 @@ class Messages : public std::enable_shared_from_this<Messages> {
     int peer = 0;
     std::int64_t tag = 0;
     Clock::time_point posted, deadline;
-    char* copy = nullptr;  // of what is sent, where it was not in shared memory
+    char* copy = nullptr;  // of data to send that was not in shared memory
     bool settled = false;  // under the mutex
   };
   using ItemPtr = std::shared_ptr<Item>;
 
-  // The meeting tells who is gone. keep: what is needed as long as this lives.
-  // has_others: ranks that are not of the meeting may answer a receive from any rank too.
+  // The barrier reports peers that are gone. keep: objects that must outlive this one. has_others: ranks that
+  // do not take part in the barrier may also satisfy a receive from any rank.
   Messages(Barrier& barrier, Memory& memory, std::chrono::nanoseconds spin, std::shared_ptr<void> keep,
            bool has_others = false);
 
-  // peer: or kAnySource. Never waits.
+  // peer: a rank or kAnySource. Never blocks.
   ItemPtr post(Op op, int peer, std::int64_t tag, std::chrono::nanoseconds timeout);
   void wait(Item& item, Clock::time_point deadline);
-  // Takes a receive back, which then never ends; false where its message has come, or it has failed.
+  // Cancels a receive, which then never completes. Returns false if its message has arrived or it has failed.
   bool withdraw(const ItemPtr& item);
-  // Every message ends with this cause, now and later.
+  // Fails every message with this cause, now and later.
   void interrupt(const std::string& cause);
-  // The same; but those who sent what this rank has are told so first, for which some time is waited.
+  // The same, but first notifies the senders of messages that this rank has received, within a time limit.
   void close();
   bool wait_for_threads(std::chrono::milliseconds limit) const { return crew_.wait(limit); }
 
@@ -56,7 +56,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
     Note note;
     int from = 0;
   };
-  // For one rank, while its ring is full. Replies go first: others wait for them.
+  // Notes for one rank while its ring is full. Replies go first, because peers wait for them.
   struct Outbox {
     std::deque<Note> replies, messages;
     bool empty() const { return replies.empty() && messages.empty(); }
@@ -82,7 +82,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void tell_settled(Lock& lock);
   void watch();
   bool idle() const;
-  bool neglected() const { return !idle() && waiting_ == 0; }  // nobody but the thread looks after them
+  bool neglected() const { return !idle() && waiting_ == 0; }  // only the background thread handles them
 
   Barrier& barrier_;
   Memory& memory_;
@@ -92,12 +92,12 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   std::mutex mutex_;
   std::condition_variable posted_;
-  std::map<std::uint64_t, ItemPtr> sends_;  // until they are acknowledged
-  // By tag, in the order of posting and of coming.
+  std::map<std::uint64_t, ItemPtr> sends_;  // until acknowledged
+  // By tag, in the order of posting and of arrival.
   std::map<std::int64_t, std::list<ItemPtr>> receives_;
-  std::map<std::int64_t, std::list<Arrived>> arrived_;  // that nobody has asked for yet
+  std::map<std::int64_t, std::list<Arrived>> arrived_;  // without a matching receive
   std::vector<Outbox> outbox_;                          // by rank
-  std::vector<Settled> settled_;                        // to be told when the lock is not held
+  std::vector<Settled> settled_;                        // callbacks to run once the lock is released
   std::exception_ptr broken_;
   std::uint64_t next_id_ = 1;
   Clock::time_point next_expiry_{}, last_use_{};

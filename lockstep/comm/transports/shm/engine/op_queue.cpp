@@ -6,15 +6,15 @@
 namespace lockstep::shm {
 namespace {
 
-// How long an operation may lie before the lane's thread takes it up; most are waited for at once. While all
-// of them are, it looks ever less often: each look takes a processor from those who compute (a step of a
-// small model is a third slower with naps of 250 us).
+// How long an operation may lie before the queue's thread handles it; most are waited for at once. As long as
+// all of them are, the thread polls less and less often: each poll takes a processor from computing threads
+// (a step of a small model is a third slower with naps of 250 us).
 constexpr std::chrono::microseconds kLaneNap(250), kLongLaneNap(4000);
-// Those that take longer than waking it does are not left lying, nor are several.
+// Operations that take longer than waking the thread are handed to it, and so are several at once.
 constexpr std::int64_t kLarge = 256 << 10;
-// How long after the last one the thread looks by itself: posting need not wake it then.
+// How long after the last operation the thread keeps polling: posting need not wake it then.
 constexpr std::chrono::milliseconds kLaneLinger(10);
-// How long it may be away before its deputy does its work.
+// How long the thread may be away before its deputy takes over.
 constexpr std::chrono::milliseconds kAway(2);
 
 }  // namespace
@@ -27,7 +27,7 @@ OpQueue::~OpQueue() = default;
 void OpQueue::post(std::shared_ptr<Item> item, bool soon) {
   Lock lock(mutex_);
   last_post_ = item->posted;
-  // What it says is there for the others from now on, whenever this rank looks again.
+  // Publishes this rank's data for its peers now, whenever this rank looks again.
   if (queue_.empty() && !busy_ && !broken_) begin(*item);
   if (broken_) {
     settle(lock, std::move(item), broken_);
@@ -36,7 +36,7 @@ void OpQueue::post(std::shared_ptr<Item> item, bool soon) {
   queue_.push_back(std::move(item));
   soon_ = soon_ || soon;
   if (!has_thread_) {
-    // Without one, whoever waits does the work.
+    // Without a thread, the waiters do the work.
     has_thread_ = crew_.start([self = shared_from_this()] { self->progress(); });
   } else if (away_) {
     call_deputy();
@@ -85,8 +85,8 @@ void OpQueue::drive(Lock& lock, Clock::time_point deadline) {
   if (broken_) fail_queued(lock);
 }
 
-// The lock is given up meanwhile: what is called may post again, and wait. The item may be the last that
-// holds its group, and so this lane's owner.
+// Releases the lock meanwhile: the callback may post again, and wait. The item may hold the last reference to
+// its group, and so to this queue's owner.
 void OpQueue::settle(Lock& lock, std::shared_ptr<Item> item, const std::exception_ptr& error) {
   item->settled = true;
   if (waiting_ > 0) settled_.notify_all();
@@ -125,7 +125,7 @@ void OpQueue::wait(Item& item, Clock::time_point deadline) {
     const auto status = settled_.wait_until(lock, deadline);
     --waiting_;
     if (status == std::cv_status::timeout && !item.settled && Clock::now() >= deadline) {
-      engine_->interrupt("another operation was not complete within its deadline");
+      engine_->interrupt("another operation did not complete within its deadline");
       deadline = Clock::now() + std::chrono::hours(1);
     }
   }
@@ -136,7 +136,7 @@ void OpQueue::interrupt(const std::string& cause) {
   Lock lock(mutex_);
   if (broken_) return;
   if (!stopped_) stopped_ = std::make_exception_ptr(Interrupted(cause));
-  if (busy_) return;  // whoever is in the engine comes out of it now
+  if (busy_) return;  // a thread in the engine returns from it now
   broken_ = stopped_;
   engine_->give_up();
   fail_queued(lock);
@@ -166,7 +166,7 @@ bool OpQueue::is_awaited() {
 }
 
 void OpQueue::close() {
-  constexpr const char* kLeft = "the group has been left";
+  constexpr const char* kLeft = "this rank has left the group";
   Lock lock(mutex_);
   if (busy_ || !queue_.empty()) {
     lock.unlock();
@@ -200,7 +200,7 @@ void OpQueue::stand_in() {
         drive(lock, queue_.front()->deadline);
       else
         away_long_.wait_for(lock, kAway);
-      if (deputy_ != self) return;  // it was kept itself: another has its place
+      if (deputy_ != self) return;  // it was blocked itself and has been replaced
     }
     deputy_called_ = false;
   }
@@ -220,7 +220,7 @@ void OpQueue::progress() {
       soon_ = soon_ && !queue_.empty();
       nap_ = kLaneNap;
     } else if (!closed_) {
-      // Of what lies here now nobody knows yet whether it is waited for.
+      // It is not known yet whether a thread will wait for what lies here now.
       const bool left = !queue_.empty() && !busy_;
       if (posted_.wait_for(lock, left ? kLaneNap : nap_) == std::cv_status::timeout && !left)
         nap_ = std::min(2 * nap_, kLongLaneNap);

@@ -1,7 +1,7 @@
-// The operations of a group, one after another. Whoever waits for one does the work, and that of those before
-// it, on its own thread: nothing is handed over. What nobody waits for is done by a thread of the lane; when
-// that is kept by what it calls at the end of an operation, a deputy takes its place, and another the
-// deputy's.
+// OpQueue: the operations of a group, one after another. A thread that waits for an operation executes it,
+// and those before it, itself, without a handover. The queue's thread executes operations that no thread
+// waits for. If a callback at the end of an operation blocks that thread, a deputy takes its place, and
+// another one the deputy's.
 #pragma once
 
 #include <condition_variable>
@@ -21,21 +21,21 @@ class OpQueue : public detail::OpSink, public std::enable_shared_from_this<OpQue
  public:
   using Item = detail::OpItem;
 
-  // keep: what the engine needs as long as it lives.
+  // keep: objects that must outlive the engine.
   OpQueue(std::unique_ptr<detail::CollectiveEngine> engine, std::shared_ptr<void> keep);
   ~OpQueue() override;
 
   void post(std::shared_ptr<Item> item, bool soon) override;
   void wait(Item& item, Clock::time_point deadline) override;
-  // Every operation ends with this cause, now and later. Any thread.
+  // Fails every operation with this cause, now and later. Thread-safe.
   void interrupt(const std::string& cause);
-  // Until all that was posted is done, or has failed.
+  // Waits until everything posted has completed or failed.
   void drain();
   bool is_awaited();  // a peer waits for an operation that this rank has not posted
-  bool is_idle();     // nothing is under way, but perhaps what is called at the end of it
-  // No more is posted. What is under way is not waited for.
+  bool is_idle();     // no operation is in progress; callbacks may still run
+  // Nothing may be posted afterwards. Does not wait for operations in progress.
   void close();
-  // Then: until its threads have let go of it. False at the limit.
+  // After close(): waits until its threads have released it. Returns false at the limit.
   bool wait_for_threads(std::chrono::milliseconds limit) const { return crew_.wait(limit); }
   std::string absent() const { return engine_->absent(); }
 
@@ -54,13 +54,14 @@ class OpQueue : public detail::OpSink, public std::enable_shared_from_this<OpQue
   std::mutex mutex_;
   std::condition_variable settled_, posted_, away_long_;
   std::deque<std::shared_ptr<Item>> queue_;
-  std::exception_ptr broken_;   // no operation can succeed after one has failed, unless it was refused
-  std::exception_ptr stopped_;  // none after the one that is under way
+  // set after a failure, unless it was a refusal: no operation can succeed any more
+  std::exception_ptr broken_;
+  std::exception_ptr stopped_;  // set by interrupt(): no operation after the current one can succeed
   int waiting_ = 0;
   bool busy_ = false, asleep_ = false, soon_ = false, closed_ = false, has_thread_ = false;
   detail::Crew crew_;
-  std::thread::id thread_, deputy_;  // the lane's
-  bool away_ = false;                // the thread is in somebody's callback
+  std::thread::id thread_, deputy_;  // of the queue
+  bool away_ = false;                // True while the thread is in a user's callback
   bool has_deputy_ = false, deputy_called_ = false;
   Clock::time_point last_post_{};
   std::chrono::microseconds nap_{250};  // of the thread

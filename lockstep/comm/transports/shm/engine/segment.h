@@ -1,6 +1,6 @@
-// Memory that other processes of this host can map: a memfd, sealed so that nobody can cut it off under
-// those who use it, with all its pages there from the start, so that no touch can fail. It has no name and is
-// gone with the last process that has it.
+// Segment: memory that other processes of this host can map. It is a memfd, sealed so that it cannot shrink
+// under its users, with all pages allocated from the start, so that no access can fail. It has no name and
+// disappears with the last process that maps it.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,9 @@ namespace lockstep::shm {
 
 class Segment {
  public:
-  // ConfigError where the memory is not there; nothing has been taken then.
+  // Throws ConfigError if the memory is not available; nothing has been allocated then.
   static std::shared_ptr<Segment> make(std::size_t bytes);
-  // A peer's, as it came over a socket. Throws Error for what is not a segment of that size.
+  // Maps a peer's segment, received over a socket. Throws Error unless it is a segment of that size.
   static std::shared_ptr<Segment> map(control::Fd fd, std::size_t bytes);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -24,9 +24,9 @@ class Segment {
 
   char* data() const { return data_; }
   std::size_t size() const { return size_; }
-  int fd() const { return fd_.get(); }  // of its owner; a peer needs none
-  // By its owner, when nobody needs it any longer: its pages go back to the system at once, also where a peer
-  // still has it mapped.
+  int fd() const { return fd_.get(); }  // on the owner; a peer closes it
+  // Called by the owner when the segment is no longer needed: returns its pages to the system at once, even
+  // if a peer still has it mapped.
   void give_back() noexcept;
 
  private:
@@ -38,8 +38,9 @@ class Segment {
   char* data_ = nullptr;
 };
 
-// Whether this much may be taken: fallocate beyond a cgroup's limit has the kernel end a process instead of
-// failing. ConfigError with what is needed and what there is. taken: so much of it is there already.
+// Checks that this much memory may be allocated: beyond a cgroup's limit fallocate does not fail, and the
+// kernel kills a process. Throws ConfigError with what is needed and what is available. taken: bytes of it
+// that are already allocated.
 void check_memory(std::size_t bytes, const host::Root& root = "/", std::size_t taken = 0);
 
 }  // namespace lockstep::shm

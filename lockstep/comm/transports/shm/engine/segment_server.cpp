@@ -21,17 +21,17 @@
 namespace lockstep::shm {
 namespace {
 
-// Numbers of what is offered start here; the arena counts from 1.
+// Numbers of offered segments start here; the arena's start at 1.
 constexpr std::uint64_t kOffered = std::uint64_t{1} << 62;
 constexpr std::chrono::milliseconds kCheckInterval(20);  // between two checks
-constexpr std::chrono::milliseconds kPatience(1000);     // with a caller that does not read
+constexpr std::chrono::milliseconds kPatience(1000);     // with a peer that does not read
 
 struct Request {
   std::uint64_t id = 0;
 };
 struct Reply {
-  std::uint64_t size = 0;     // 0: there is none
-  std::uint64_t retired = 0;  // how many numbers follow, of segments that are no more
+  std::uint64_t size = 0;     // 0: no such segment
+  std::uint64_t retired = 0;  // number of ids that follow, of segments that no longer exist
 };
 
 using Check = Peer::Check;
@@ -80,11 +80,12 @@ SegmentServer& SegmentServer::instance() {
 
 SegmentServer::SegmentServer() : next_(kOffered) {
   unsigned char random[16];
-  if (::getrandom(random, sizeof random, 0) != sizeof random) throw Error("no random numbers for a name");
+  if (::getrandom(random, sizeof random, 0) != sizeof random)
+    throw Error("getrandom failed, so the shared memory socket has no name");
   name_ = "lockstep/shm/";
   for (auto byte : random) name_ += fmt::format("{:02x}", byte);
   auto listener = control::listen_local(name_);
-  if (!listener) throw Error("the socket for shared memory could not be made");
+  if (!listener) throw Error("cannot create the shared memory socket");
   listener_ = std::move(*listener);
   const detail::QuietThreads quiet;
   detail::start_thread("shared memory", [this] { serve(); }).detach();
@@ -117,7 +118,7 @@ void SegmentServer::serve() {
   std::list<Caller> callers;
   auto answer = [&](Caller& caller, std::uint64_t id) {
     auto check = [until = Clock::now() + kPatience] {
-      if (Clock::now() >= until) throw Error("it does not read");
+      if (Clock::now() >= until) throw Error("the peer does not read from its socket");
     };
     std::vector<std::uint64_t> retired;
     std::erase_if(caller.given, [&](auto each) {
@@ -130,7 +131,7 @@ void SegmentServer::serve() {
     if (segment) {
       if (!control::send_with_fd(caller.fd.get(), {reinterpret_cast<const char*>(&reply), sizeof reply},
                                  segment->fd()))
-        throw Error("it does not read");
+        throw Error("the peer does not read from its socket");
       if (id < kOffered) caller.given.insert(id);
     } else {
       send_all(caller.fd.get(), &reply, sizeof reply, check);
@@ -161,7 +162,7 @@ void SegmentServer::serve() {
       bool stays = true;
       try {
         if (polled[at++].revents != 0) stays = hear(*caller);
-      } catch (const std::exception&) {  // its own trouble
+      } catch (const std::exception&) {  // affects only that peer
         stays = false;
       }
       caller = stays ? std::next(caller) : callers.erase(caller);
@@ -178,7 +179,8 @@ namespace {
 control::Fd call(const std::string& name) {
   auto socket = control::connect_local(name);
   if (!socket || !control::is_own(socket->get()))
-    throw Error("a rank cannot be reached in shared memory: it is on another host, or another user's");
+    throw Error(
+        "cannot reach a rank through shared memory: it is on another host, or belongs to another user");
   return std::move(*socket);
 }
 
@@ -199,7 +201,7 @@ std::shared_ptr<Peer> Peer::reach(const std::string& name) {
 std::shared_ptr<Segment> Peer::segment(std::uint64_t id, const Check& check) {
   std::unique_lock lock(mutex_, std::defer_lock);
   while (!lock.try_lock_for(kCheckInterval)) check();
-  if (id >= kOffered) return fetch(id, check);  // whoever asks keeps it
+  if (id >= kOffered) return fetch(id, check);  // the requester owns it
   auto& known = segments_[id];
   if (!known) known = fetch(id, check);
   return known;
@@ -208,13 +210,13 @@ std::shared_ptr<Segment> Peer::segment(std::uint64_t id, const Check& check) {
 char* Peer::map(Place place, std::size_t bytes, const Check& check) {
   auto found = segment(place.segment, check);
   if (place.offset > found->size() || bytes > found->size() - place.offset)
-    throw Error("a rank speaks of shared memory that it does not have");
+    throw Error("a rank refers to shared memory that it does not have");
   return found->data() + place.offset;
 }
 
 bool Peer::has_ended() {
   std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || !socket_) return false;  // whoever has it finds out
+  if (!lock || !socket_) return false;  // the holder of the lock will notice
   pollfd polled{socket_.get(), POLLRDHUP, 0};
   return ::poll(&polled, 1, 0) > 0;
 }
@@ -236,8 +238,9 @@ std::shared_ptr<Segment> Peer::fetch(std::uint64_t id, const Check& check) {
     socket_.reset();
     throw;
   }
-  if (reply.size == 0) throw Error("a rank speaks of shared memory that it does not have");
-  if (!descriptor) throw Error("its descriptor was lost: this process has too many open (ulimit -n)");
+  if (reply.size == 0) throw Error("a rank refers to shared memory that it does not have");
+  if (!descriptor)
+    throw Error("its descriptor was lost because this process has too many open files: raise `ulimit -n`");
   return Segment::map(std::move(descriptor), static_cast<std::size_t>(reply.size));
 }
 
@@ -263,7 +266,7 @@ class Keeper {
       std::unique_lock lock(mutex_);
       for (;;) {
         changed_.wait(lock, [&] { return task_ != nullptr; });
-        // Not under our own lock, which is also taken while the tasks' locks are held.
+        // Release our own lock first: other code takes it while it holds the tasks' locks.
         lock.unlock();
         (*task_)();
         lock.lock();

@@ -14,10 +14,10 @@
 namespace lockstep::shm {
 namespace {
 
-// Less is not worth two looks at the clock, and says little.
+// Smaller copies are not worth two clock reads, and their times prove little.
 constexpr std::size_t kPlainCopy = 16 << 10;
-// Measured (docs/shared-memory.md): near processors take 1.4 times as long with ordinary stores, far ones 7
-// times. What the reader gains by them where it is near is not in it.
+// Measured (docs/shared-memory.md): processors that are near take 1.4 times as long with ordinary stores, far
+// ones 7 times. The reader's gain from ordinary stores, if it is near, is not included.
 constexpr double kFar = 3;
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Copies into memory that a peer has just read. Where the two processors are far from one another (two
-// sockets, two chiplets, or where a hypervisor has put them for now) an ordinary store takes every line away
-// from the other's cache first: 2 GB/s on a machine that copies at 20. Stores past the cache do not, but then
-// the peer reads from further away, which is slower where the two are near. So both are tried now and then.
+// Copies into memory that a peer has just read. If the two processors are far from each other (two sockets,
+// two chiplets, or wherever a hypervisor has placed them), an ordinary store must first take every line from
+// the peer's cache: 2 GB/s on a machine that copies at 20. Non-temporal stores avoid that, but then the peer
+// reads from further away, which is slower if the two are near. So both kinds are tried from time to time.
 #pragma once
 
 #include <array>
@@ -13,16 +13,16 @@ class StageCopy {
  public:
   void copy(void* to, const void* from, std::size_t bytes) noexcept;
 
-  // What `copy` has learned; given by hand in tests. Nanoseconds a byte.
+  // Measurements of `copy`, in nanoseconds per byte. Public for tests.
   void note(bool streamed, double cost) noexcept;
   bool streams() const noexcept { return streams_; }
-  // Whether the next one is of the other kind, to see what that takes.
+  // True if the next copy uses the other kind, to measure it.
   bool tries() const noexcept { return count_ % kBetweenTries == 0; }
 
  private:
   static constexpr unsigned kBetweenTries = 64;
 
-  // The least of the last few: a thread may lose its processor in the middle of any of them.
+  // The minimum of the last few, because a thread may lose its processor in the middle of a copy.
   struct Recent {
     std::array<double, 4> costs{};  // 0: none yet
     std::size_t next = 0;
@@ -34,7 +34,7 @@ class StageCopy {
   unsigned count_ = 1;
 };
 
-// As memcpy, with stores that go past the cache; all of them are visible to whoever sees a later store.
+// Like memcpy, with non-temporal stores. They are all visible to a thread that sees a later store.
 void stream_bytes(void* to, const void* from, std::size_t bytes) noexcept;
 
 }  // namespace lockstep::shm

@@ -11,7 +11,7 @@
 namespace lockstep::detail {
 namespace {
 
-// What is reduced before it is copied to the other ranks: in the cache still when it is.
+// Reduced before it is copied to the other ranks, so that it is still in the cache then.
 constexpr std::size_t kChunkBytes = std::size_t{128} << 10;
 
 std::exception_ptr error_of(CommError::Kind kind, const std::string& text) {
@@ -33,7 +33,7 @@ void Whereabouts::note(int world_rank, const Call& call) {
 std::string Whereabouts::describe(int world_rank) const {
   std::lock_guard lock(mutex_);
   const auto& call = last_[static_cast<std::size_t>(world_rank)];
-  if (!call) return "it has made no call yet";
+  if (!call) return "it has not made a call yet";
   return fmt::format("its last call is #{} on group '{}', {}", call->sequence, call->group,
                      lockstep::detail::describe(*call));
 }
@@ -60,7 +60,7 @@ void Hub::post(int rank, Op op) {
   Collective& collective = collectives_[sequence];
   if (collective.parts.empty()) collective.parts.resize(ranks_.size());
 
-  // Compared as they come, so that ranks that would never all arrive learn of it too.
+  // Compared on arrival, so that ranks get the error even if not all ever arrive.
   std::optional<std::string> mismatch;
   for (const auto& other : collective.parts)
     if (other) {
@@ -191,13 +191,13 @@ std::string Hub::absent(std::uint64_t sequence) const {
   {
     std::lock_guard lock(mutex_);
     auto collective = collectives_.find(sequence);
-    if (collective == collectives_.end()) return poison_;  // somebody's verdict, or nobody is absent
+    if (collective == collectives_.end()) return poison_;  // a verdict, or no rank is absent
     for (std::size_t r = 0; r < ranks_.size(); ++r)
       if (!collective->second.parts[r]) missing.push_back(r);
   }
   std::vector<std::string> texts;
   for (auto r : missing)
-    texts.push_back(fmt::format("rank {} has not come: {}", r, whereabouts_->describe(ranks_[r])));
+    texts.push_back(fmt::format("rank {} has not arrived: {}", r, whereabouts_->describe(ranks_[r])));
   return fmt::format("{}", fmt::join(texts, "; "));
 }
 

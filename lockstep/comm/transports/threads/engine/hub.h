@@ -1,9 +1,10 @@
-// Where ranks that are threads of one process meet. No sockets, no copies on the way, no LibTorch.
+// Hub: the meeting point of ranks that are threads of one process. No sockets, no intermediate copies, no
+// LibTorch.
 //
-// A rank posts its part of an operation and goes on; the rank that comes last does the work of all, on
-// its own thread, and completes everybody's part. So nobody blocks while posting, operations overlap
-// freely, and each group's collectives run in the order in which they were posted.
-// Cost of an all-reduce of n bytes by p ranks: p n bytes read, p n written, by one thread.
+// A rank posts its Op and continues. The rank that arrives last does all the work, on its own thread, and
+// completes every rank's Op. So posting never blocks, operations overlap freely, and each group's collectives
+// run in the order in which they were posted. An all-reduce of n bytes by p ranks costs p n bytes read and p
+// n written, by one thread.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@
 
 namespace lockstep::detail {
 
-// The last call of every rank of the process, over all groups, for the answer to "where is rank 1?".
+// The last call of every rank of the process, over all groups, for errors about absent ranks.
 class Whereabouts {
  public:
   explicit Whereabouts(int world_size) : last_(static_cast<std::size_t>(world_size)) {}
@@ -43,13 +44,13 @@ class Hub {
   void post(int rank, Op op);                                   // a collective
   void post_point_to_point(int rank, std::int64_t tag, Op op);  // call.root is the peer or kAnySource
 
-  // Ends every pending and every later part with an error.
+  // Fails every pending and every later operation.
   void poison(const std::string& cause, CommError::Kind kind = CommError::Kind::stopped);
-  // Another rank has come to a collective that this one has not posted.
+  // True if another rank has reached a collective that this one has not posted.
   bool is_awaited(int rank) const;
-  // The rank will post no more: whoever waits for it gets an error at once.
+  // The rank will post no more: ranks that wait for it get an error at once.
   void leave(int rank);
-  // Who has not come to the collective, and where it was last; after a failure, its cause.
+  // The ranks that have not reached the collective, and where they were last; after a failure, its cause.
   std::string absent(std::uint64_t sequence) const;
 
  private:
@@ -67,16 +68,16 @@ class Hub {
   void fail_all(std::unique_lock<std::mutex> lock, const std::string& cause, CommError::Kind kind);
   static void finish(Finished parts, const std::exception_ptr& error);
   static void execute(Collective& collective);
-  // Who could still answer rank's message to or from peer has left.
+  // True if every rank that could answer rank's message to or from peer has left.
   bool nobody_left(int rank, int peer) const;
 
   const std::vector<int> ranks_;
   const std::shared_ptr<Whereabouts> whereabouts_;
   mutable std::mutex mutex_;
-  std::string poison_;  // empty: alive
+  std::string poison_;  // empty while the hub works
   CommError::Kind poison_kind_ = CommError::Kind::stopped;
   std::vector<bool> left_;
-  std::vector<std::uint64_t> next_;  // each rank's next collective
+  std::vector<std::uint64_t> next_;  // number of each rank's next collective
   std::map<std::uint64_t, Collective> collectives_;
   std::list<Waiting> sends_, receives_;  // in the order of posting
 };

@@ -1,5 +1,5 @@
-// What outlives an operation of ranks that share GPUs: memory, streams, and what lies on them when a rank
-// goes.
+// State that outlives an operation of ranks that share GPUs: memory, streams, and the work left on them when
+// a rank ends.
 #include <optional>
 #include <thread>
 
@@ -45,7 +45,7 @@ TEST(CudaIpcArena, a_stage_that_is_outgrown_grows_by_more_than_it_must) {
   });
 }
 
-// One handle opens one piece: tensors of several cannot be shown where they are.
+// One handle opens one piece, so tensors in several pieces cannot be used in place.
 TEST(CudaIpcArena, tensors_of_one_call_in_several_pieces) {
   const Shape shape{2, true, Memory::allocated, 5001};
   const auto n = shape.count;
@@ -74,7 +74,7 @@ TEST(CudaIpcArena, tensors_of_one_call_in_several_pieces) {
   });
 }
 
-// A rank that died in its kernels after all had come: the streams of the others wait for it for ever.
+// A rank that died in its kernels after all had arrived: its peers' streams wait for it forever.
 TEST(CudaIpcTrack, a_group_after_one_whose_streams_hang) {
   const Shape shape{2, true, Memory::allocated, 100};
   for (bool interrupted : {true, false}) {
@@ -128,7 +128,7 @@ TEST(CudaIpcPeers, who_leaves_waits_for_its_device_as_long_as_that_helps) {
     }
     const Stopped queue(peers.collectives->stream());
     EXPECT_FALSE(peers.finish(barrier, soon(), yes));
-    // One that has left in order is waited for, as its events are; one that has given up is not.
+    // A rank that has left in order is waited for, through its events; one that gave up is not.
     auto& presence = barrier.region().line(1).presence;
     presence = shm::Line::kLeft;
     const auto deadline = shm::Clock::now() + milliseconds(100);

@@ -1,5 +1,5 @@
-// What is particular about ranks that share a GPU: the bits of sums, memory that peers open beside memory
-// that is staged, and the order of streams.
+// Specific to ranks that share a GPU: the bits of sums, mixtures of memory that peers open and memory that is
+// staged, and the order of streams.
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -18,7 +18,7 @@
 namespace lockstep::testing {
 namespace {
 
-// Which ranks' tensors lie in memory that peers open.
+// Which ranks' tensors are in memory that peers open.
 enum class Memory { plain, allocated, mixed };
 constexpr Memory kMemories[] = {Memory::plain, Memory::allocated, Memory::mixed};
 
@@ -26,14 +26,14 @@ bool is_allocated(Memory memory, int rank) {
   return memory == Memory::allocated || (memory == Memory::mixed && rank % 2 == 0);
 }
 
-// As values, in memory of the kind.
+// The values, in memory of that kind.
 at::Tensor placed(Group& group, const at::Tensor& values, Memory memory) {
   auto tensor = is_allocated(memory, group.rank()) ? group.allocate(values.sizes(), values.scalar_type())
                                                    : at::empty(values.sizes(), on(values.scalar_type()));
   return tensor.copy_(values);
 }
 
-// Random bits: denormals, infinities and NaNs of every kind among them. The same on every rank that asks.
+// Random bits, including denormals, infinities and NaNs of every kind. The same on every rank.
 at::Tensor random_bits(int rank, std::int64_t count, at::ScalarType type) {
   const auto size = static_cast<std::int64_t>(c10::elementSize(type));
   auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(1000 + rank));
@@ -42,7 +42,7 @@ at::Tensor random_bits(int rank, std::int64_t count, at::ScalarType type) {
 }
 
 at::Tensor expected_sum(int ranks, std::int64_t count, at::ScalarType type, ReduceOp op) {
-  if (ranks == 1) return random_bits(0, count, type);  // as it is
+  if (ranks == 1) return random_bits(0, count, type);  // unchanged
   std::vector<at::Tensor> inputs;
   std::vector<const void*> pointers;
   for (int r = 0; r < ranks; ++r)
@@ -94,7 +94,7 @@ TEST(CudaIpc, every_reduction_has_the_bits_of_the_cpus) {
   });
 }
 
-// Places that are not aligned are summed number by number.
+// Unaligned data is summed number by number.
 TEST(CudaIpc, views_that_begin_anywhere) {
   on_every_rank([](World& world) {
     auto group = world.group();
@@ -155,8 +155,7 @@ at::Tensor keep_busy() {
   return matrix;
 }
 
-// Nobody waits on the host: what is computed before is read, and what is written after does not come too
-// early.
+// Without waits on the host: earlier work on the stream is seen, and later work does not run too early.
 TEST(CudaIpc, streams_keep_the_order) {
   on_every_rank([](World& world) {
     auto group = world.group();
@@ -207,7 +206,8 @@ TEST(CudaIpc, many_under_way_and_memory_used_again) {
   });
 }
 
-// Of LibTorch's own memory record_stream would say so; here it is enough to free it where it was used last.
+// With LibTorch's own memory this needs record_stream; here it is enough to free the memory where it was used
+// last.
 TEST(CudaIpc, tensors_that_are_freed_on_another_stream) {
   on_every_rank([](World& world) {
     auto group = world.group();
@@ -236,7 +236,7 @@ TEST(CudaIpc, tensors_that_are_freed_on_another_stream) {
   });
 }
 
-// Processes take turns on a GPU, so what a rank has given it may be many seconds' work: others wait for it.
+// Processes take turns on a GPU, so a rank's work may take many seconds: its peers wait for it.
 TEST(CudaIpc, who_leaves_a_group_waits_for_its_device) {
   using Clock = std::chrono::steady_clock;
   on_every_rank([](World& world) {
@@ -263,7 +263,7 @@ TEST(CudaIpc, who_leaves_a_group_waits_for_its_device) {
       const bool busy = !stream.query();
       EXPECT_TRUE(busy || group.rank() != 0) << "the queue was not deep enough";
     }
-    // Its own stream waits for what has just ended.
+    // Its stream waits for the operation that has just ended.
     const auto until = Clock::now() + std::chrono::milliseconds(200);
     while (!stream.query() && Clock::now() < until) std::this_thread::yield();
     EXPECT_TRUE(stream.query());
@@ -295,7 +295,7 @@ TEST(CudaIpc, a_group_after_one_that_failed) {
 TEST(CudaIpc, tensors_of_another_device_are_refused) {
   on_every_rank([](World& world) {
     EXPECT_THAT(error_of<ConfigError>([&] { world.group().all_reduce(at::ones({3})).wait(); }),
-                HasSubstr("has no transport for it"));
+                HasSubstr("has no transport for that device"));
     EXPECT_EQ(world.group().backend(at::kCUDA), "cuda_ipc");
     EXPECT_EQ(world.device(), test_device());
   });

@@ -1,5 +1,5 @@
-// The collectives and messages of ranks that share GPUs, without one: ranks are threads, streams too, and
-// dawdle.
+// The collectives and messages of ranks that share GPUs, on a simulated GPU: ranks and streams are threads,
+// and streams are slow at random.
 #include <array>
 #include <future>
 #include <thread>
@@ -15,7 +15,7 @@ namespace {
 using std::chrono::seconds;
 using ::testing::HasSubstr;
 
-// Nobody waits on the host between them: what they read and write is spoilt as soon as the stream allows.
+// Without waits on the host in between: inputs and outputs are overwritten as soon as the stream allows.
 TEST(CudaIpcEngine, all_reduce_gives_the_trees_bits_in_the_order_of_streams) {
   for (const Shape& shape : shapes()) {
     SCOPED_TRACE(text(shape));
@@ -202,7 +202,7 @@ TEST(CudaIpcMail, messages_come_by_peer_and_tag_in_the_order_of_streams) {
         fake_cuda::synchronize(rank.stream());
         EXPECT_EQ(got, values_of(previous, shape.count, round)) << round;
       }
-      // Ends in order only when all have theirs.
+      // Completes in order only when every rank has its data.
       auto op = rank.op(Operation::barrier, 0);
       rank.run(op);
       mail->close();

@@ -18,8 +18,8 @@
 
 namespace {
 
-std::mutex mutex;                 // of all
-std::condition_variable changed;  // an event was reached, or a stream has nothing to do
+std::mutex mutex;                 // guards everything
+std::condition_variable changed;  // an event was reached, or a stream is idle
 
 struct Event {
   std::uint64_t recorded = 0, reached = 0;
@@ -30,7 +30,7 @@ struct Stream {
   std::condition_variable given;
   bool busy = false;
   Stream() {
-    std::thread([this] { work(); }).detach();  // they are never destroyed
+    std::thread([this] { work(); }).detach();  // streams are never destroyed
   }
   void work() {
     std::minstd_rand random(static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(this) >> 4));
@@ -155,7 +155,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   });
   return cudaSuccess;
 }
-// For what has been recorded when it is called, and no more.
+// Waits for what was recorded before this call, and nothing later.
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   std::uint64_t number = 0;
   {

@@ -1,6 +1,6 @@
-// As much of CUDA's runtime as the transport calls, in host memory: a stream is a thread that does one thing
-// after another and dawdles, an event is a number. What is not ordered by events comes in the wrong order
-// sooner or later.
+// The part of CUDA's runtime that the transport calls, simulated in host memory: a stream is a thread that
+// executes its work in order, with random delays, and an event is a number. Work that is not ordered by
+// events runs in the wrong order sooner or later.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,7 +14,7 @@ namespace lockstep::fake_cuda {
 void enqueue(cudaStream_t stream, std::function<void()> task);
 void synchronize(cudaStream_t stream);
 
-// A stream that comes no further as long as this lives.
+// Stops a stream while this object lives.
 class Stopped {
  public:
   explicit Stopped(cudaStream_t stream);
@@ -24,9 +24,9 @@ class Stopped {
   std::promise<void> go_on_;
 };
 
-// Of the thread, from now on: the only device that it sees, as number 0.
+// From here on this thread sees only that device, as number 0.
 void show_only(int device);
-// How often memory of a device was taken.
+// Number of allocations of device memory.
 std::size_t allocations();
 
 }  // namespace lockstep::fake_cuda

@@ -1,4 +1,4 @@
-// Ranks that are threads, on GPUs that are made up.
+// Ranks that are threads, on simulated GPUs.
 #pragma once
 
 #include <chrono>
@@ -44,7 +44,7 @@ inline std::string text(const Shape& shape) {
                      static_cast<int>(shape.memory), shape.count);
 }
 
-// A rank as a program has it: a stream on which it computes, and tensors.
+// A rank as a program sees it: a stream on which it computes, and tensors.
 class Rank {
  public:
   Rank(int rank, const Shape& shape, std::unique_ptr<shm::Engine> host)
@@ -73,7 +73,7 @@ class Rank {
     plain_.push_back(std::make_unique<float[]>(at(static_cast<int>(count) + 4)));
     return plain_.back().get();
   }
-  // On the stream, as everything that a program does to its tensors.
+  // On the stream, like all work that a program does on its tensors.
   void fill(float* to, const std::vector<float>& values) {
     fake_cuda::enqueue(stream_, [=] { std::copy(values.begin(), values.end(), to); });
   }
@@ -101,7 +101,7 @@ class Rank {
     op.order = order;
     return op;
   }
-  // As Work::wait does.
+  // Like Work::wait.
   void follow(const Op& op) { cudaStreamWaitEvent(stream_, static_cast<Order*>(op.order.get())->done, 0); }
   void run(Op& op) {
     engine_->begin(op);
@@ -116,7 +116,7 @@ class Rank {
   shm::Barrier& barrier_;
   const std::shared_ptr<Peers> peers_;
   const std::shared_ptr<Engine> engine_;
-  const std::shared_ptr<Track> track_ = Track::take(device_);  // a stream that is used again
+  const std::shared_ptr<Track> track_ = Track::take(device_);  // a stream that is reused
   cudaStream_t stream_ = nullptr;
   std::vector<std::unique_ptr<float[]>> plain_;
 };

@@ -52,7 +52,7 @@ TEST(Sockets, the_process_finds_its_own_and_shuts_down_one_of_them) {
   EXPECT_EQ(find(server).peer, find(client).local);
   EXPECT_EQ(find(client).peer, where);
 
-  // Not what has taken the descriptor's place since.
+  // Not a socket that has since taken over the descriptor.
   TcpSocket stale = find(client);
   stale.inode += 1;
   detail::shut_down(stale);

@@ -26,7 +26,7 @@ using Bytes = std::vector<char>;
 
 std::size_t at(int rank) { return static_cast<std::size_t>(rank); }
 
-// Powers of two, others, unequal ones, ranks in turn, hosts out of order.
+// Powers of two, other numbers, unequal hosts, alternating ranks, hosts out of order.
 const std::vector<Nodes> kShapes = {{0, 0, 1, 1},
                                     {0, 1},
                                     {0, 0, 0, 0, 1, 1, 1, 1},
@@ -77,7 +77,7 @@ std::vector<float> numbers(std::size_t count, int seed) {
   return result;
 }
 
-// The tree over all ranks, in one place.
+// The tree over all ranks, computed in one place.
 std::vector<float> tree(const std::vector<std::vector<float>>& inputs, ReduceOp op) {
   std::vector<const void*> pointers;
   for (const auto& input : inputs) pointers.push_back(input.data());
@@ -113,7 +113,7 @@ TEST(Hosts, have_their_ranks_in_the_groups_order) {
   EXPECT_EQ(hosts.place(), 1);
   EXPECT_EQ(hosts.neighbours(), (std::vector{1, 3, 4}));
   EXPECT_EQ(hosts.leader_of(0), 0);
-  EXPECT_EQ(hosts.carrier(0, 4), 0);  // of two ranks there, the first again
+  EXPECT_EQ(hosts.carrier(0, 4), 0);  // two ranks there, so the first again
 }
 
 TEST(Hierarchy, sums_are_the_trees_where_hosts_are_subtrees_and_close_to_it_elsewhere) {
@@ -163,7 +163,7 @@ TEST(Hierarchy, every_dtype_and_reduction_has_the_bits_of_one_host) {
           const auto item = detail::item_size(dtype);
           std::vector<Bytes> inputs(nodes.size(), Bytes(count * item)), results(nodes.size());
           std::vector<const void*> pointers;
-          for (auto& input : inputs) {  // any bits: NaN and infinity are among them
+          for (auto& input : inputs) {  // any bits, including NaN and infinity
             for (auto& byte : input)
               byte = static_cast<char>(dtype == Dtype::boolean ? random() % 2 : random() % 256);
             pointers.push_back(input.data());
@@ -186,10 +186,10 @@ TEST(Hierarchy, every_dtype_and_reduction_has_the_bits_of_one_host) {
       }
 }
 
-// Unequal on purpose: rank r has this many.
+// Unequal on purpose: the number of elements of rank r.
 std::size_t some(std::size_t count, int rank) { return count * static_cast<std::size_t>(rank * 3 % 4) / 2; }
 
-// All others one after another on one engine, twice.
+// All other collectives one after another on one engine, twice.
 TEST(Hierarchy, data_goes_where_it_belongs) {
   for (const Nodes& nodes : kShapes)
     for (std::size_t count : {0u, 1u, 100u, 5000u, 20000u}) {
@@ -331,7 +331,7 @@ TEST(Hierarchy, data_goes_where_it_belongs) {
 
 TEST(Hierarchy, sends_between_hosts_no_more_than_it_must) {
   // n = 64 KiB, p = 4, h = 2: n (h - 1) / p from each of 4 ranks for the sums, and as much for their results;
-  // besides greetings of leaders.
+  // in addition the greetings of the leaders.
   constexpr std::size_t kCount = 16384;
   HostRanks ranks({0, 0, 1, 1}, {.window = 1 << 20});
   ranks.run([&](int rank, Engine& engine) {
@@ -387,7 +387,7 @@ TEST(Hierarchy, sizes_of_pairs_that_differ_are_told) {
   for (const Nodes& nodes : {Nodes{0, 0, 1, 1}, {0, 1, 2}}) {
     HostRanks ranks(nodes);
     ranks.run([&](int rank, Engine& engine) {
-      // Rank 1 gives rank 0 one too many.
+      // Rank 1 gives rank 0 one element too many.
       std::vector<std::vector<float>> in(nodes.size(), std::vector<float>(3)), out = in;
       Op part;
       part.call = describe(Operation::all_to_all, rank, nodes.size(), 0);
@@ -411,7 +411,8 @@ TEST(Hierarchy, a_wait_ends_when_it_is_told_to) {
     ranks.run([&](int rank, Engine& engine) {
       if (rank == missing) {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
-        // The one that its neighbours wait for is told last: they would hear from it first.
+        // The rank that its neighbours wait for is interrupted last: they would otherwise get the failure
+        // from it.
         for (int r = missing - 1; r >= 0; --r) ranks.engine(r).interrupt("enough");
         all_told = true;
         return;
@@ -421,7 +422,7 @@ TEST(Hierarchy, a_wait_ends_when_it_is_told_to) {
       part.call = describe(Operation::all_reduce, rank, nodes.size(), 10);
       part.outputs = {data.data()};
       EXPECT_THAT(error_of<shm::Interrupted>([&] { run(engine, part); }), HasSubstr("enough"));
-      while (!all_told) std::this_thread::yield();  // or the others might hear of this end first
+      while (!all_told) std::this_thread::yield();  // otherwise the peers might see this rank's end first
       engine.give_up();
     });
   }
@@ -439,7 +440,7 @@ TEST(Hierarchy, at_the_deadline_it_is_said_who_is_absent) {
     part.call = describe(Operation::all_reduce, rank, 4, 10);
     part.item_size = 4;
     part.outputs = {data.data()};
-    // The ranks give up one after another, the first one only after all have looked.
+    // The ranks give up one after another, the first one only after all have checked.
     const auto deadline = Clock::now() + std::chrono::milliseconds(100 + 300 * (2 - rank));
     try {
       engine.finish(part, deadline);
@@ -451,8 +452,8 @@ TEST(Hierarchy, at_the_deadline_it_is_said_who_is_absent) {
       if (rank != 2) engine.give_up();
     }
   });
-  EXPECT_THAT(absent[2], HasSubstr("rank 3 has not come"));
-  EXPECT_THAT(absent[1], HasSubstr("rank 0 waits for rank 2, of another host"));
+  EXPECT_THAT(absent[2], HasSubstr("rank 3 has not arrived"));
+  EXPECT_THAT(absent[1], HasSubstr("rank 0 waits for rank 2 on another host"));
   EXPECT_THAT(absent[0], HasSubstr("rank 2 has not answered: it, or another rank of its host (2, 3)"));
 }
 

@@ -20,7 +20,7 @@ using testing::AllOf;
 using testing::error_of;
 using testing::HasSubstr;
 
-// A message under way, and what has become of it.
+// A message in flight, and its outcome.
 class Message {
  public:
   Message(Mail& mail, Operation operation, int rank, int peer, std::vector<float>& data, int tag,
@@ -122,7 +122,7 @@ TEST(Mail, from_any_rank_comes_once_from_near_and_far) {
       std::vector<int> next(static_cast<std::size_t>(p), 0);
       std::vector<std::vector<float>> data(static_cast<std::size_t>((p - 1) * kEach), std::vector<float>(4));
       std::vector<std::unique_ptr<Message>> receives;
-      // Some are asked for ahead, some one at a time.
+      // Some are posted ahead, some one at a time.
       for (std::size_t i = 0; i < data.size();) {
         receives.clear();
         const auto many = std::min<std::size_t>(1 + random() % 5, data.size() - i);
@@ -192,7 +192,7 @@ TEST(Mail, that_nobody_sends_ends_at_its_deadline_or_when_it_is_told) {
       EXPECT_LT(Clock::now() - begin, seconds(60))
           << "a rank that learns of the failure must not wait for the timeout of 120 s";
       if (teller.joinable()) teller.join();
-      // Nothing works afterwards, and says why.
+      // Later messages fail too, with the reason.
       EXPECT_THROW(Message(ranks.mail(0), Operation::recv, 0, peer, data, 1).wait(), std::exception);
     }
 }

@@ -1,5 +1,5 @@
-// Ranks of several hosts that are threads of this process: each host's on one mapping, and between hosts what
-// a test hands over. A sanitizer sees all of it.
+// Ranks of several hosts as threads of this process: the ranks of a host share one mapping, and hosts are
+// connected by a Network. A sanitizer sees all of it.
 #pragma once
 
 #include <condition_variable>
@@ -21,8 +21,8 @@
 
 namespace lockstep::hierarchy {
 
-// Where what is sent waits for its receiver, who takes it from the sender's memory: nothing is kept
-// meanwhile.
+// Where a message waits for its receiver, which takes it from the sender's memory: nothing is copied in
+// between.
 class Network {
  public:
   struct Letter {
@@ -86,19 +86,19 @@ class ThreadLinks final : public Links {
         return false;
       }
       auto& waiting = network_->letters[under.from];
-      // In the order in which they were asked for.
+      // In the order of posting.
       return !waiting.empty() && taken_[under.from] == under.number;
     };
     while (!there())
       if (Clock::now() >= deadline)
         throw shm::TimedOut("the deadline has passed");
-      else  // a deadline may be further away than a clock can count
+      else  // a deadline may be beyond a clock's range
         network_->changed.wait_until(lock, std::min(deadline, Clock::now() + std::chrono::seconds(1)));
     if (under.letter) return std::get<1>(under.from);
     auto letter = network_->letters[under.from].front();
     network_->letters[under.from].pop_front();
     ++taken_[under.from];
-    if (letter->bytes != under.bytes) std::abort();  // as Gloo does
+    if (letter->bytes != under.bytes) std::abort();  // like Gloo
     std::memcpy(under.target, letter->data, under.bytes);
     letter->taken = true;
     network_->changed.notify_all();
@@ -153,7 +153,7 @@ class HostRanks {
       shm::Barrier* barrier = inside ? &inside->barrier() : nullptr;
       engines_.push_back(std::make_shared<Engine>(hosts, std::move(inside), links,
                                                   neighbours > 1 ? &host.memory : nullptr, tuning));
-      // Their thread may be at work for a moment after they are closed.
+      // Their thread may still run for a moment after they are closed.
       auto owner = std::make_shared<std::pair<std::shared_ptr<Host>, std::shared_ptr<Engine>>>(
           of_host, engines_.back());
       if (barrier != nullptr)

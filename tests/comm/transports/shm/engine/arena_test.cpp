@@ -64,7 +64,7 @@ TEST(Arena, gives_back_what_is_far_more_than_it_uses) {
   EXPECT_GE(std::count_if(segments.begin(), segments.end(), [&](auto id) { return !arena.segment(id); }), 5);
 }
 
-// From several threads, with what each has written still there when it frees it.
+// From several threads; each block must still hold its thread's data when it is freed.
 TEST(Arena, gives_nothing_to_two) {
   Arena arena;
   std::vector<std::thread> threads;
@@ -91,8 +91,8 @@ TEST(Arena, gives_nothing_to_two) {
   EXPECT_EQ(arena.figures().used, 0);
 }
 
-// The kernel takes its time over large ones; operations of other threads look for their memory meanwhile. A
-// machine that is busy may keep this thread waiting too, but not each time.
+// The kernel is slow with large segments, while other threads' operations look up their memory. A busy
+// machine may delay this thread too, but not every time.
 TEST(Arena, keeps_nobody_waiting_while_it_takes_memory) {
   using Clock = std::chrono::steady_clock;
   bool waited = true;
@@ -119,10 +119,10 @@ TEST(Arena, keeps_nobody_waiting_while_it_takes_memory) {
   EXPECT_FALSE(waited);
 }
 
-// What a child that was forked frees and takes is not its parent's.
+// What a forked child frees and allocates must not affect its parent.
 TEST(Arena, is_left_alone_by_forked_children) {
   Arena& arena = Arena::instance();
-  constexpr std::size_t kBytes = std::size_t{300} << 20;  // more than is held in reserve
+  constexpr std::size_t kBytes = std::size_t{300} << 20;  // more than the reserve
   auto* memory = static_cast<char*>(arena.allocate(kBytes));
   auto* small = static_cast<char*>(arena.allocate(1000));
   std::memset(memory, 7, kBytes);

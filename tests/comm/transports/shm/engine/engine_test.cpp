@@ -1,4 +1,4 @@
-// The collectives in shared memory, with ranks as threads on one mapping: a sanitizer sees both ends.
+// The collectives in shared memory, with ranks as threads on one mapping, so that a sanitizer sees both ends.
 #include <lockstep/comm/transports/shm/engine/engine.h>
 
 #include <array>
@@ -23,8 +23,8 @@ using ::testing::HasSubstr;
 
 struct Shape {
   int ranks;
-  std::size_t count;         // elements of a piece
-  std::vector<bool> shared;  // by rank, in turn: whether its tensors are in shared memory
+  std::size_t count;         // elements per piece
+  std::vector<bool> shared;  // by rank, cyclically: whether its tensors are in shared memory
 };
 
 std::string text(const Shape& shape) {
@@ -136,7 +136,7 @@ TEST_F(EngineTest, a_refusal_reaches_every_rank_and_the_next_operation_works) {
         return testing::error_of<detail::Refused>([&] { all_reduce(refusal); });
       };
       const int last = shape.ranks - 1;
-      // The others have made new staging for it, which nobody has met when the next operation comes.
+      // The peers have made new staging for it, which no rank has mapped when the next operation comes.
       EXPECT_EQ(refused(rank == last ? "not this" : ""), "not this");
       all_reduce("");
       EXPECT_EQ(refused("all refuse, rank " + std::to_string(rank)),
@@ -145,7 +145,7 @@ TEST_F(EngineTest, a_refusal_reaches_every_rank_and_the_next_operation_works) {
       const std::string longest(2 * kRefusal, 'x');
       EXPECT_EQ(refused(rank == last ? longest : ""), longest.substr(0, kRefusal - 1));
 
-      // Another operation than the one that is refused, with a size for each pair of ranks.
+      // A different operation from the refused one, with a size for each pair of ranks.
       Op op;
       op.call = call(Operation::all_to_all, rank, shape.ranks, count * shape.ranks);
       op.call.to.assign(static_cast<std::size_t>(shape.ranks), count);
@@ -325,7 +325,7 @@ TEST_F(EngineTest, a_wait_ends_at_its_deadline_when_it_is_interrupted_and_when_t
       op.outputs = {&data};
       op.item_size = 4;
       engine.begin(op);
-      EXPECT_EQ(engine.barrier().absent(), "rank 1 has not come");
+      EXPECT_EQ(engine.barrier().absent(), "rank 1 has not arrived");
       waits = true;
       const auto deadline = Clock::now() + (end == 0 ? seconds(0) : seconds(60));
       switch (end) {
@@ -338,9 +338,9 @@ TEST_F(EngineTest, a_wait_ends_at_its_deadline_when_it_is_interrupted_and_when_t
 }
 
 thread_local int self = -1;
-thread_local std::set<std::pair<int, std::uint64_t>> seen;  // whose memory, and where
+thread_local std::set<std::pair<int, std::uint64_t>> seen;  // (rank, offset) of the memory seen so far
 
-// A rank may end when its operation has: nobody asks for its memory afterwards.
+// A rank may end once its operation has: no peer needs its memory afterwards.
 TEST_F(EngineTest, nobody_looks_for_the_memory_of_a_rank_that_is_done) {
   constexpr int kRanks = 3;
   for (const auto& shared :
@@ -353,7 +353,7 @@ TEST_F(EngineTest, nobody_looks_for_the_memory_of_a_rank_that_is_done) {
         Ranks ranks(kRanks);
         std::array<std::atomic<bool>, kRanks> ended{};
         ranks.memory().on_map = [&](int rank, Place place) {
-          if (!seen.insert({rank, place.offset}).second) return;  // what was seen once is there for good
+          if (!seen.insert({rank, place.offset}).second) return;  // memory that was mapped once stays mapped
           if (self == held_up) std::this_thread::sleep_for(std::chrono::milliseconds(5));
           if (ended[static_cast<std::size_t>(rank)]) throw std::runtime_error("it has ended");
         };
@@ -362,7 +362,7 @@ TEST_F(EngineTest, nobody_looks_for_the_memory_of_a_rank_that_is_done) {
           Tensors tensors(ranks.memory(), shared[static_cast<std::size_t>(rank)]);
           for (auto each : operations) {
             constexpr std::int64_t kCount = 4000;  // one window
-            // After a gather the root alone has seen the others' stages.
+            // After a gather only the root has mapped its peers' stages.
             const int root = operations.size() > 1 && each == Operation::broadcast ? 1 : 0;
             Op op;
             op.call = call(each, rank, kRanks, kCount);
@@ -383,7 +383,7 @@ TEST_F(EngineTest, nobody_looks_for_the_memory_of_a_rank_that_is_done) {
       }
 }
 
-// Chunks that it has taken are not done by anybody: the others must not wait for them.
+// Chunks that it has claimed are not done by another rank: its peers must not wait for them.
 TEST_F(EngineTest, a_rank_that_fails_in_the_middle_keeps_nobody_waiting) {
   constexpr int kRanks = 3;
   Ranks ranks(kRanks);
@@ -395,7 +395,7 @@ TEST_F(EngineTest, a_rank_that_fails_in_the_middle_keeps_nobody_waiting) {
   };
   std::array<std::string, kRanks> errors;
   const auto began = Clock::now();
-  std::vector<Tensors> kept(kRanks, {ranks.memory(), true});  // the others may be in them still
+  std::vector<Tensors> kept(kRanks, {ranks.memory(), true});  // peers may still use them
   ranks.run([&](int rank, Engine& engine) {
     self = rank;
     Tensors& tensors = kept[static_cast<std::size_t>(rank)];
@@ -404,7 +404,7 @@ TEST_F(EngineTest, a_rank_that_fails_in_the_middle_keeps_nobody_waiting) {
     op.outputs = {tensors.make(70000, rank)};
     op.item_size = 4;
     engine.begin(op);
-    // Not before rank 1 has had one.
+    // Not before rank 1 has claimed one.
     EXPECT_TRUE(rank == 1 || testing::eventually([&] { return has_failed.load(); }));
     try {
       engine.finish(op, Clock::now() + seconds(120));
@@ -419,7 +419,7 @@ TEST_F(EngineTest, a_rank_that_fails_in_the_middle_keeps_nobody_waiting) {
   EXPECT_LT(Clock::now() - began, seconds(90)) << "the deadline is 120 s";
 }
 
-// Its tensor is its owner's again, who may do with it what they like.
+// After that its owner may reuse its tensor.
 TEST_F(EngineTest, what_a_rank_has_begun_and_given_up_is_complete_for_nobody) {
   Ranks ranks(2);
   std::atomic<bool> gone = false;
@@ -442,7 +442,7 @@ TEST_F(EngineTest, what_a_rank_has_begun_and_given_up_is_complete_for_nobody) {
   });
 }
 
-// Where a dtype has no name of its own here, its size still tells it from others.
+// A dtype without a name here is still distinguished by its size.
 TEST_F(EngineTest, elements_of_another_size_are_a_mismatch) {
   Ranks ranks(2);
   ranks.run([&](int rank, Engine& engine) {
@@ -475,7 +475,7 @@ TEST_F(EngineTest, ranks_that_are_tuned_differently_are_told) {
   }
 }
 
-// Many operations of different kinds and sizes, one after another, without a pause between.
+// Many operations of different kinds and sizes, one right after another.
 TEST_F(EngineTest, operations_follow_one_another) {
   constexpr int kRanks = 4, kRounds = 300;
   Ranks ranks(kRanks);

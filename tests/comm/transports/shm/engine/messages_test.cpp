@@ -1,4 +1,4 @@
-// Sends and receives: their ends, and what they cost those who wait.
+// Sends and receives: how they end, and what they cost waiting threads.
 #include <lockstep/comm/transports/shm/engine/messages.h>
 
 #include <signal.h>
@@ -22,7 +22,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::HasSubstr;
 
-// A message of this many bytes under way.
+// A message of this many bytes in flight.
 struct Letter {
   std::vector<char> data;
   std::shared_ptr<std::promise<std::string>> ended = std::make_shared<std::promise<std::string>>();
@@ -59,7 +59,7 @@ struct Letter {
   }
 };
 
-// Its last words are those that it has the messages: they reach the sender also when that is slow to look.
+// Its last notes acknowledge the messages. They must reach the sender even if it is slow to look.
 TEST(Messages, a_receiver_may_leave_when_it_has_all) {
   constexpr int kMessages = 50;
   Processes processes(2, [](Member& member) {
@@ -81,7 +81,7 @@ TEST(Messages, a_receiver_may_leave_when_it_has_all) {
   const auto limit = Clock::now() + seconds(60);
   while (control::look_at(processes.pid(0))->state != 'T' && Clock::now() < limit)
     std::this_thread::sleep_for(milliseconds(1));
-  // Rank 1 has all by now, and wants to leave. It waits for rank 0 for 2 s.
+  // Rank 1 has all messages by now and leaves. It waits up to 2 s for rank 0.
   std::this_thread::sleep_for(milliseconds(100));
   processes.kill(0, SIGCONT);
   const auto ended = processes.wait();
@@ -102,7 +102,7 @@ class TwoRanks : public ::testing::Test {
   }
   ~TwoRanks() override {
     for (int r : {0, 1}) messages_[r]->close();
-    // Their threads look at the meetings until they are gone.
+    // Their threads use the barriers until they end.
     for (int r : {0, 1})
       while (messages_[r].use_count() > 1) std::this_thread::sleep_for(milliseconds(1));
   }
@@ -120,7 +120,7 @@ TEST_F(TwoRanks, a_message_that_could_not_be_taken_is_an_error_at_both_ends) {
   sent.post(*messages_[0], lockstep::Operation::send, 0, 1, 0);
   received.post(*messages_[1], lockstep::Operation::recv, 1, 0, 0);
   EXPECT_THAT(received.end(*messages_[1]), HasSubstr("no memory"));
-  EXPECT_THAT(sent.end(*messages_[0]), HasSubstr("could not take it"));
+  EXPECT_THAT(sent.end(*messages_[0]), HasSubstr("could not accept it"));
 }
 
 // In any order of tags, with all of them pending at once.

@@ -1,4 +1,4 @@
-// The order of a group's operations, and their ends, with ranks as threads.
+// The order of a group's operations, and how they end, with ranks as threads.
 #include <lockstep/comm/transports/shm/engine/op_queue.h>
 
 #include <sys/resource.h>
@@ -22,7 +22,7 @@ using ::testing::HasSubstr;
 
 constexpr std::int64_t kCount = 70000;
 
-// A part of which the end can be waited for.
+// An operation whose end can be waited for.
 struct Ticket final : detail::OpItem {
   std::promise<std::string> ended;
   std::function<void()> at_end = [] {}, at_destruction = [] {};
@@ -94,10 +94,11 @@ std::string end_of(const std::shared_ptr<Ticket>& ticket) {
   return future.wait_for(seconds(60)) == std::future_status::ready ? future.get() : "it has not ended";
 }
 
-// The operation that is under way may be complete all the same; none is after it.
+// The operation in progress may still complete, but none after it.
 TEST(OpQueue, everything_that_is_queued_ends_when_it_is_closed) {
   Lanes lanes(2);
-  lanes.memory().on_map = [&](int rank, Place) {  // rank 0, in the first one, for the memory of rank 1
+  // in the first operation, when rank 0 maps the memory of rank 1
+  lanes.memory().on_map = [&](int rank, Place) {
     if (rank != 1) return;
     lanes.op_queue(0)->close();
     std::this_thread::sleep_for(milliseconds(50));
@@ -108,12 +109,12 @@ TEST(OpQueue, everything_that_is_queued_ends_when_it_is_closed) {
   auto other = lanes.post(1, Operation::broadcast, kCount, true);
   EXPECT_EQ(end_of(other), "");
   EXPECT_EQ(end_of(first), "");
-  EXPECT_EQ(end_of(second), "the group has been left");
-  EXPECT_EQ(end_of(third), "the group has been left");
-  EXPECT_EQ(end_of(lanes.post(0, Operation::all_reduce, 10, true)), "the group has been left");
+  EXPECT_EQ(end_of(second), "this rank has left the group");
+  EXPECT_EQ(end_of(third), "this rank has left the group");
+  EXPECT_EQ(end_of(lanes.post(0, Operation::all_reduce, 10, true)), "this rank has left the group");
 }
 
-// What is called at the end of an operation may wait for a later one, whose end does so too.
+// A callback at the end of an operation may wait for a later one, and that one's callback too.
 TEST(OpQueue, ends_of_operations_may_wait_for_later_ones) {
   constexpr int kDeep = 5;
   std::promise<void> last;
@@ -130,7 +131,7 @@ TEST(OpQueue, ends_of_operations_may_wait_for_later_ones) {
   EXPECT_EQ(in_time, kDeep);
 }
 
-// An operation may be the last that holds its group.
+// An operation may hold the last reference to its group.
 TEST(OpQueue, whoever_lets_go_of_an_operation_may_close_the_lane) {
   std::promise<void> closed;
   Lanes lanes(1);
@@ -139,14 +140,14 @@ TEST(OpQueue, whoever_lets_go_of_an_operation_may_close_the_lane) {
     lanes.op_queue(0)->close();
     closed.set_value();
   };
-  ticket.reset();  // the lane's thread has it now
+  ticket.reset();  // now the queue's thread owns it
   ASSERT_EQ(closed.get_future().wait_for(seconds(60)), std::future_status::ready);
 }
 
-// Whoever waits does the work: a process that may have no more threads can go on.
+// The waiting thread does the work, so a process that cannot start threads can continue.
 TEST(OpQueue, works_without_a_thread_of_its_own) {
 #ifdef __SANITIZE_THREAD__
-  GTEST_SKIP() << "ThreadSanitizer lets a child of fork() start no threads";
+  GTEST_SKIP() << "under ThreadSanitizer a child of fork() cannot start threads";
 #endif
   Lanes lanes(1);
   std::fflush(nullptr);
@@ -158,7 +159,8 @@ TEST(OpQueue, works_without_a_thread_of_its_own) {
     ::setrlimit(RLIMIT_AS, &as_it_is);
     int status = 1;
     try {
-      for (int i = 0; i < 1000; ++i) std::thread([] { ::pause(); }).detach();  // what stacks there are
+      // uses up the stacks that are left
+      for (int i = 0; i < 1000; ++i) std::thread([] { ::pause(); }).detach();
       status = 2;
     } catch (const std::system_error&) {
     }
@@ -176,7 +178,8 @@ TEST(OpQueue, works_without_a_thread_of_its_own) {
   EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 0);
 }
 
-// An engine whose end touches what goes with the process ends with whoever has waited for the threads.
+// The engine's destructor may touch process-wide state: it must run in the thread that waited for the queue's
+// threads.
 TEST(OpQueue, who_waits_for_its_threads_lets_go_of_the_engine) {
   struct Marked final : detail::CollectiveEngine {
     explicit Marked(std::thread::id& its_end) : end(its_end) {}

@@ -1,4 +1,4 @@
-// Forced into the transport's sources: a process may be held up between any two steps of the protocol.
+// Force-included into the transport's sources: may pause a process between any two steps of the protocol.
 #pragma once
 
 namespace lockstep::shm {

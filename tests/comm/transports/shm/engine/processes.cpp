@@ -60,7 +60,7 @@ Member join(const std::filesystem::path& folder, const std::string& name, int ra
 }
 
 void Member::run(Op op) {
-  std::promise<void> done;  // told by whichever thread does the work
+  std::promise<void> done;  // set by the thread that does the work
   auto tell = [&](const std::exception_ptr& error, int) {
     if (error)
       done.set_exception(error);

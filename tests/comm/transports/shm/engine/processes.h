@@ -21,14 +21,14 @@ namespace lockstep::shm {
 // Exit statuses of a process: it lost a peer, or it saw a wrong result.
 constexpr int kLost = 7, kWrong = 8;
 
-// One rank's end.
+// One rank's end of the group.
 struct Member {
   int rank = 0, ranks = 1;
   std::shared_ptr<GroupSegment> group_segment;
   std::shared_ptr<OpQueue> op_queue;
   std::shared_ptr<Messages> messages;
 
-  // Waits for it; throws what it failed with.
+  // Runs it to its end; throws the error it failed with.
   void run(Op op);
   void all_reduce(float* data, std::size_t count);
   void send(const void* data, std::size_t bytes, int to, int tag);
@@ -37,7 +37,7 @@ struct Member {
 
 class Processes {
  public:
-  using Body = std::function<int(Member& member)>;  // the status of its process
+  using Body = std::function<int(Member& member)>;  // returns the exit status of its process
   Processes(int ranks, Body body, Engine::Tuning tuning = {});
   ~Processes();
   Processes(const Processes&) = delete;
@@ -45,10 +45,10 @@ class Processes {
 
   pid_t pid(int rank) const { return pids_[static_cast<std::size_t>(rank)]; }
   void kill(int rank, int signal);
-  bool met();  // until all have; false where one ended before
+  bool met();  // waits for all ranks; false if one ended before
   struct Ended {
     int status = -1, signal = 0;
-    std::chrono::steady_clock::time_point at;  // Clock starts a thread: the test is to have none
+    std::chrono::steady_clock::time_point at;  // not Clock, which starts a thread: the test must have none
   };
   std::vector<Ended> wait();
 
@@ -60,7 +60,7 @@ class Processes {
   std::vector<Ended> ended_;
 };
 
-// KeyValue that are files in the folder.
+// A KeyValue whose entries are files in the folder.
 KeyValue words_in(const std::filesystem::path& folder, const std::string& name);
 
 // Makes the group `name` in this process.

@@ -1,4 +1,4 @@
-// The transport between processes: bits, deaths, stops, and what is left behind.
+// The transport between processes: bits, deaths, stops, and leftovers.
 #include "comm/transports/shm/engine/processes.h"
 
 #include <signal.h>
@@ -59,7 +59,7 @@ void fill(float* data, std::size_t count, int rank, unsigned seed) {
   }
 }
 
-// What one process gets that adds the ranks' data by the tree.
+// True if the result equals that of one process that adds the ranks' data by the tree.
 bool is_the_tree_of(const float* result, std::size_t count, int ranks, unsigned seed) {
   std::vector<std::vector<float>> all(static_cast<std::size_t>(ranks), std::vector<float>(count));
   std::vector<const void*> pointers;
@@ -78,7 +78,8 @@ std::vector<int> statuses(Processes& processes) {
   return all;
 }
 
-// In 200 sums each, of random sizes, from memory of either kind: over all chunk sizes and waits.
+// 200 sums of random sizes for each number of ranks, from both kinds of memory: covers all chunk sizes and
+// waits.
 TEST(ShmProcesses, always_give_the_bits_of_the_tree) {
   for (int ranks : {2, 3, 5, 8})
     for (std::size_t chunk : {std::size_t{4096}, std::size_t{65536}}) {
@@ -101,7 +102,7 @@ TEST(ShmProcesses, always_give_the_bits_of_the_tree) {
     }
 }
 
-// Sums without end; tells by its status that a peer was lost. Every sum that is returned is right.
+// Sums forever; the exit status shows that a peer was lost. Every sum that completes must be right.
 int sum_until_a_peer_is_lost(Member& member) {
   std::minstd_rand sizes(11);
   for (unsigned i = 0;; ++i) {
@@ -142,12 +143,12 @@ TEST(ShmProcesses, survivors_of_a_kill_at_any_moment_are_woken_and_return_nothin
   const auto median = times[times.size() / 2];
   RecordProperty("median_ms", std::to_string(median));
   RecordProperty("p99_ms", std::to_string(p99));
-  // Far more than it takes, for a machine that does something else as well. Operations time out after 60 s.
+  // Far more than it takes, to allow for other load on the machine. Operations time out after 60 s.
   EXPECT_LT(median, 1000);
   EXPECT_LT(p99, 20000);
 }
 
-// By the kernel, so that no sanitizer keeps a record of each byte. In small pages, which take long to free.
+// Done by the kernel, so that no sanitizer tracks each byte. Uses small pages, which take long to free.
 bool fill_memory(std::size_t bytes) {
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return false;
@@ -157,7 +158,7 @@ bool fill_memory(std::size_t bytes) {
              MAP_FAILED;  // a kernel before 5.14
 }
 
-// Waits until the main thread of a process sleeps: in five looks one after another.
+// Waits until the main thread of a process sleeps in five successive checks.
 bool sleeps(pid_t pid) {
   int looks = 0;
   return testing::eventually([&] {
@@ -184,9 +185,9 @@ double median_of(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// The kernel frees a large process slowly: 280 ms for 4 GiB. That it is dead is known at once. How long the
-// machine takes to wake anybody is measured at the same moment: of a process that waits for the end of a
-// pipe.
+// The kernel frees a large process slowly, 280 ms for 4 GiB, but its death must be noticed at once. The test
+// also measures how long the machine takes to wake any process at that moment, with a process that waits for
+// the end of a pipe.
 TEST(ShmProcesses, a_death_is_known_within_100_ms_whatever_the_size_of_the_dead) {
   auto* times = WakeTimes::shared();
   ASSERT_NE(times, nullptr);
@@ -247,7 +248,7 @@ TEST(ShmProcesses, a_rank_that_dies_while_a_group_is_made_is_named) {
     auto key_value = words_in(folder, "second");
     if (member.rank == 1)
       key_value.get = [get = key_value.get](const std::string& key) {
-        if (key == "rank 2") ::raise(SIGKILL);  // the others can reach it by now
+        if (key == "rank 2") ::raise(SIGKILL);  // its peers can reach it by now
         return get(key);
       };
     try {
@@ -261,7 +262,7 @@ TEST(ShmProcesses, a_rank_that_dies_while_a_group_is_made_is_named) {
   std::filesystem::remove_all(folder);
 }
 
-// A name may be used again when a group of that name has been made, though its words lay in the same place.
+// A name may be reused once a group of that name exists, although both use the same keys.
 TEST(ShmProcesses, groups_of_one_name_follow_one_another) {
   char name[] = "/tmp/lockstep_shm_XXXXXX";
   const std::filesystem::path folder = ::mkdtemp(name);
@@ -362,16 +363,16 @@ TEST(ShmProcesses, whoever_waits_for_a_message_of_one_that_is_killed_is_told) {
   EXPECT_EQ(processes.wait()[0].status, kLost);
 }
 
-// Two groups, a thread each: one that waits does not hold up the other. Rank 1 comes to each sum of the first
-// group only when 20 more of the second group are complete, so if the second waited for the first, neither
-// would go on.
+// Two groups with a thread each: a wait in one does not delay the other. Rank 1 joins each sum of the first
+// group only after 20 more of the second group, so if the second waited for the first, neither would make
+// progress.
 TEST(ShmProcesses, groups_do_not_wait_for_one_another) {
   const testing::Folder folder;
   Processes processes(2, [&](Member& first) {
     constexpr int kOfFirst = 10, kOfSecond = 200;
     auto second = join(folder, "second", first.rank, first.ranks);
     std::atomic<bool> right = true;
-    std::atomic<int> complete = 0;  // of the second group
+    std::atomic<int> complete = 0;  // in the second group
     auto sum = [&](Member& member) {
       std::vector<float> data(5000, 1);
       member.all_reduce(data.data(), data.size());
@@ -406,7 +407,7 @@ std::set<std::string> mapped_files(const std::string& pid) {
   return found;
 }
 
-// Those of them without a name in any folder: the kernel frees one when the last process has let go of it.
+// Those without a name in any folder: the kernel frees one when the last process has released it.
 std::set<std::string> shared_memory_of(const std::string& pid) {
   auto files = mapped_files(pid);
   std::erase_if(files, [](const std::string& file) { return file.find(" /memfd:") == std::string::npos; });
@@ -430,7 +431,7 @@ TEST(ShmProcesses, nothing_is_left_after_all_are_killed) {
       EXPECT_TRUE(testing::eventually(
           [&] { return std::filesystem::exists(folder / ("rank" + std::to_string(r))); }));
       const auto pid = std::to_string(processes.pid(r));
-      // A file in /dev/shm would stay.
+      // A file in /dev/shm would stay behind.
       auto files = mapped_files(pid);
       for (const auto& each : std::filesystem::directory_iterator("/proc/" + pid + "/fd"))
         files.insert(std::filesystem::read_symlink(each).string());
@@ -450,14 +451,14 @@ TEST(ShmProcesses, nothing_is_left_after_all_are_killed) {
   }
 }
 
-// Descriptors are few: a rank needs one for each segment of its own, and none for those of its peers.
+// Descriptors are scarce: a rank needs one for each of its own segments and none for its peers'.
 TEST(ShmProcesses, memory_of_peers_takes_no_descriptors) {
   Processes processes(3, [](Member& member) {
     auto open = [] {
       return std::distance(std::filesystem::directory_iterator("/proc/self/fd"),
                            std::filesystem::directory_iterator());
     };
-    constexpr std::size_t kCount = std::size_t{9} << 18;  // a segment each
+    constexpr std::size_t kCount = std::size_t{9} << 18;  // one segment each
     std::vector<std::unique_ptr<Buffer>> kept;
     const auto before = open();
     for (int i = 0; i < 20; ++i) {
@@ -469,12 +470,12 @@ TEST(ShmProcesses, memory_of_peers_takes_no_descriptors) {
   EXPECT_EQ(statuses(processes), (std::vector<int>{0, 0, 0}));
 }
 
-// A peer that has it mapped keeps nothing of what its owner has freed.
+// A peer that has freed memory mapped does not keep it allocated.
 TEST(ShmProcesses, memory_that_is_freed_is_given_back_though_peers_have_seen_it) {
   Processes processes(2, [](Member& member) {
     std::size_t most = 0;
     for (int i = 0; i < 12; ++i) {
-      // Larger each time, so that none can take the place of another.
+      // Larger each time, so that none can reuse another's place.
       const std::size_t count = (std::size_t{100} + 8 * static_cast<std::size_t>(i)) << 18;
       Buffer buffer(count, true);
       buffer.data()[0] = 1;

@@ -1,6 +1,7 @@
-// Random programs: collectives and messages of any kind, size, dtype and memory, many of them pending at a
-// time, waited for in any order, compared with what one process works out by itself. A program follows from
-// its seed (LOCKSTEP_TEST_SEED; LOCKSTEP_TEST_PROGRAMS of them), so that a failure can be had again.
+// Random programs: collectives and messages of every kind, size, dtype and memory, many of them pending at a
+// time, waited for in any order, compared with a reference that each process computes alone. A program
+// follows from its seed (LOCKSTEP_TEST_SEED; LOCKSTEP_TEST_PROGRAMS sets the number of programs), so a
+// failure can be reproduced.
 #include <signal.h>
 #include <unistd.h>
 
@@ -49,17 +50,17 @@ const std::vector<ReduceOp> kReductions = {ReduceOp::SUM,     ReduceOp::SUM, Red
 
 // The same on every rank.
 struct Step {
-  Operation operation{};  // send: and the receive that meets it
+  Operation operation{};  // send stands for a send and its matching receive
   Kind kind{};
   ReduceOp reduction = ReduceOp::SUM;
-  int root = 0, peer = 0;  // of a message: from root to peer
+  int root = 0, peer = 0;  // a message goes from root to peer
   bool from_any = false;
   int number = 0;
   std::vector<std::vector<std::int64_t>> counts;  // [giver][taker], or [giver][0]
 };
 
 std::int64_t random_count(Random& random, std::size_t item) {
-  // Nothing; some; about what fits into a slot; about a chunk of staging; more.
+  // Nothing; some; about a slot; about a chunk of staging; more.
   const auto near = [&](std::size_t bytes) {
     return static_cast<std::int64_t>(bytes / item + below(random, 5)) - 2;
   };
@@ -115,7 +116,7 @@ Step random_step(Random& random, int ranks, int number) {
   return step;
 }
 
-// What rank `giver` has for rank `taker` in a step. Numbers that every dtype can hold are among them.
+// The data of rank `giver` for rank `taker` in a step: numbers that every dtype can represent are among them.
 Bytes data_of(const Step& step, int giver, int taker) {
   const auto count = step.counts[static_cast<std::size_t>(giver)][static_cast<std::size_t>(taker)];
   Bytes bytes(static_cast<std::size_t>(count) * step.kind.size);
@@ -125,7 +126,7 @@ Bytes data_of(const Step& step, int giver, int taker) {
   return bytes;
 }
 
-// Memory of either kind, with something before and after that nobody may touch.
+// Memory of either kind, with guard bytes before and after it.
 class Guarded {
  public:
   Guarded(const Bytes& content, bool shared, std::size_t shift)
@@ -154,7 +155,7 @@ class Guarded {
       if (memory_[shift_ - 1 - i] != kMark || memory_[shift_ + size_ + i] != kMark) return false;
     return size_ == expected.size() && (size_ == 0 || std::memcmp(data(), expected.data(), size_) == 0);
   }
-  void keep() { memory_ = nullptr; }  // peers may still be in it
+  void keep() { memory_ = nullptr; }  // peers may still use it
 
  private:
   static constexpr std::size_t kGuard = 64;
@@ -175,7 +176,7 @@ Bytes tree_of(const Step& step, int ranks, int taker) {
   return sum;
 }
 
-// A step under way on one rank.
+// A step in flight on one rank.
 class Running {
  public:
   Running(const Step& step, Member& member, Random& own) : step_(step), member_(member) {
@@ -207,7 +208,7 @@ class Running {
         at += each.size();
       }
     };
-    // What each buffer holds at the end.
+    // Expected contents of each buffer at the end.
     auto expect = [&](const std::vector<Bytes>& contents) {
       if (adjacent && contents.size() > 1) {
         Bytes all;
@@ -289,7 +290,7 @@ class Running {
     post(std::move(op), below(own, 2) == 0);
   }
 
-  // What is wrong with it; nothing: all is well.
+  // Returns what is wrong with it, or nothing.
   std::string end() {
     if (item_) member_.op_queue->wait(*item_, Clock::now() + seconds(60));
     if (message_) member_.messages->wait(*message_, Clock::now() + seconds(60));
@@ -347,7 +348,7 @@ class Running {
 
 constexpr int kRight = 0;
 
-// Some steps, of which this rank lets as many be pending as it likes.
+// Runs some steps, with as many of them pending as this rank likes.
 int run_program(Member& member, unsigned seed, int steps) {
   Random shared(seed), own(seed * 31 + static_cast<unsigned>(member.rank) + 7);
   const std::size_t most = one_of(own, std::vector<std::size_t>{1, 4, 32});
@@ -426,7 +427,7 @@ TEST(RandomPrograms, are_right_though_ranks_are_stopped_now_and_then) {
   });
 }
 
-// Whoever is left says so, and has returned nothing that is wrong.
+// The surviving ranks report it and have returned no wrong result.
 TEST(RandomPrograms, end_when_a_rank_is_killed) {
   run_programs(2000, 100'000, [](Processes& processes, Random& random, int ranks) {
     const int victim = static_cast<int>(below(random, static_cast<std::size_t>(ranks)));

@@ -41,7 +41,7 @@ TEST(Segment, is_there_as_a_whole_and_cannot_be_cut) {
   for (std::size_t i = 0; i < segment->size(); ++i) EXPECT_EQ(segment->data()[i], 0);
 }
 
-// Of the mapping that begins there.
+// KiB in huge pages of the mapping that begins there.
 std::size_t huge_kib(const char* start) {
   std::ifstream maps("/proc/self/smaps");
   const auto begins = fmt::format("{:x}-", reinterpret_cast<std::uintptr_t>(start));
@@ -65,8 +65,8 @@ TEST(Segment, has_huge_pages_where_the_system_gives_them) {
     EXPECT_EQ(huge_kib(segment->data()), 0);
     return;
   }
-  // Memory may be too fragmented for any. Other programs take and free it meanwhile, so there are several
-  // attempts.
+  // Memory may be too fragmented for huge pages. Other programs allocate and free it meanwhile, so there are
+  // several attempts.
   for (int attempt = 0; attempt < 5 && huge_kib(segment->data()) < 8 << 10; ++attempt) {
     control::Fd plain(::memfd_create("plain", MFD_CLOEXEC));
     ASSERT_EQ(::ftruncate(plain.get(), kBytes), 0);
@@ -76,7 +76,7 @@ TEST(Segment, has_huge_pages_where_the_system_gives_them) {
     std::memset(memory, 1, kBytes);
     const auto given = huge_kib(static_cast<char*>(memory));
     ::munmap(memory, kBytes);
-    if (given < 8 << 10) GTEST_SKIP() << "the system has no huge pages to give now";
+    if (given < 8 << 10) GTEST_SKIP() << "the system has no free huge pages now";
     segment = Segment::make(kBytes);
   }
   EXPECT_GE(huge_kib(segment->data()), 8 << 10);
@@ -127,7 +127,7 @@ TEST(Segment, that_the_cgroup_does_not_allow_is_an_error_with_both_figures) {
       AllOf(HasSubstr("3.0 GiB of shared memory are needed"), HasSubstr("2.0 GiB available of 4.0 GiB")));
 }
 
-// Runs it in a child; its status, or minus the signal that ended it.
+// Runs the body in a child and returns its status, or minus the signal that killed it.
 template <typename Body>
 int status_of_child(Body body) {
   std::fflush(nullptr);
@@ -166,7 +166,7 @@ TEST(Segment, that_the_processs_limits_do_not_allow_is_refused) {
     const char* text;
   };
   for (const auto& each : {Case{RLIMIT_FSIZE, 1 << 20, "ulimit -f"}, Case{RLIMIT_NOFILE, 0, "Too many open"},
-                           Case{RLIMIT_AS, 1 << 20, "cannot be mapped"}})
+                           Case{RLIMIT_AS, 1 << 20, "could not be mapped"}})
     EXPECT_EQ(status_of_child([&] {
                 const auto resource = static_cast<__rlimit_resource>(each.resource);
                 rlimit limit{};
@@ -184,8 +184,8 @@ TEST(Segment, that_the_processs_limits_do_not_allow_is_refused) {
         << each.text;
 }
 
-// In a cgroup with a limit, where this process may make one: two take memory at the same time that is there
-// for one of them. Nobody is ended for want of it.
+// In a cgroup with a limit, if this process may create one: two processes allocate at the same time, and
+// there is memory for only one. Neither may be killed for lack of it.
 TEST(Segment, of_several_that_are_too_much_together_one_is_refused) {
   const std::string limit_file = "memory.limit_in_bytes";
   const std::filesystem::path cgroup =
@@ -225,7 +225,7 @@ TEST(Segment, of_several_that_are_too_much_together_one_is_refused) {
   for (int i = 0; i < 100 && !std::filesystem::remove(cgroup, problem); ++i) ::usleep(10'000);
 }
 
-// What is kept of files can be dropped; a limit further up may be nearer.
+// Page cache counts as available; a limit higher up in the hierarchy may be tighter.
 TEST(Segment, is_measured_by_what_can_be_taken) {
   const testing::Folder folder;
   const auto& root = folder.path();

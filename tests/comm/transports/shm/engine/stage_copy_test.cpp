@@ -1,4 +1,4 @@
-// How data gets into staging: with stores past the cache where the peer's processor is far.
+// How data is copied to staging: with non-temporal stores if the peer's processor is far.
 #include <lockstep/comm/transports/shm/engine/stage_copy.h>
 
 #include <gtest/gtest.h>
@@ -31,7 +31,7 @@ TEST(StageCopy, copies_whichever_way_it_takes) {
   for (int round = 0; round < 300; ++round) {
     std::iota(from.begin(), from.end(), round);
     std::vector<int> to(8192);
-    // Whatever the machine says, both ways are gone.
+    // Whatever the measurements are, both kinds must have been tried by now.
     if (round == 100)
       for (int i = 0; i < 4; ++i) copier.note(true, 1e-9);
     copier.copy(to.data(), from.data(), to.size() * sizeof(int));
@@ -44,7 +44,7 @@ TEST(StageCopy, copies_whichever_way_it_takes) {
   }
 }
 
-// As long as the next try comes with the other kind's cost, whatever the copier does now.
+// Simulates copies with these costs, whatever kind the copier chooses.
 void run(StageCopy& copier, int copies, double ordinary, double streamed) {
   for (int i = 0; i < copies; ++i) {
     const bool streams = copier.streams() != copier.tries();

@@ -13,7 +13,7 @@
 
 namespace lockstep::shm {
 
-// Plain memory, of which some counts as shared.
+// Plain memory, part of which counts as shared.
 class ThreadMemory final : public Memory {
  public:
   char* take(std::size_t bytes, bool shared) {
@@ -44,7 +44,7 @@ class ThreadMemory final : public Memory {
   char* allocate(std::size_t bytes) override { return take(bytes, true); }
   void free(char* memory) noexcept override { drop(memory); }
 
-  std::function<void(int rank, Place place)> on_map;  // whose memory somebody wants to see; may throw
+  std::function<void(int rank, Place place)> on_map;  // called when a rank maps that memory; may throw
 
  private:
   std::mutex mutex_;

@@ -1,4 +1,4 @@
-// The meeting place of ranks that are threads, without LibTorch: the sanitizers run this.
+// The hub of ranks that are threads, without LibTorch, so that the sanitizers can run it.
 #include <lockstep/comm/transports/threads/engine/hub.h>
 
 #include <condition_variable>
@@ -17,7 +17,7 @@ using detail::Hub;
 using detail::Op;
 using detail::Whereabouts;
 
-// What `done` tells, to wait for.
+// Waits for `done` and keeps its arguments.
 class Ticket {
  public:
   std::function<void(std::exception_ptr, int)> receiver() {
@@ -69,7 +69,7 @@ TEST(Hub, ranks_as_threads_sum_over_many_rounds) {
     threads.emplace_back([&, r] {
       std::mt19937 random(static_cast<unsigned>(r));
       for (int round = 0; round < kRounds; ++round) {
-        // Several under way at once, waited for in any order.
+        // Several in flight at once, waited for in any order.
         std::vector<std::vector<float>> data;
         std::vector<Ticket> tickets(3);
         for (int i = 0; i < 3; ++i) data.emplace_back(100, static_cast<float>(r + 1));
@@ -114,7 +114,8 @@ TEST(Hub, a_mismatch_reaches_every_rank_and_writes_nothing) {
   std::vector<std::vector<float>> data(3, std::vector<float>(4, 1));
   Ticket tickets[3];
   hub->post(0, part_of(Operation::all_reduce, 0, 3, 0, data[0], tickets[0]));
-  hub->post(1, part_of(Operation::broadcast, 1, 3, 0, data[1], tickets[1]));  // told before rank 2 has come
+  // fails before rank 2 has arrived
+  hub->post(1, part_of(Operation::broadcast, 1, 3, 0, data[1], tickets[1]));
   EXPECT_FALSE(tickets[0].pending());
   hub->post(2, part_of(Operation::all_reduce, 2, 3, 0, data[2], tickets[2]));
   for (auto& ticket : tickets)
@@ -170,7 +171,7 @@ TEST(Hub, the_absent_are_named_with_where_they_are) {
   for (int r = 0; r < 3; ++r) hub->post(r, part_of(Operation::barrier, r, 3, 0, data, tickets[r]));
   hub->post(0, part_of(Operation::all_reduce, 0, 3, 1, data, tickets[3]));
   const auto text = hub->absent(1);
-  EXPECT_THAT(text, AllOf(HasSubstr("rank 1 has not come"), HasSubstr("rank 2 has not come"),
+  EXPECT_THAT(text, AllOf(HasSubstr("rank 1 has not arrived"), HasSubstr("rank 2 has not arrived"),
                           HasSubstr("barrier"), Not(HasSubstr("rank 0 has not"))));
   hub->poison("end");
   EXPECT_EQ(hub->absent(1), "end");

@@ -1,3 +1,4 @@
-// LibTorch ships ProcessGroupGloo.hpp and Gloo's symbols, not Gloo's headers. The files of this folder
-// declare what that header names and no more; to us Gloo's objects are pointers, so no layout is assumed.
+// LibTorch ships ProcessGroupGloo.hpp and Gloo's symbols, but not Gloo's headers. The files in this folder
+// declare only what that header names. Gloo's objects are used only through pointers, so no layout is
+// assumed.
 #pragma once
