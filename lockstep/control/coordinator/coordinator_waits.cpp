@@ -231,8 +231,8 @@ Failure Coordinator::failure_of(const Differing& calls) const {
   Failure failure;
   failure.kind = CommError::Kind::mismatch;
   failure.cause = fmt::format(
-      "the ranks' calls differ in operation: rank {}{} waits in {}, rank {}{} in {}. Every rank must call the "
-      "operations of a group in the same order",
+      "the ranks' calls differ in operation: rank {}{} waits in {}, rank {}{} in {}. Every rank must call "
+      "the operations of a group in the same order",
       rank, pid_text(rank), call_text(*row, row->waits_for), other->first, pid_text(other->first),
       call_text(*other->second, other->second->waits_for));
   return failure;
