@@ -58,9 +58,9 @@ show_ctest() {
 
 write_docs() {
   compgen -G 'build/test-results/*.json' >/dev/null || die "no test results: run './dev test' first."
-  python3 tests/docs/conformance_table.py write build/test-results docs/conformance.md
+  python3 tests/docs/conformance_table.py write build/test-results docs/evidence/conformance.md
   ! compgen -G 'build/test-results/faults*.json' >/dev/null ||
-    python3 -B tests/docs/faults_table.py write build/test-results/faults*.json docs/faults.md
+    python3 -B tests/docs/faults_table.py write build/test-results/faults*.json docs/evidence/faults.md
 }
 
 format() {

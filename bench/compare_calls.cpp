@@ -1,4 +1,4 @@
-// Cost of comparing the ranks' calls before data moves (docs/errors.md), next to what it protects: an
+// Cost of comparing the ranks' calls before data moves (docs/reference/errors.md), next to what it protects: an
 // all_reduce of one number between ranks that are threads, and the all_gather that LOCKSTEP_CHECK=1 adds on
 // gloo.
 #include <benchmark/benchmark.h>

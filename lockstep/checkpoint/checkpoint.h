@@ -35,7 +35,7 @@ struct SaveOptions {
   StatePart scheduler = {};
   StatePart scaler = {};
   StatePart sampler = {};
-  bool rng = false;  // the default generators: the CPU's, and those of the model's devices
+  bool rng = false;              // the default generators: the CPU's, and those of the model's devices
   CheckpointValues values = {};  // any other values: {"epoch", 3}, {"best", 0.97}, {"note", "..."}
   // The ranks that save together. Every one must call save; rank 0 writes. Each rank has its own sampler and
   // generators.

@@ -171,8 +171,8 @@ class Loader {
       const auto found = entries_.find(rng_name(rank_, g));
       if (found == entries_.end()) return;  // saved with fewer ranks or devices: keep this one's own
       if (found->second->dtype != "U8")
-        throw FormatError(fmt::format("random number generator states: expected dtype U8, got {}",
-                                      found->second->dtype));
+        throw FormatError(
+            fmt::format("random number generator states: expected dtype U8, got {}", found->second->dtype));
       wanted_[found->first] = at::empty(found->second->shape, at::kByte);
     }
     result_.rng = true;

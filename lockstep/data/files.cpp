@@ -55,8 +55,7 @@ at::Tensor tensor_in(const std::shared_ptr<MappedFile>& file, const detail::Arra
   const auto bytes = static_cast<std::size_t>(header.count) * size;
   if (header.element == detail::Element::boolean)
     for (const auto* each = begin; each < begin + bytes; ++each)
-      if (std::to_integer<int>(*each) > 1)
-        throw ConfigError(file->path() + ": a boolean is neither 0 nor 1");
+      if (std::to_integer<int>(*each) > 1) throw ConfigError(file->path() + ": a boolean is neither 0 nor 1");
   const auto number = at::isComplexType(type.dtype().toScalarType()) ? size / 2 : size;
   if (header.swapped || reinterpret_cast<std::uintptr_t>(begin) % number != 0) {
     auto tensor = at::empty_strided(header.shape, strides, type);
@@ -78,11 +77,10 @@ at::Tensor mnist_part(const std::string& path, std::int64_t dimensions) {
   const bool fits = tensor.scalar_type() == at::kByte && tensor.dim() == dimensions &&
                     (dimensions == 1 || (tensor.size(1) == 28 && tensor.size(2) == 28));
   if (!fits)
-    throw ConfigError(
-        path + ": not MNIST " +
-        (dimensions == 1 ? "labels: expected one dimension"
-                         : "images: expected three dimensions, the last two 28") +
-        ", of unsigned bytes");
+    throw ConfigError(path + ": not MNIST " +
+                      (dimensions == 1 ? "labels: expected one dimension"
+                                       : "images: expected three dimensions, the last two 28") +
+                      ", of unsigned bytes");
   return tensor;
 }
 

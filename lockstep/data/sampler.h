@@ -80,9 +80,8 @@ class SequentialSampler : public Sampler {
 
 struct RandomSamplerOptions {
   bool replacement = false;
-  std::optional<std::int64_t> num_samples =
-      {};                                       // nullopt: size; without replacement, more repeats samples
-  std::optional<at::Generator> generator = {};  // nullopt: a new one each pass, seeded from the default one
+  std::optional<std::int64_t> num_samples = {};  // nullopt: size; without replacement, more repeats samples
+  std::optional<at::Generator> generator = {};   // nullopt: a new one each pass, seeded from the default one
 };
 
 class RandomSampler : public Sampler {

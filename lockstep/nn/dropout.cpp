@@ -154,9 +154,9 @@ Shard checked(std::optional<Shard> shard, const at::Tensor& input, std::string_v
   if (!shard || shard->count == 1) return {};
   const auto dim = shard->dim < 0 ? shard->dim + input.dim() : shard->dim;
   if (dim < 0 || dim >= input.dim() || shard->index < 0 || shard->index >= shard->count)
-    throw ConfigError(fmt::format(
-        "dropout '{}': a tensor of [{}] cannot be slice {} of {} along dimension {}",
-        key, fmt::join(input.sizes(), ", "), shard->index, shard->count, shard->dim));
+    throw ConfigError(
+        fmt::format("dropout '{}': a tensor of [{}] cannot be slice {} of {} along dimension {}", key,
+                    fmt::join(input.sizes(), ", "), shard->index, shard->count, shard->dim));
   return {dim, shard->index, shard->count};
 }
 

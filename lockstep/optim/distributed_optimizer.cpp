@@ -225,8 +225,7 @@ void ShardedOptimizer::require_same_options(const Optimizer& self) const {
   for (const auto& group : self.param_groups()) {
     const auto* manner = dynamic_cast<const UpdateMode*>(&group.options());
     if (manner != nullptr && manner->capturable)
-      throw ConfigError(
-          "DistributedOptimizer does not support capturable; use the plain optimizer");
+      throw ConfigError("DistributedOptimizer does not support capturable; use the plain optimizer");
     std::vector<std::size_t> members;
     for (const auto& slice : group.params()) members.push_back(find(slice));
     lines.push_back(fmt::format("group {}: {}, master_weights {}, parameters {}", lines.size(),

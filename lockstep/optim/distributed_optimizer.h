@@ -75,8 +75,7 @@ class ShardedOptimizer {
   void require_complete() const;
 
  protected:
-  ParamGroups slices_of(
-      const ParamGroups& groups) const;  // this rank's slices of the model's parameters
+  ParamGroups slices_of(const ParamGroups& groups) const;  // this rank's slices of the model's parameters
   ParamGroups all_parameters() const;
   ParamGroups whole_groups(const torch::optim::Optimizer& self) const;
   // Copies every option of each group: LibTorch's constructors treat an option equal to its default as unset.

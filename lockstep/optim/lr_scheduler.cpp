@@ -58,9 +58,8 @@ void LRScheduler::load_state(const std::map<std::string, double>& state) {
   for (std::size_t g = 0; g < base_lrs_.size(); ++g) {
     const auto found = state.find(base_name(g));
     if (found == state.end() || state.contains(base_name(base_lrs_.size())))
-      throw ConfigError(
-          fmt::format("LRScheduler::load_state: expected {} parameter groups, got another number",
-                      base_lrs_.size()));
+      throw ConfigError(fmt::format(
+          "LRScheduler::load_state: expected {} parameter groups, got another number", base_lrs_.size()));
     bases.push_back(found->second);
   }
   base_lrs_ = std::move(bases);

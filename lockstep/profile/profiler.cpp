@@ -255,9 +255,9 @@ class Session final : public Observer {
     const auto trouble = kineto_.start(of_device ? Kineto::Of::operators_and_cuda : Kineto::Of::operators);
     if (!trouble) return;
     operators_by_callbacks_ = options_.operators != OperatorSource::none;
-    detail::log(LogLevel::warn, "{}; {}", *trouble,
-                of_operators ? "operators are recorded by callbacks instead"
-                             : "device kernels are not recorded");
+    detail::log(
+        LogLevel::warn, "{}; {}", *trouble,
+        of_operators ? "operators are recorded by callbacks instead" : "device kernels are not recorded");
   }
 
   RankProfile stop() noexcept {

@@ -50,17 +50,15 @@ GradScaler::GradScaler(GradScalerOptions options) : options_(std::move(options))
     throw ConfigError(
         fmt::format("GradScaler: growth_factor: expected more than 1, got {}", options_.growth_factor));
   if (!(options_.backoff_factor < 1 && options_.backoff_factor > 0))
-    throw ConfigError(
-        fmt::format("GradScaler: backoff_factor: expected a number between 0 and 1, got {}",
-                    options_.backoff_factor));
+    throw ConfigError(fmt::format("GradScaler: backoff_factor: expected a number between 0 and 1, got {}",
+                                  options_.backoff_factor));
   if (options_.growth_interval < 1)
     throw ConfigError(
         fmt::format("GradScaler: growth_interval: expected at least 1, got {}", options_.growth_interval));
 }
 
 void GradScaler::need_scale(const char* what) const {
-  if (!scale_.defined())
-    throw ConfigError(fmt::format("GradScaler::{}: call scale(loss) first", what));
+  if (!scale_.defined()) throw ConfigError(fmt::format("GradScaler::{}: call scale(loss) first", what));
 }
 
 at::Tensor GradScaler::scale(const at::Tensor& loss) {
@@ -145,15 +143,13 @@ void GradScaler::update(std::optional<double> new_scale) {
   at::NoGradGuard no_grad;
   if (new_scale) {
     if (!(*new_scale > 0) || std::isinf(*new_scale))
-      throw ConfigError(
-          fmt::format("GradScaler::update: expected a scale above 0, got {}", *new_scale));
+      throw ConfigError(fmt::format("GradScaler::update: expected a scale above 0, got {}", *new_scale));
     scale_.fill_(*new_scale);
   } else {
     at::Tensor found;
     for (const auto& [optimizer, own] : optimizers_)
       if (own.found_inf.defined()) found = found.defined() ? found + own.found_inf : own.found_inf;
-    if (!found.defined())
-      throw ConfigError("GradScaler::update: call step(optimizer) first");
+    if (!found.defined()) throw ConfigError("GradScaler::update: call step(optimizer) first");
     at::_amp_update_scale_(scale_, growth_tracker_, found, options_.growth_factor, options_.backoff_factor,
                            options_.growth_interval);
   }
@@ -181,9 +177,8 @@ void GradScaler::load_state(const std::map<std::string, double>& state) {
   auto number = [&](const char* name, bool whole, double lowest, double highest) {
     const auto found = state.find(name);
     if (found == state.end())
-      throw ConfigError(
-          fmt::format("GradScaler::load_state: missing '{}'{}", name,
-                      state.empty() ? "; the state was saved by a disabled GradScaler" : ""));
+      throw ConfigError(fmt::format("GradScaler::load_state: missing '{}'{}", name,
+                                    state.empty() ? "; the state was saved by a disabled GradScaler" : ""));
     const double value = found->second;
     if (!(value >= lowest && value <= highest) || (whole && value != std::floor(value)))
       throw ConfigError(fmt::format("GradScaler::load_state: invalid {} = {}", name, value));

@@ -79,7 +79,7 @@ struct StepGraphCore::State {
     Tensors inputs = {}, outputs = {};
     Tensors parameters = {}, gradients = {};  // of the optimizers; where the graph writes gradients
     std::vector<std::pair<at::Tensor, const void*>> places = {};  // parameters and their addresses at capture
-    std::vector<GraphedOptimizers::User> users = {};                      // as they were at capture
+    std::vector<GraphedOptimizers::User> users = {};              // as they were at capture
     std::unique_ptr<CudaGraph> graph = {};
   };
 
@@ -111,8 +111,8 @@ struct StepGraphCore::State {
       if (!input.is_cuda())
         return fmt::format("input {} is on {}; expected CUDA", i, fmt::streamed(input.device()));
       if (input.device() != inputs[0].device())
-        return fmt::format("inputs are on {} and {}; expected one device",
-                           fmt::streamed(inputs[0].device()), fmt::streamed(input.device()));
+        return fmt::format("inputs are on {} and {}; expected one device", fmt::streamed(inputs[0].device()),
+                           fmt::streamed(input.device()));
       if (input.layout() != at::kStrided) return fmt::format("input {} is sparse", i);
       if (input.requires_grad()) return fmt::format("input {} requires a gradient", i);
     }
@@ -197,8 +197,7 @@ struct StepGraphCore::State {
     }
     at::autocast::clear_cache();  // drop casts that the capture has not computed
     for (auto& output : graph.outputs)
-      if (output.defined())
-        output = output.detach();  // free the captured step's autograd graph
+      if (output.defined()) output = output.detach();  // free the captured step's autograd graph
     graph.gradients = gradients_of(graph.parameters);
     graph.users = watch.users;
     for (const auto& user : graph.users)

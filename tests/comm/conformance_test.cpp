@@ -1,5 +1,5 @@
 // Every collective against a reference computed on one rank. Runs on every transport and number of ranks:
-// tests/CMakeLists.txt has the table, docs/conformance.md the results.
+// tests/CMakeLists.txt has the table, docs/evidence/conformance.md the results.
 #include <chrono>
 #include <thread>
 

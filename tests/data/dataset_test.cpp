@@ -61,8 +61,7 @@ TEST(TensorDataset, what_has_no_equal_rows_is_refused) {
               HasSubstr("tensor 1 has 4 rows, but tensor 0 has 3"));
   EXPECT_THAT(error_of<ConfigError>([] { TensorDataset(at::ones({3}), at::Tensor()); }),
               HasSubstr("tensor 1 is undefined"));
-  EXPECT_THAT(error_of<ConfigError>([] { TensorDataset(at::ones({})); }),
-              HasSubstr("tensor 0 is a scalar"));
+  EXPECT_THAT(error_of<ConfigError>([] { TensorDataset(at::ones({})); }), HasSubstr("tensor 0 is a scalar"));
   TensorDataset dataset(at::ones({3}));
   EXPECT_THAT(error_of<ConfigError>([&] { dataset.get(3); }),
               HasSubstr("index 3 is out of range for a dataset of 3"));

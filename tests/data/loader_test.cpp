@@ -205,10 +205,9 @@ TEST(DataLoader, puts_samples_of_many_types_together) {
         batch_of([](std::int64_t i) { return std::vector<std::int64_t>(static_cast<std::size_t>(i)); });
       }),
       HasSubstr("different lengths (0 and 1)"));
-  EXPECT_THAT(
-      error_of<LoadError>([&] { batch_of([](std::int64_t i) { return at::ones({i + 1}); }); }),
-      AllOf(HasSubstr("DataLoader: batch of samples 0, 1"),
-            HasSubstr("stack expects each tensor to be equal size")));
+  EXPECT_THAT(error_of<LoadError>([&] { batch_of([](std::int64_t i) { return at::ones({i + 1}); }); }),
+              AllOf(HasSubstr("DataLoader: batch of samples 0, 1"),
+                    HasSubstr("stack expects each tensor to be equal size")));
 }
 
 TEST(DataLoader, a_collate_of_ones_own_makes_the_batch) {

@@ -1,9 +1,9 @@
-"""The outcome of the conformance suite as a table: collective by transport by number of ranks.
+"""The results of the conformance suite as a table: collective by transport by number of ranks.
 
 usage: conformance_table.py check|write RESULTS PAGE
 
-RESULTS is the folder of GoogleTest's JSON files (build/test-results). `write` puts the outcome into PAGE; what was
-not run is kept. `check` fails where PAGE says something else than this run.
+RESULTS is the folder of GoogleTest's JSON files (build/test-results). `write` writes the results to PAGE and keeps those
+of tests that did not run. `check` fails if PAGE differs from this run.
 """
 import json
 import pathlib
@@ -12,21 +12,22 @@ import sys
 
 HEAD = """# Conformance
 
-One suite, `tests/comm/conformance_test.cpp`, runs on every transport and compares each collective with a reference
-computed on one rank: every dtype that LibTorch trains with, every reduction that the dtype has, non-contiguous and empty
-tensors. A cell lists the numbers of ranks with which the test passed. The table is written from a test run by `./dev docs`,
-and a test compares it with each later run.
+One suite, `tests/comm/conformance_test.cpp`, runs on every transport. It compares each collective with a reference
+computed on one rank, for every dtype that LibTorch trains with, every reduction that the dtype supports, and
+non-contiguous and empty tensors. A cell lists the numbers of ranks with which the test passed. `./dev docs` writes the
+table from a test run, and a test compares it with each later run.
 
 """
 FOOT = """
-`hierarchy` is shared memory inside hosts and gloo between them (`shm+gloo`), with each half of the ranks on another host, as
-`LOCKSTEP_NODES` has it; tests/faults/two_hosts.py runs the same between network namespaces, with 2+2, 1+1, 2+2+2, 4+4, 2+2+2+2,
-2+1 and 3+1 ranks, and ctest with MPI in gloo's place.
-
-`mismatch` tests run with `LOCKSTEP_CHECK=1` except on threads; `interrupt` tests have 2 ranks, one of which never comes or is
-stopped by a signal, and require that the waiter and ~World return within 1 s of the failure being told. `large` is tensors
-above 2^31 bytes. A peer that is a thread cannot be stopped inside. nccl: one GPU was at hand, and NCCL refuses two ranks on
-one GPU. cuda_ipc: all ranks on that GPU; an operation there is over before a signal stops a peer inside it.
+- `hierarchy` is shared memory inside hosts and gloo between them (`shm+gloo`), with each half of the ranks on a
+  different simulated host (`LOCKSTEP_NODES`). tests/faults/two_hosts.py runs the same suite between network namespaces,
+  with 2+2, 1+1, 2+2+2, 4+4, 2+2+2+2, 2+1 and 3+1 ranks; ctest also runs it with MPI instead of gloo.
+- `mismatch` tests run with `LOCKSTEP_CHECK=1`, except on threads.
+- `interrupt` tests have 2 ranks, one of which never makes the call or is stopped by a signal in it. They require that
+  the waiting call and ~World return within 1 s after the failure is reported. A peer that is a thread cannot be stopped
+  inside a call. On cuda_ipc the operation completes before a signal can stop a peer inside it.
+- `large` tests use tensors above 2^31 bytes.
+- nccl was tested with one GPU, and NCCL does not support two ranks on one GPU. All cuda_ipc ranks shared that GPU.
 """
 ORDER = ["threads", "shm", "hierarchy", "gloo", "openmpi", "mpich", "nccl", "cuda_ipc"]
 
@@ -106,9 +107,9 @@ def main():
             then = known.get(row, {}).get(transport, set()) & counts
             if now != then:
                 differences += 1
-                print(f"{page.name}: '{row}' on {transport} says {sorted(then)}, this run says {sorted(now)}")
+                print(f"{page.name}: '{row}' on {transport}: expected {sorted(then)}, got {sorted(now)}")
     if differences:
-        print("./dev docs writes the table anew")
+        print("./dev docs writes the table")
     return 1 if differences else 0
 
 

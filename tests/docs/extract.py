@@ -1,6 +1,6 @@
 """Turns the C++ of README.md and docs/ into programs that the tests compile and run.
 
-usage: extract.py OUT FILE.md...
+usage: extract.py OUT PAGE.md...
 
 A block with main() becomes OUT/program_N.cpp; all others become functions of OUT/snippets.cpp, each with a World, a
 Group and a tensor at hand, as their text assumes.
@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PRELUDE = """#include <filesystem>
 #include <iostream>
 #include <lockstep/lockstep.h>
@@ -44,18 +45,19 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     programs, functions, calls = 0, "", ""
     for name in sys.argv[2:]:
-        path = pathlib.Path(name)
+        path = pathlib.Path(name).resolve()
         text = path.read_text()
+        page = str(path.relative_to(ROOT))
         for match in re.finditer(r"^```cpp\n(.*?)^```", text, re.M | re.S):
             line = text[: match.start()].count("\n") + 2
-            code = f'#line {line} "{path.name}"\n' + match[1]
+            code = f'#line {line} "{page}"\n' + match[1]
             if "int main(" in match[1]:
                 programs += 1
                 write_if_changed(out / f"program_{programs}.cpp", code)
             else:
-                function = f"snippet_{path.stem.replace('-', '_')}_{line}"
+                function = f"snippet_{re.sub(r'[^a-z]+', '_', page.removesuffix('.md').lower())}_{line}"
                 functions += f"void {function}({PARAMETERS}) {{ {{\n{code}}} }}\n"
-                calls += f'  run("{path.name}:{line}", &{function});\n'
+                calls += f'  run("{page}:{line}", &{function});\n'
     write_if_changed(out / "snippets.cpp", PRELUDE + functions + MAIN + calls + "}\n")
 
 

@@ -1,11 +1,10 @@
-"""What was measured by tests/faults/faults.py as a page, beside torchrun.
+"""Writes the measurements of tests/faults/faults.py as a page, with torchrun for comparison.
 
 usage: faults_table.py check PAGE | write RESULTS... PAGE
 
-RESULTS are the files that faults.py wrote, of all parts or of each part: build/test-results/faults*.json. `write` keeps
-what was measured for the rows of PAGE that are not in them. `check` fails where PAGE lacks a row for a fault that is
-tested, or says something else of what must show and until when; it does not look at numbers, which differ from run to
-run.
+RESULTS are the files that faults.py wrote, for all parts or for each part: build/test-results/faults*.json. `write` keeps
+the measurements of rows of PAGE that are not in them. `check` fails if PAGE lacks a row for a tested fault, or differs in
+the columns "must be reported" and "until". It ignores the numbers, which differ from run to run.
 """
 import json
 import pathlib
@@ -19,25 +18,25 @@ import harness  # noqa: E402
 
 HEAD = """# Faults
 
-What happens when something goes wrong, measured. `tests/faults/faults.py` starts real jobs with `lockstep run`, injects
-each fault from outside (`kill -9`, `SIGSTOP`, a cable pulled between two network namespaces, ...) and checks what must
-show; a test fails where it does not. The table is written from such a run by `./dev docs`.
+`tests/faults/faults.py` starts real jobs with `lockstep run`, injects each fault from outside (`kill -9`, `SIGSTOP`, a
+cable pulled between two network namespaces, ...) and checks what must be reported. A test fails if it is not. `./dev
+docs` writes this table from such a run.
 
 How it was measured:
 
-- Seconds, from the injection to what the column "until" says, on CLOCK_MONOTONIC, which the harness and the ranks
-  share. Where a fault was injected several times: median / p99 / max. Ratios are marked with x.
-- Kills come at random times. In all phases together: {kills}.
-- Ranks are LibTorch processes that train in shared memory (between hosts on gloo), all on one machine with {processors}
-  processors. Other tests may run beside them, so times include what it takes to get a processor. "A host" is a network
-  namespace.
-- After each job the harness looks for processes, sockets of the control plane, listening ports and entries of /dev/shm;
-  none may be left.
-- torchrun: the same injections (`tests/faults/torchrun_faults.py`) on the same machine, PyTorch {torch}, gloo, one run
-  each, so they are orders of magnitude; each wait was ended after {limit} s. Where the survivors' errors count, so does
-  the end of a rank that its launcher ended first.
+- Seconds from the injection to the event in the column "until", on CLOCK_MONOTONIC, which the harness and the ranks
+  share. For faults injected several times: median / p99 / max. Ratios are marked with x.
+- Kills happen at random times. In all phases together: {kills}.
+- Ranks are LibTorch processes that train over shared memory (over gloo between hosts), all on one machine with
+  {processors} processors. Other tests may run at the same time, so times include waiting for a processor. "A host" is a
+  network namespace.
+- After each job the harness looks for remaining processes, control-plane sockets, listening ports and entries of
+  /dev/shm; there must be none.
+- torchrun: the same injections (`tests/faults/torchrun_faults.py`) on the same machine with PyTorch {torch} on gloo,
+  one run each, so these are orders of magnitude. Each wait was limited to {limit} s. Where the time is that of the
+  survivors' errors, the end of a rank that its launcher terminated first counts too.
 
-| fault | ranks | must show | until | measured | torchrun |
+| fault | ranks | must be reported | until | measured | torchrun |
 |---|---|---|---|---|---|
 """
 
@@ -69,7 +68,7 @@ def of_torchrun(result, torchrun):
         return ""
     ratio = "during / before" in result["measures"]
     value = number(cell["value"], ratio) if cell["value"] is not None else ""
-    if cell["value"] is None and not cell["remark"].startswith(("let in", "no line", "changed")):
+    if cell["value"] is None and not cell["remark"].startswith(("accepted", "no line", "changed")):
         value = f"> {torchrun['limit']} s"
     return ", ".join(part for part in (value, cell["remark"]) if part)
 
@@ -82,12 +81,12 @@ def cells_of(page):
 
 
 def tested():
-    """The first four cells of each row: the fault, its ranks, what must show, until when."""
+    """The first four cells of each row: the fault, its ranks, what must be reported, until when."""
     return [[fault.name, str(ranks), fault.must, fault.measures] for fault in faults.FAULTS for ranks in fault.ranks]
 
 
 def rows_of(files):
-    """Those of all files, and how many processors there were. Of a row that several files have, the newest counts."""
+    """The rows of all files, and the number of processors. If several files have a row, the newest counts."""
     rows, processors = {}, 0
     for path in sorted(files, key=lambda path: path.stat().st_mtime):
         data = json.loads(path.read_text())
@@ -97,7 +96,7 @@ def rows_of(files):
 
 
 def about_kills(rows, page):
-    """Of all kills together, or what the page says where not all were run."""
+    """A summary of all kills, or the one on the page if not all were run."""
     keys = [(fault.name, str(ranks)) for fault in faults.FAULTS for ranks in fault.ranks
             if fault.name.startswith("kill -9 of a rank")]
     said = re.search(r"In all phases together: (.*)\.$", page.read_text(), re.M) if page.exists() else None
@@ -137,7 +136,7 @@ def check(page):
             wrong += 1
             print(f"{page.name}: expected a row that begins with {cells}, got {row[:4] if row else 'none'}")
     if wrong:
-        print("./dev docs writes the table anew, from a run of the tests `faults.*`")
+        print("run the tests `faults.*`, then write the table with ./dev docs")
     return 1 if wrong else 0
 
 

@@ -3,7 +3,7 @@
 usage: faults.py --lockstep PROGRAM --victim PROGRAM [--store-probe PROGRAM] [--library FILE] [--results FILE]
                  [--part kill|rank|launcher|joining|host] [--full] [--only REGEX] [--ranks N] [--seed N] [--list]
 
-Each fault of the table FAULTS is one row of docs/faults.md. A row's function starts real jobs, injects the fault and
+Each fault of the table FAULTS is one row of docs/evidence/faults.md. A row's function starts real jobs, injects the fault and
 checks what must show. What it measures are seconds from the injection, as seen here; they are shown, and a row fails only
 if they are far from what they are on a quiet machine.
 

@@ -158,7 +158,7 @@ def attack_head(case, kind):
 
 def attack_rows():
     for kind in ATTACKS:
-        @fault(f"{kind} at the head's port", "no crash; store operations take at most 1.5 times as long",
+        @fault(f"{kind} at the coordinator's port", "no crash; store operations take at most 1.5 times as long",
                "median time during / before", ranks=(2, 4) if kind.startswith("1,500") else (2,))
         def body(case, kind=kind):
             attack_head(case, kind)
@@ -179,7 +179,7 @@ def knock(port, text):
     return now() - since, answer
 
 
-@fault("a stranger without the key", "refused before anything is parsed, nothing changed", "the stranger is cut off",
+@fault("a client without the key", "rejected before anything is parsed, nothing changed", "the client is disconnected",
        1.5, ranks=(2,))
 def stranger(case):
     port = free_port()
@@ -195,7 +195,7 @@ def stranger(case):
         check_unharmed(case, jobs)
 
 
-@fault("a host with an old key", "refused, and told why; the job goes on", "the stranger's end", 5.0, ranks=(2,))
+@fault("a host with an old key", "rejected with the reason; the job continues", "the rejected host's end", 5.0, ranks=(2,))
 def old_key(case):
     port = free_port()
     with KeyFile(case.options.lockstep) as key, KeyFile(case.options.lockstep) as old:
@@ -235,7 +235,7 @@ def kill_of_two_hosts(case):
                 case.measure(check_survivors(case, jobs[0], rank, f"rank {rank} (pid {pid})", since=since))
 
 
-@fault("a host is lost", "both sides know", "the last rank's error, on either side", 2.0)
+@fault("a host is lost", "both sides report it", "the last rank's error, on either side", 2.0)
 def host_lost(case):
     reason = harness.why_no_hosts()
     if reason:

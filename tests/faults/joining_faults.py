@@ -29,7 +29,7 @@ def check_refusal(case, jobs, kinds, *patterns, since=None, limit=2.0):
         case.within(case.measure(last - max(arrivals) - (since or 0)), limit, "told")
 
 
-@fault("WORLD_SIZE is larger than what was started", "an error that lists ranks seen and missing",
+@fault("WORLD_SIZE is larger than the number of ranks started", "an error that lists present and missing ranks",
        "the last error, after --join-timeout (1 s)", 2.0)
 def missing_rank(case):
     with Ranks(case) as ranks:
@@ -45,7 +45,7 @@ def missing_rank(case):
         check_refusal(case, ranks.jobs, ["CommError"], rf"did not join: {case.ranks}\b", rf"did: {seen}")
 
 
-@fault("two processes with one RANK", "an error that names the duplicate", "the last error", 2.0)
+@fault("two processes with the same RANK", "an error that names the duplicate", "the last error", 2.0)
 def duplicate_rank(case):
     with Ranks(case) as ranks:
         port = free_port()
@@ -55,7 +55,7 @@ def duplicate_rank(case):
                       *(rf"\b{job.pid}\b" for job in ranks.jobs[-2:]))
 
 
-@fault("two jobs on one port", "the second is told, the first goes on", "the second job's last error", 2.0)
+@fault("two jobs on one port", "the second gets an error, the first continues", "the second job's last error", 2.0)
 def two_jobs(case):
     half = max(2, case.ranks // 2)
     with Ranks(case) as ranks:
@@ -97,7 +97,7 @@ def different_versions(case):
         check_refusal(case, ranks.jobs, ["ConfigError"], "version", *map(re.escape, versions))
 
 
-@fault("port in use", "without --master another one is taken; with it, an error with the address",
+@fault("port in use", "without --master another port is used; with it, an error with the address",
        "the launcher's end", 2.0)
 def port_in_use(case):
     with KeyFile(case.options.lockstep) as key, socket.socket() as holder:

@@ -24,7 +24,7 @@ def kill_launcher(case, job, pid):
 
 
 def launcher_row(name, *victim, program=None, agent=False):
-    @fault(name, "all ranks and what they started are gone", "the last process is gone", 1.0,
+    @fault(name, "all ranks and their descendants are gone", "the last process is gone", 1.0,
            torchrun="" if not agent else "-")
     def body(case):
         command = program(case) if program else None
@@ -48,7 +48,7 @@ def script_of(case):
 launcher_row("kill -9 of the launcher")
 launcher_row("kill -9 of the launcher, ranks are scripts", program=script_of)
 launcher_row("kill -9 of the launcher, ranks have helpers and a daemon", "--helpers")
-launcher_row("kill -9 of the launcher's other half, lockstep-agent", agent=True)
+launcher_row("kill -9 of the agent process (lockstep-agent)", agent=True)
 
 
 # ---- asked to end -----------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def signal_rows():
             check_saved(case, [job], 143)
             case.measure(job.ended - since)
 
-    @fault("SIGTERM to the launcher, ranks do not know of it", "they end; nobody is blamed; status 143",
+    @fault("SIGTERM to the launcher, ranks do not handle it", "they end; no rank is blamed; status 143",
            "the launcher's end", 1.0)
     def ends(case):
         with case.job(env={"LOCKSTEP_FLIGHT_RECORD": None}) as job:  # who asks for a record gets it, and a line about it
@@ -85,7 +85,7 @@ def signal_rows():
             case.check(not told_by_launcher(job), "somebody is blamed", job)
             case.measure(job.ended - since)
 
-    @fault("SIGTERM to the launcher, ranks take no notice", "killed after --grace (1 s); status 143",
+    @fault("SIGTERM to the launcher, ranks ignore it", "killed after --grace (1 s); status 143",
            "the launcher's end", 2.0)
     def ignores(case):
         with case.job("--ignore-signals", run=["--grace", "1s"]) as job:
@@ -116,7 +116,7 @@ signal_rows()
 # ---- again ------------------------------------------------------------------------------------------------
 
 
-@fault("a rank that fails once, --max-restarts 2", "all ranks start again, and it ends well",
+@fault("a rank that fails once, --max-restarts 2", "all ranks restart, and the job succeeds",
        "every rank trains again", 5.0)
 def fails_once(case):
     rank = case.ranks - 1
@@ -130,7 +130,7 @@ def fails_once(case):
             case.measure(max(e["t"] for e in again) - since)
 
 
-@fault("a rank that fails twice at one step, --max-restarts 5", "ends with that diagnosis after the second",
+@fault("a rank that fails twice at the same step, --max-restarts 5", "ends after the second failure, with that diagnosis",
        "the launcher's end, from the second", 5.0)
 def fails_twice(case):
     rank = case.ranks - 1

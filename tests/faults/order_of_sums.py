@@ -3,7 +3,7 @@
 usage: order_of_sums.py --lockstep PROGRAM --probe PROGRAM
 
 Where every host has the same power of two of ranks, or fewer on the last, every result has the bits of as many ranks on
-one host. In other layouts it has the same bits in every run, and is as close as docs/shared-memory.md says.
+one host. In other layouts it has the same bits in every run, and is as close as docs/reference/shared-memory.md says.
 """
 
 import argparse

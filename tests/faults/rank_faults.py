@@ -59,7 +59,7 @@ def kill_without_launcher(case):
         hurt_without_launcher(case, first, rank, signal.SIGKILL)
 
 
-@fault("SIGSTOP of a rank, no launcher", "reported by name; the others end after LOCKSTEP_STOP_GRACE (1 s)",
+@fault("SIGSTOP of a rank, no launcher", "reported by name; the other ranks end after LOCKSTEP_STOP_GRACE (1 s)",
        "the last survivor's error", 2.0)
 def stop_without_launcher(case):
     for first, rank in ((0, 1), (0, 0)):
@@ -91,7 +91,7 @@ def stop_reported(case):
         check_grace(case, job, STOP_GRACE)
 
 
-@fault("SIGSTOP, then SIGCONT within the grace", "goes on with the same bits", "the end of the job")
+@fault("SIGSTOP, then SIGCONT within the grace period", "resumes with the same bits", "the end of the job")
 def stop_and_go_on(case):
     with case.job("--stop", run=["--stop-grace", f"{harness.LONG}s"]) as job:
         job.await_events("training", case.ranks)
@@ -113,7 +113,7 @@ def stop_and_go_on(case):
         case.check(hashes == {saved[0]["text"]}, f"the bits differ: {saved[0]}, undisturbed {hashes}")
 
 
-@fault("a rank held by a debugger", "reported, and never ended", "the launcher's line", 1.0)
+@fault("a rank held by a debugger", "reported, never terminated", "the launcher's line", 1.0)
 def held_by_debugger(case):
     with case.job("--stop", run=["--stop-grace", "0.5s"]) as job:
         job.await_events("training", case.ranks)
@@ -152,7 +152,7 @@ def ends_by_itself():
     for kind, words, how, status in (("throw", "an exception", "threw: the victim's own words", 134),
                                      ("abort", "abort()", "was killed by signal 6 (SIGABRT)", 134),
                                      ("segv", "a segmentation fault", "was killed by signal 11 (SIGSEGV)", 139)):
-        @fault(f"{words} in a rank", f"'{how}' and its last 20 lines; innocents not blamed",
+        @fault(f"{words} in a rank", f"'{how}' and its last 20 lines; other ranks not blamed",
                "the last survivor's error", 1.0)
         def body(case, kind=kind, how=how, status=status):
             own_end(case, kind, how, status, uncaught=case.ranks > 2)
@@ -161,7 +161,7 @@ def ends_by_itself():
 ends_by_itself()
 
 
-@fault("out of memory (cgroup limit)", "the summary says so, with usage and limit", "the last survivor's error", 1.0)
+@fault("out of memory (cgroup limit)", "the summary reports it, with usage and limit", "the last survivor's error", 1.0)
 def out_of_memory(case):
     try:
         limit = MemoryLimit(1536 << 20)
@@ -211,7 +211,7 @@ def exits_0_early(case):
 # ---- slow -------------------------------------------------------------------------------------------------
 
 
-@fault("8 ranks on few cores, several hundred steps", "no alarm, no failure", "the end of the job", ranks=(8,),
+@fault("8 ranks on few cores, several hundred steps", "no warning, no failure", "the end of the job", ranks=(8,),
        torchrun="-")
 def slow_but_well(case):
     few = sorted(os.sched_getaffinity(0))[:2]
@@ -229,7 +229,7 @@ def slow_but_well(case):
         case.check(not alarms, "a false alarm", job)
 
 
-@fault("a rank that is 5 s late", "a line after 1, 2 and 4 s: who, where it was last, for how long",
+@fault("a rank that is 5 s late", "a line after 1, 2 and 4 s: which rank, its last position, for how long",
        "the first line", 1.5)
 def slow_rank(case):
     rank = case.ranks - 1

@@ -1,4 +1,4 @@
-"""The injections of faults.py against torchrun, for the last column of docs/faults.md.
+"""The injections of faults.py against torchrun, for the last column of docs/evidence/faults.md.
 
 usage: PYTHON-WITH-TORCH torchrun_faults.py TORCHRUN RESULTS [--only REGEX]
 
@@ -65,7 +65,7 @@ def told(job, ranks, rank, since):
     if len({e["rank"] for e in found}) < len(others):
         if job.ended:
             return job.ended - since, "ended by the launcher; no error in the rank"
-        return None, "not told"
+        return None, "no error"
     named = all(re.search(rf"\brank {rank}\b", e["text"]) for e in found)
     return max(e["t"] for e in found) - since, "" if named else "the error names no rank"
 
@@ -107,7 +107,7 @@ def stopped(ranks):
         return None, "not reported"
 
 
-@row("SIGSTOP, then SIGCONT within the grace")
+@row("SIGSTOP, then SIGCONT within the grace period")
 def stop_and_go_on(ranks):
     hashes = []
     for disturbed in (False, True):
@@ -132,7 +132,7 @@ def launcher_row(words, *victim, script=False):
             since = now()
             os.kill(job.pid, signal.SIGKILL)
             gone = wait_until(lambda: not job.processes(), LIMIT, 0.02)
-            return (now() - since, "") if gone else (None, f"{len(job.processes())} processes still there")
+            return (now() - since, "") if gone else (None, f"{len(job.processes())} processes still running")
 
 
 launcher_row("kill -9 of the launcher")
@@ -142,7 +142,7 @@ launcher_row("kill -9 of the launcher, ranks have helpers and a daemon", "--help
 
 def ended(job, since):
     status = job.wait(LIMIT)
-    return (None, "still there") if status is None else (job.ended - since, f"status {status}")
+    return (None, "still running") if status is None else (job.ended - since, f"status {status}")
 
 
 def signal_row(words, number, *victim, again=False):
@@ -160,8 +160,8 @@ def signal_row(words, number, *victim, again=False):
 
 signal_row("SIGTERM to the launcher, ranks ask stop_requested()", signal.SIGTERM)
 signal_row("SIGINT to the launcher, ranks ask stop_requested()", signal.SIGINT)
-signal_row("SIGTERM to the launcher, ranks do not know of it", signal.SIGTERM)
-signal_row("SIGTERM to the launcher, ranks take no notice", signal.SIGTERM, "--ignore-signals")
+signal_row("SIGTERM to the launcher, ranks do not handle it", signal.SIGTERM)
+signal_row("SIGTERM to the launcher, ranks ignore it", signal.SIGTERM, "--ignore-signals")
 signal_row("a second SIGTERM to the launcher", signal.SIGTERM, "--ignore-signals", again=True)
 
 
@@ -190,7 +190,7 @@ def out_of_memory(ranks):
             seconds, remark = told(job, ranks, rank, now())
             job.wait(LIMIT)
             says = "memory" in job.text("err").lower()
-            return seconds, remark if says else (remark + "; not said that memory ran out").strip("; ")
+            return seconds, remark if says else (remark + "; memory not mentioned").strip("; ")
 
 
 @row("a rank that is 5 s late")
@@ -217,7 +217,7 @@ def all_told(jobs, since):
     wait_until(lambda: all(job.ended for job in jobs), LIMIT, 0.01)
     waiting = sum(job.ended is None for job in jobs)
     if waiting:
-        return None, f"{waiting} of {len(jobs)} still wait"
+        return None, f"{waiting} of {len(jobs)} still waiting"
     return max(job.ended for job in jobs) - since, ""
 
 
@@ -236,9 +236,9 @@ def joining_row(words, make):
             end_all(jobs)
 
 
-joining_row("WORLD_SIZE is larger than what was started",
+joining_row("WORLD_SIZE is larger than the number of ranks started",
             lambda n, port: without_launcher(range(n), n + 1, port))
-joining_row("two processes with one RANK",
+joining_row("two processes with the same RANK",
             lambda n, port: without_launcher([*range(n - 1), n - 2], n, port))
 
 
@@ -271,7 +271,7 @@ def port_in_use(ranks):
 
 
 def attack_row(kind, ranks):
-    @row(f"{kind} at the head's port", ranks)
+    @row(f"{kind} at the coordinator's port", ranks)
     def body(count):
         run = Torchrun(count, "--store-probe", 9)
         with run as job:
@@ -288,7 +288,7 @@ for each in host_faults.ATTACKS:
     attack_row(each, (2, 4) if each.startswith("1,500") else (2,))
 
 
-@row("a stranger without the key", (2,))
+@row("a client without the key", (2,))
 def stranger(ranks):
     run = Torchrun(ranks, "--store-probe", 25)
     with run as job:
@@ -298,7 +298,7 @@ def stranger(ranks):
         subprocess.run([sys.executable, "-c", code], timeout=20, capture_output=True, check=True)
         job.wait(LIMIT + 20)
         changed = any(e["text"] == "overwritten" for e in job.events("done"))
-        return None, "let in: it overwrote a value" if changed else "changed nothing"
+        return None, "accepted: it overwrote a value" if changed else "changed nothing"
 
 
 @row("a host is lost")
@@ -317,13 +317,13 @@ def host_lost(ranks):
             wait_until(lambda: len(jobs[0].events("error")) >= ranks, LIMIT, 0.02)
             errors = jobs[0].events("error")
             if len(errors) < ranks:
-                return None, f"{ranks - len(errors)} of {ranks} ranks not told"
+                return None, f"{ranks - len(errors)} of {ranks} ranks got no error"
             return max(e["t"] for e in errors) - since, ""
         finally:
             end_all(jobs)
 
 
-NOT_MET = "the ranks of the second attempt do not meet"
+NOT_MET = "the ranks of the second attempt do not connect"
 
 
 @row("a rank that fails once, --max-restarts 2")
@@ -335,7 +335,7 @@ def fails_once(ranks):
         return (now() - since, "") if again else (None, NOT_MET)
 
 
-@row("a rank that fails twice at one step, --max-restarts 5")
+@row("a rank that fails twice at the same step, --max-restarts 5")
 def fails_twice(ranks):
     with Torchrun(ranks, "--rank", ranks - 1, "--fault", "throw", options=["--max-restarts", 5]) as job:
         try:

@@ -368,8 +368,7 @@ TEST(Optimizers, what_cannot_be_meant_is_an_error) {
   EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.lr = -1}); }),
               HasSubstr("lr: expected 0 or more, got -1"));
   EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.lr = NAN}); }), HasSubstr("got nan"));
-  EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.betas = {0.9, 1}}); }),
-              HasSubstr("got 0.9 and 1"));
+  EXPECT_THAT(error_of<ConfigError>([&] { Adam({p}, {.betas = {0.9, 1}}); }), HasSubstr("got 0.9 and 1"));
   EXPECT_THAT(error_of<ConfigError>([&] { AdamW({p}, {.eps = -1}); }), HasSubstr("eps"));
   EXPECT_THAT(error_of<ConfigError>([&] { SGD({p}, {.nesterov = true}); }),
               HasSubstr("nesterov needs momentum"));

@@ -1,6 +1,6 @@
 """PyTorch's own suite of its distributed package, on gloo and on lockstep, with no GPU.
 
-usage: PYTHONPATH=build/python python tests/python/torch_suite.py [--write docs/pytorch-suite.md] [--only PATTERN]
+usage: PYTHONPATH=build/python python tests/python/torch_suite.py [--write docs/evidence/pytorch-suite.md] [--only PATTERN]
 
 The suite is part of PyTorch (torch.testing._internal.distributed.distributed_test) and runs here as PyTorch runs it: each
 test in separate processes, which meet through a file. The suite checks the name gloo and skips most of its tests on other
@@ -198,14 +198,15 @@ def table(rows):
     tied = [row[0] for row in rows if row[2][0] == "passed" and row[3][1] == TIED_TO_GLOO]
     text = f"""# PyTorch's own suite
 
-`tests/python/torch_suite.py` runs the tests that PyTorch {torch.__version__.split("+")[0]} has for its distributed package
-(`torch.testing._internal.distributed.distributed_test`) on gloo and on lockstep, without a GPU, and wrote this page. Tests run
-with 2 ranks, or with as many as they ask for.
+`tests/python/torch_suite.py` runs the tests of PyTorch {torch.__version__.split("+")[0]} for its distributed package
+(`torch.testing._internal.distributed.distributed_test`) on gloo and on lockstep, without a GPU, and writes this page.
+Tests run with 2 ranks, or with the number of ranks that they require.
 
-**Of {len(rows)} tests {passed(2)} pass on gloo and {passed(3)} on lockstep.** """
+**Of {len(rows)} tests, {passed(2)} pass on gloo and {passed(3)} on lockstep.** """
     if tied:
-        text += ("These pass on gloo alone, because\n`torch.distributed.monitored_barrier` refuses every backend that is not "
-                 "called gloo:\n" + ",\n".join(f"`{name}`" for name in tied) + ".")
+        text += ("The following tests pass on gloo only, because\n"
+                 "`torch.distributed.monitored_barrier` only accepts the backend named gloo:\n"
+                 + ",\n".join(f"`{name}`" for name in tied) + ".")
     text += "\n\n| test | ranks | gloo | lockstep |\n|---|---|---|---|\n"
     for name, ranks, gloo, ours in sorted(rows, key=lambda row: (row[2][0] != "passed", row[2][0] == "skipped", row[0])):
         text += f"| {name} | {ranks} | {short(*gloo)} | {'the same' if short(*gloo) == short(*ours) else short(*ours)} |\n"
@@ -214,9 +215,9 @@ with 2 ranks, or with as many as they ask for.
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", metavar="PAGE", help="write the table there")
-    parser.add_argument("--quick", action="store_true", help="a part of it, on lockstep alone; all must pass")
-    parser.add_argument("--only", metavar="PATTERN", help="only the tests whose names match")
+    parser.add_argument("--write", metavar="PAGE", help="write the table to PAGE")
+    parser.add_argument("--quick", action="store_true", help="run a subset, on lockstep only; all tests must pass")
+    parser.add_argument("--only", metavar="PATTERN", help="run only the tests whose names match PATTERN")
     for hidden in ("--backend", "--report"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)

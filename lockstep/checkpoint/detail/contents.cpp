@@ -101,11 +101,10 @@ std::vector<NamedTensor> tensors_of(const ModelPart& model) {
       if (!item.value().defined()) continue;
       const NamedTensor named{item.key(), item.value()};
       if (reserved(named.name))
-        throw ConfigError(
-            fmt::format("the {} name '{}' is reserved in checkpoints", kind, named.name));
+        throw ConfigError(fmt::format("the {} name '{}' is reserved in checkpoints", kind, named.name));
       if (named.tensor.layout() != at::kStrided || named.tensor.is_quantized() || named.tensor.is_meta())
-        throw ConfigError(fmt::format("cannot save the {} '{}': it is sparse, quantized or has no data",
-                                      kind, named.name));
+        throw ConfigError(
+            fmt::format("cannot save the {} '{}': it is sparse, quantized or has no data", kind, named.name));
       tensors.push_back(named);
     }
   return tensors;

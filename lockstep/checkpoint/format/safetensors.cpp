@@ -191,8 +191,8 @@ std::uint64_t header_length(std::string_view first_bytes, std::uint64_t file_byt
   for (std::size_t i = kLengthBytes; i-- > 0;)
     length = length << 8 | static_cast<unsigned char>(first_bytes[i]);
   if (length > kLongestHeader || length > file_bytes - kLengthBytes)
-    throw FormatError(fmt::format("invalid header length: {} bytes in a file of {} bytes",
-                                  length, file_bytes));
+    throw FormatError(
+        fmt::format("invalid header length: {} bytes in a file of {} bytes", length, file_bytes));
   return length;
 }
 

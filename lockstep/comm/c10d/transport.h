@@ -39,8 +39,6 @@ class Transport {
     bool captures = false;  // its operations can be captured in a CUDA graph
     // a work may still run on the device after its wait(); isCompleted() reports it
     bool on_device = false;
-    // a first operation would wait for peers inside a call, without a deadline
-    bool meets_first = false;
   };
 
   virtual ~Transport() = default;

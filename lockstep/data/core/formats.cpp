@@ -157,9 +157,8 @@ class Dictionary {
       header.swapped = order == other && bytes_of(element) > 1;
       return;
     }
-    wrong(
-        "unsupported type '" + type.substr(0, 64) +
-        "'; expected b1, i1 to i8, u1 to u8, f2, f4, f8, c8 or c16, in either byte order");
+    wrong("unsupported type '" + type.substr(0, 64) +
+          "'; expected b1, i1 to i8, u1 to u8, f2, f4, f8, c8 or c16, in either byte order");
   }
 
   const std::string& file_;

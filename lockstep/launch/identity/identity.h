@@ -1,5 +1,5 @@
 // The identity of this process in the job, read from the environment set by `lockstep run`, torchrun, mpirun
-// of Open MPI or MPICH, srun, or by hand. The innermost launcher wins; docs/launching.md has the table.
+// of Open MPI or MPICH, srun, or by hand. The innermost launcher wins; docs/guides/launching.md has the table.
 #pragma once
 
 #include <functional>

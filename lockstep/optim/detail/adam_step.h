@@ -126,9 +126,9 @@ class AdamStep {
         if (asked != parameter.device()) captured_ = capturing(*(asked = parameter.device()));
         if (!captured_) continue;
         if (!options.capturable)
-          throw ConfigError(fmt::format(
-              "{} in a CUDA graph would repeat this step's count and lr: set .capturable = true",
-              Kind::name));
+          throw ConfigError(
+              fmt::format("{} in a CUDA graph would repeat this step's count and lr: set .capturable = true",
+                          Kind::name));
         if (parameter.grad().defined() && !has_all_state(parameter, options))
           throw ConfigError(
               "a capturable optimizer was captured before its first step; run one step before you capture");
@@ -313,7 +313,7 @@ class AdamStep {
   AdamFactors factors_{};
   std::map<FusedKind, Fused, FusedKindLess> fused_;
   AdamLaunches launches_;
-  Written rounded_, launched_;  // masters still to be rounded; parameters that the kernel writes
+  Written rounded_, launched_;    // masters still to be rounded; parameters that the kernel writes
   std::vector<at::Tensor> held_;  // gradients that slices refer to
   std::size_t held_bytes_ = 0;
   bool captured_ = false;

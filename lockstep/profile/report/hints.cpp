@@ -48,8 +48,8 @@ std::string about_slowest(const Summary& summary, double ms) {
 }
 
 std::string about_communication(const Summary& summary, double ms) {
-  auto text = fmt::format("{} are exposed communication, besides waiting for late ranks",
-                          of_a_step(ms, summary));
+  auto text =
+      fmt::format("{} are exposed communication, besides waiting for late ranks", of_a_step(ms, summary));
   if (summary.collectives.empty()) return text;
   const auto& most = summary.collectives.front();
   text += fmt::format("; most of it, {:.3g} ms, is {}{} of {} at {:.3g} GB/s", most.exposed_ms,
@@ -108,9 +108,8 @@ std::vector<std::string> hints_for(const Summary& summary) {
     });
   if (!busy && parts.code > 0.15 * step)
     consider(parts.code, [](const Summary& s, double ms) {
-      return fmt::format(
-          "{} are the program's own code between operators: larger batches reduce its share",
-          of_a_step(ms, s));
+      return fmt::format("{} are the program's own code between operators: larger batches reduce its share",
+                         of_a_step(ms, s));
     });
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   std::vector<std::string> hints;

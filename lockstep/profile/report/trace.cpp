@@ -51,9 +51,7 @@ class Zipped {
       fail();
     buffer_.clear();
   }
-  [[noreturn]] void fail() {
-    throw ConfigError(fmt::format("writing {} failed", path_.string()));
-  }
+  [[noreturn]] void fail() { throw ConfigError(fmt::format("writing {} failed", path_.string())); }
 
   const std::filesystem::path path_;
   gzFile file_;

@@ -20,7 +20,7 @@ struct ShmOptions {
   int threads = 1;      // number of threads that each of them computes with
   std::function<bool()> failed = [] { return false; };
   std::vector<std::string> store_keys{};  // this rank's keys in the store, deleted when all have met
-  std::vector<int> names = {};           // names of the ranks in errors; empty: their numbers
+  std::vector<int> names = {};            // names of the ranks in errors; empty: their numbers
 };
 
 struct TransportContext;

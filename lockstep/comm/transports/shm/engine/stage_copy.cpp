@@ -16,7 +16,7 @@ namespace {
 
 // Smaller copies are not worth two clock reads, and their times prove little.
 constexpr std::size_t kPlainCopy = 16 << 10;
-// Measured (docs/shared-memory.md): processors that are near take 1.4 times as long with ordinary stores, far
+// Measured (docs/evidence/benchmarks.md): processors that are near take 1.4 times as long with ordinary stores, far
 // ones 7 times. The reader's gain from ordinary stores, if it is near, is not included.
 constexpr double kFar = 3;
 

@@ -139,7 +139,7 @@ TEST(Hierarchy, sums_are_the_trees_where_hosts_are_subtrees_and_close_to_it_else
           ASSERT_EQ(results[0], expected);
           continue;
         }
-        // docs/shared-memory.md states this bound.
+        // docs/reference/shared-memory.md states this bound.
         for (std::size_t i = 0; i < count; ++i) {
           double magnitude = 0;
           for (const auto& input : inputs) magnitude += std::fabs(input[i]);
