@@ -67,8 +67,8 @@ std::map<std::string, Interface> interfaces() {
   for (auto& [name, interface] : found) interface.megabits = speed_of(name);
   return found;
 }
+
 // Interface of the default route; empty if there is none.
-// Of the default route; empty where there is none.
 std::string outward_interface() {
   std::ifstream routes("/proc/net/route");
   std::string line, name, destination;

@@ -14,7 +14,7 @@ void add_key(CLI::App& app, Action& action) {
       app.add_subcommand("key", "Create a key for a job on several hosts: lockstep key --output FILE");
   key->footer(
       "Example: lockstep key --output job.key, then on every host: lockstep run --key-file job.key ...\n"
-      "Anyone who has the key can join the job and end it: copy it to the other hosts as you would a "
+      "Anyone with the key can join the job and end it: copy it to the other hosts as you would a "
       "password.");
   key->add_option("-o,--output", *path,
                   "Write the key to this new file, readable only by you (default: standard output)")

@@ -32,7 +32,7 @@ class CommError : public Error {
   enum class Kind : std::uint8_t {
     deadline,   // The operation did not complete within its deadline.
     peer_died,  // A rank it depends on exited, threw, left the group, gave up, or was on a lost host.
-    mismatch,   // The ranks made different calls.
+    mismatch,   // The ranks made different calls, or wait for each other in several groups.
     engine,     // Any other error of the transport or of this process.
     device,     // A GPU or its driver reported an error.
     stopped,    // The program ended it (World::fail, leaving the World), or the launcher is gone.

@@ -165,7 +165,7 @@ class Launcher {
   void make_sure_it_ends() {
     const auto process = control::look_at(agent_process_);
     const bool held =
-        process && (process->state == 'T' || process->state == 't');  // stopped, or by a debugger
+        process && (process->state == 'T' || process->state == 't');  // Stopped, or held by a debugger.
     if (num_stop_signals_++ == 0) {
       if (held) ::kill(agent_process_, SIGCONT);
     } else if (held) {
@@ -181,7 +181,7 @@ class Launcher {
   // While the agent process is stopped (SIGSTOP), nothing else can end the job. It gets the same grace as a
   // rank. SIGCHLD reports when it stops.
   void check_agent_process() {
-    if (killed_) return;  // it is no longer stopped, but does not run either
+    if (killed_) return;  // Neither stopped nor running any more.
     const auto now = Clock::now(), before = std::exchange(looked_at_, now);
     if (!agent_process_is_stopped()) {
       if (stopped_since_)
@@ -277,7 +277,7 @@ class Launcher {
   std::optional<Clock::time_point> stopped_since_;  // Since when the agent process has been stopped.
   Clock::time_point looked_at_ = Clock::now();
   bool killed_ = false;     // True once this process has killed the agent process.
-  std::string why_killed_;  // Why this process killed the agent process; empty if it did not.
+  std::string why_killed_;  // Why it did; empty without a reason to report.
 };
 
 }  // namespace

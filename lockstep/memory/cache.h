@@ -61,8 +61,8 @@ class Cache {
 
   void* allocate(std::size_t bytes);        // Throws OutOfMemory with the sizes needed and held.
   static void free(void* memory) noexcept;  // Of any cache; null is a no-op.
-  // Returns to the source the blocks that have been idle since the previous call. Runs automatically every ten
-  // seconds while there are calls.
+  // Returns to the source the blocks that have been idle since the previous call. Runs automatically every
+  // ten seconds while there are calls.
   void release_unused();
   void release_all();  // Releases all free blocks that no thread caches.
 

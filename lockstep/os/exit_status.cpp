@@ -11,9 +11,9 @@ namespace {
 std::atomic<int> exit_failures = 0;
 std::atomic<pid_t> failing_process = 0;  // A child of fork() has not failed.
 
-// exit() cannot be given another status here, so this ends the process after writing the program's buffered
-// output. Handlers run in reverse order: this one is registered when the library is loaded, so it runs after
-// all of the program's.
+// A handler may call exit() again with another status: it runs the remaining handlers, and then writes the
+// program's buffered output. (fflush(nullptr) would wait for a thread that reads.) Handlers run in reverse
+// order: this one is registered when the library is loaded, so it runs after all of the program's.
 void change_exit_status(int status, void*) {
   if (status != 0 || exit_failures <= 0 || failing_process != ::getpid()) return;
   std::exit(1);

@@ -340,7 +340,7 @@ TEST_F(Checkpoint, ranks_that_all_save_without_a_group_are_told_what_to_do) {
   detail::PartialFile held(path());  // as if another rank were writing
   EXPECT_THAT(error_of<ConfigError>([&] { save(path(), {.model = net}); }),
               AllOf(HasSubstr("another process is writing it now"),
-                    HasSubstr("give {.group}, or save on rank 0 alone")));
+                    HasSubstr("set {.group} or save on rank 0 only")));
 }
 
 TEST_F(Checkpoint, a_module_that_is_registered_twice_is_saved_and_loaded) {

@@ -86,7 +86,7 @@ TEST(AgentProcess, that_is_stopped_is_ended_after_the_grace) {
   EXPECT_THAT(job.session.output(),
               AllOf(ContainsRegex("was stopped \\(SIGSTOP\\) for [0-9.]+ s, longer than "
                                   "--stop-grace allows; the ranks were terminated"),
-                    Not(HasSubstr("runs again after"))));
+                    Not(HasSubstr("resumed after"))));
 }
 
 TEST(AgentProcess, that_is_stopped_for_a_moment_goes_on) {

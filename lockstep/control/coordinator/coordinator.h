@@ -112,7 +112,7 @@ class Coordinator {
   using Stuck = std::map<int, std::vector<const Wait*>>;  // The waits of each rank.
   Stuck deadlocked(const std::vector<Wait>& all) const;
   bool tells_of(int rank, std::int64_t key) const;
-  using Differing = std::vector<std::pair<int, const Row*>>;  // what each rank of a group has called
+  using Differing = std::vector<std::pair<int, const Row*>>;  // The call of each rank of a group.
   Differing differing() const;
   void look_at_deadlock(const std::vector<Wait>& all, Clock::time_point now);
   Failure failure_of(const Stuck& stuck) const;
@@ -149,8 +149,8 @@ class Coordinator {
   std::map<int, RankFlight> flights_;
   // For each wait: the time in ms after which it is reported again.
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> told_;
-  // A set of ranks that wait for each other, as first seen: rank, group, sequence number, and the number of
-  // looks at the rank so far.
+  // A set of ranks that wait for each other, or in different calls, as first seen: rank, group, sequence
+  // number, and the number of looks at the rank so far.
   struct StuckWait {
     int rank;
     std::int64_t key, sequence, looks;

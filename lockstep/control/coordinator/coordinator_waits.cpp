@@ -176,8 +176,8 @@ bool Coordinator::tells_of(int number, std::int64_t key) const {
          });
 }
 
-// A collective in which every rank of its group waits, and they have called different ones. Engines that compare no
-// calls wait there until the deadline.
+// Finds a group in which every rank waits in a collective, but in different ones. Engines that do not compare
+// calls would wait there until the deadline.
 Coordinator::Differing Coordinator::differing() const {
   for (const auto& [key, group] : groups_) {
     Differing calls;
@@ -187,7 +187,7 @@ Coordinator::Differing Coordinator::differing() const {
       const Row* call = nullptr;
       for (const Row& row : rank->second.rows.rows)
         if (row.key == key && !row.message && row.waits_for >= 0) call = &row;
-      // The row tells of the last operation that the rank has begun.
+      // The row describes the last operation that the rank has begun.
       if (!call || call->waits_for != call->sequence) break;
       if (!calls.empty() && calls[0].second->sequence != call->sequence) break;
       calls.emplace_back(member, call);
@@ -231,8 +231,8 @@ Failure Coordinator::failure_of(const Differing& calls) const {
   Failure failure;
   failure.kind = CommError::Kind::mismatch;
   failure.cause = fmt::format(
-      "the ranks' calls differ in operation: rank {}{} waits in {}, rank {}{} in {}. Every rank must call the "
-      "operations of a group in the same order",
+      "the ranks' calls differ in operation: rank {}{} waits in {}, rank {}{} in {}. Every rank must call "
+      "the operations of a group in the same order",
       rank, pid_text(rank), call_text(*row, row->waits_for), other->first, pid_text(other->first),
       call_text(*other->second, other->second->waits_for));
   return failure;

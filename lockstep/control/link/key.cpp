@@ -48,7 +48,7 @@ std::string read_key_file(const std::string& what, const std::string& path) {
     throw ConfigError(fmt::format("{}: cannot read {}: {}", what, path, std::strerror(errno)));
   if (!S_ISREG(status.st_mode)) throw ConfigError(fmt::format("{}: {} is not a regular file", what, path));
   if (status.st_uid != ::geteuid())
-    throw ConfigError(fmt::format("{}: expected a file of user {}, who runs this, but {} belongs to user {}",
+    throw ConfigError(fmt::format("{}: expected a file of the current user {}, but {} belongs to user {}",
                                   what, ::geteuid(), path, status.st_uid));
   if (const auto mode = status.st_mode & 07777; mode != 0600 && mode != 0400)
     throw ConfigError(fmt::format(

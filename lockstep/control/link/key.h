@@ -15,10 +15,10 @@ std::string make_key_text();
 
 // Creates a new file, readable only by this user, with a new key. Throws ConfigError if the file exists.
 void make_key_file(const std::string& path);
+
 // Returns the key's 32 bytes: from key_file unless that is empty, else from the file named by
 // LOCKSTEP_KEY_FILE, else from LOCKSTEP_KEY; nullopt if none is set. Throws ConfigError for a file that other
 // users may read.
-// else from LOCKSTEP_KEY; nothing where there is none of them. ConfigError for a file that others may read.
 std::optional<std::string> job_key(const std::string& key_file);
 
 // Overwrites a secret in a way the compiler does not optimise away.

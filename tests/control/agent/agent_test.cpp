@@ -207,7 +207,7 @@ TEST_F(AgentTest, what_is_too_long_is_cut_or_refused_where_it_comes_from) {
                 client->ask({.call = StoreCall::set, .keys = {"k"}, .values = {std::string(2 << 20, 'v')}},
                             deadline, never);
               }),
-              HasSubstr("not allowed"));
+              HasSubstr("expected a request of at most"));
   EXPECT_EQ(
       client->ask({.call = StoreCall::add, .keys = {"n"}, .values = {}, .number = 2}, deadline, never).number,
       2);

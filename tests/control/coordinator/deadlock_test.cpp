@@ -182,7 +182,7 @@ TEST_F(HeadDeadlock, is_none_where_a_host_is_not_heard) {
   EXPECT_EQ(verdict_, "");
 }
 
-// Every rank waits in "world", one of them in another operation than the others.
+// Every rank waits in "world", one of them in a different operation.
 class HeadDiffering : public HeadDeadlock {
  protected:
   static std::vector<Place> places() {
@@ -213,7 +213,7 @@ TEST_F(HeadDiffering, is_none_where_a_rank_has_not_come) {
 
 TEST_F(HeadDiffering, is_none_where_a_rank_has_begun_more_than_it_waits_for) {
   auto places = this->places();
-  places[1].rows[0].sequence = 6;  // the row tells of that one
+  places[1].rows[0].sequence = 6;  // The row describes that one.
   EXPECT_EQ(verdict_of(places), "");
 }
 
