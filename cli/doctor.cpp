@@ -14,6 +14,7 @@
 #include <fmt/ranges.h>
 #include <lockstep/base/environment.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/text.h>
 #include <lockstep/os/host.h>
 #include <lockstep/version.h>
 
@@ -71,8 +72,8 @@ class Table {
   }
 
   void show_heads_of_figures(int ranks) const {
-    std::cout << fmt::format("\n{} rank{}: barrier, and all_reduce by tensor size; medians\n", ranks,
-                             ranks == 1 ? "" : "s");
+    std::cout << fmt::format("\n{}: barrier, and all_reduce by tensor size; medians\n",
+                             detail::counted(ranks, "rank"));
     for (const bool units : {false, true}) {
       std::cout << std::string(kIndent, ' ');
       for (const auto& column : kColumns)
@@ -181,8 +182,8 @@ class Doctor {
 
   void print_summary() const {
     const auto bad = count(Verdict::bad), notes = count(Verdict::note);
-    std::cout << fmt::format("\n{} bad, {} note{}\n", bad == 0 ? "nothing" : std::to_string(bad), notes,
-                             notes == 1 ? "" : "s");
+    std::cout << fmt::format("\n{} bad, {}\n", bad == 0 ? "nothing" : std::to_string(bad),
+                             detail::counted(notes, "note"));
   }
 
   void print_json() const {

@@ -19,6 +19,7 @@
 #include <fmt/ranges.h>
 #include <hwloc.h>
 #include <lockstep/base/environment.h>
+#include <lockstep/base/text.h>
 #include <lockstep/os/host.h>
 
 #include "doctor_rows.h"
@@ -35,10 +36,6 @@ std::string first_line_of(const std::filesystem::path& file) {
 namespace {
 
 constexpr std::uint64_t kMiB = std::uint64_t{1} << 20, kGiB = kMiB << 10;
-
-std::string counted(int number, const char* one) {
-  return fmt::format("{} {}{}", number, one, number == 1 ? "" : "s");
-}
 
 struct Shape {
   int packages = 0, numa_nodes = 0, cores = 0, processors = 0;
@@ -62,9 +59,10 @@ Row cores(int ranks) {
   const auto shape = shape_of_this_machine();
   const int usable = host::available_cores(), affinity = host::affinity_cores();
   const auto quota = host::cpu_quota();
-  Row row{"cores", fmt::format("{} usable of {}: {}, {}, {}", usable, std::max(shape.processors, affinity),
-                               counted(shape.packages, "socket"), counted(shape.numa_nodes, "NUMA node"),
-                               counted(shape.cores, "core"))};
+  Row row{"cores",
+          fmt::format("{} usable of {}: {}, {}, {}", usable, std::max(shape.processors, affinity),
+                      detail::counted(shape.packages, "socket"),
+                      detail::counted(shape.numa_nodes, "NUMA node"), detail::counted(shape.cores, "core"))};
   if (shape.cores > 0 && shape.processors > shape.cores)
     row.finding += fmt::format(" with {} threads each", shape.processors / shape.cores);
   if (affinity < shape.processors) row.finding += fmt::format("; affinity allows {}", affinity);
@@ -77,7 +75,8 @@ Row cores(int ranks) {
   if (ranks > usable) {
     row.verdict = Verdict::note;
     row.finding += fmt::format(", shared by {} ranks", ranks);
-    row.hint = fmt::format("with more than {}, ranks wait for each other's cores", counted(usable, "rank"));
+    row.hint =
+        fmt::format("with more than {}, ranks wait for each other's cores", detail::counted(usable, "rank"));
   }
   return row;
 }
@@ -88,7 +87,7 @@ Row load() {
   if (::getloadavg(average.data(), 3) != 3) return row;
   const int usable = host::available_cores();
   row.finding = fmt::format("{:.2f} in the last minute, {:.2f} in 15, for {}", average[0], average[2],
-                            counted(usable, "core"));
+                            detail::counted(usable, "core"));
   row.values = {{"1min", average[0]}, {"5min", average[1]}, {"15min", average[2]}};
   if (average[0] > 0.5 * usable) {
     row.verdict = Verdict::note;
@@ -117,8 +116,9 @@ Row memory(int ranks) {
   const auto count = static_cast<std::uint64_t>(std::max(ranks, 1));
   if (available < count * 300 * kMiB) {
     row.verdict = Verdict::bad;
-    row.hint = fmt::format("{} with LibTorch need at least {}", counted(static_cast<int>(count), "process"),
-                           host::bytes_text(count * 300 * kMiB));
+    row.hint =
+        fmt::format("{} with LibTorch need at least {}", detail::counted(static_cast<int>(count), "process"),
+                    host::bytes_text(count * 300 * kMiB));
   } else if (available < count * kGiB) {
     row.verdict = Verdict::note;
     row.hint = "less than 1 GiB per rank: enough for small models only";

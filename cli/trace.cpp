@@ -12,6 +12,7 @@
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
+#include <lockstep/base/text.h>
 #include <lockstep/launch/flight/flight_file.h>
 #include <lockstep/launch/flight/flight_verdict.h>
 
@@ -72,7 +73,7 @@ void show(const FlightRecord& record, int rank, int last) {
   const auto& flight = record.ranks.at(rank);
   std::string line = fmt::format("rank {} (pid {})", rank, flight.pid);
   if (flight.ended) line += " " + flight.ended->text();
-  line += fmt::format(", {} operation{}", flight.log.begun, flight.log.begun == 1 ? "" : "s");
+  line += ", " + detail::counted(flight.log.begun, "operation");
   std::cout << '\n' << line << '\n';
   if (!flight.error.empty()) std::cout << "  error: " << flight.error << '\n';
   const auto& entries = flight.log.entries;

@@ -1,3 +1,4 @@
+#include <lockstep/base/text.h>
 #include <lockstep/launch/agent_process.h>
 
 #include <poll.h>
@@ -50,10 +51,6 @@ std::string random_name() {
   std::string name = "lockstep/";
   for (unsigned char byte : bytes) name += fmt::format("{:02x}", byte);
   return name;
-}
-
-std::string plural(int count, const char* what) {
-  return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
 }
 
 class AgentProcess {
@@ -217,12 +214,12 @@ class AgentProcess {
   }
 
   std::string start_line(const control::Start& start) const {
-    std::string ranks = plural(options_.num_ranks, "rank") + " on this host";
+    std::string ranks = counted(options_.num_ranks, "rank") + " on this host";
     if (options_.num_nodes > 1)
       ranks = fmt::format("node {} of {}, ranks {} to {} of {}", options_.node, options_.num_nodes,
                           start.first_rank, start.first_rank + options_.num_ranks - 1, start.world_size);
     const Placement& placement = ranks_.placement();
-    return fmt::format("{}, {} each, {}", ranks, plural(placement.threads, "thread"), placement.text);
+    return fmt::format("{}, {} each, {}", ranks, counted(placement.threads, "thread"), placement.text);
   }
 
   void handle(const control::Stop& stop) {
@@ -310,8 +307,8 @@ class AgentProcess {
     std::erase(aborted_, failed_rank_.value_or(-1));
     std::sort(aborted_.begin(), aborted_.end());
     if (failed_rank_ && !aborted_.empty())
-      say(fmt::format("{} then ended with an exception: {}",
-                      plural(static_cast<int>(aborted_.size()), "rank"), fmt::join(aborted_, ", ")));
+      say(fmt::format("{} then ended with an exception: {}", counted(aborted_.size(), "rank"),
+                      fmt::join(aborted_, ", ")));
     failed_rank_.reset();
     aborted_.clear();
     output_.ranks_are_gone();

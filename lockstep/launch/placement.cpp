@@ -1,3 +1,4 @@
+#include <lockstep/base/text.h>
 #include <lockstep/launch/placement.h>
 
 #include <hwloc.h>
@@ -115,7 +116,7 @@ Placement place_ranks(const LaunchOptions& options) {
   const auto quota = host::cpu_quota();
   placement.threads = threads_of(options);
   const auto needed = static_cast<long>(options.num_ranks) * placement.threads;
-  const std::string cores_text = fmt::format("{} core{}", cores, cores == 1 ? "" : "s");
+  const std::string cores_text = counted(cores, "core");
   if (options.bind == Bind::cores && needed > cores)
     throw ConfigError(
         fmt::format("--bind cores: expected at least {} cores for {} ranks with {} threads each, got {}; "

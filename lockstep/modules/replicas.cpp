@@ -1,3 +1,4 @@
+#include <lockstep/base/text.h>
 #include <lockstep/modules/replicas.h>
 
 #include <algorithm>
@@ -21,10 +22,6 @@ std::uint64_t hash_of(const at::Tensor& tensor) {
   return XXH3_64bits(bytes.const_data_ptr(), bytes.nbytes());
 }
 
-std::string ranks_text(const std::vector<int>& ranks) {
-  return fmt::format("{} {}", ranks.size() == 1 ? "rank" : "ranks", fmt::join(ranks, ", "));
-}
-
 // Text such as "'fc.weight' on rank 1 differs from ranks 0, 2, 3". Names the ranks that differ from the
 // majority; on a tie, those that differ from the first rank.
 std::string difference(const std::string& name, const std::vector<std::uint64_t>& hashes) {
@@ -38,7 +35,8 @@ std::string difference(const std::string& name, const std::vector<std::uint64_t>
   for (const auto& [hash, ranks] : by_hash)
     if (hash != most->first) others.insert(others.end(), ranks.begin(), ranks.end());
   std::sort(others.begin(), others.end());
-  return fmt::format("'{}' on {} differs from {}", name, ranks_text(others), ranks_text(most->second));
+  return fmt::format("'{}' on {} differs from {}", name, detail::ranks_text(others),
+                     detail::ranks_text(most->second));
 }
 
 // Tensors of one dtype and device, in large pieces: few operations and bounded memory.

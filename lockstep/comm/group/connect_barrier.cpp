@@ -1,3 +1,4 @@
+#include <lockstep/base/text.h>
 #include <lockstep/comm/group/connect_barrier.h>
 
 #include <algorithm>
@@ -93,8 +94,8 @@ bool ConnectBarrier::await(std::optional<int> peer, milliseconds limit, c10::fun
     throw NotMet(CommError::Kind::peer_died, fmt::format("all ranks reached {}, but {} before", operation,
                                                          take(*store_, key_of(who, "outcome"))));
   throw NotMet(CommError::Kind::deadline,
-               fmt::format("rank{} {} {} not reached {} within {:.3f} s", missing.size() == 1 ? "" : "s",
-                           fmt::join(missing, ", "), missing.size() == 1 ? "has" : "have", operation,
+               fmt::format("{} {} not reached {} within {:.3f} s", ranks_text(missing),
+                           missing.size() == 1 ? "has" : "have", operation,
                            std::chrono::duration<double>(limit).count()));
 }
 

@@ -1,3 +1,4 @@
+#include <lockstep/base/text.h>
 #include <lockstep/comm/job/rendezvous.h>
 
 #include <unistd.h>
@@ -339,9 +340,7 @@ void agree_on_order(const TransportContext& context, milliseconds timeout) {
     identity.rank = self;
     identity.size = context.world_size;
     const auto missing = context.failed() ? std::vector<int>{} : not_there(store, key, awaited);
-    const auto whom = missing.empty() ? ""
-                                      : fmt::format("waited for rank{} {}: ", missing.size() == 1 ? "" : "s",
-                                                    fmt::join(missing, ", "));
+    const auto whom = missing.empty() ? "" : fmt::format("waited for {}: ", ranks_text(missing));
     throw_join_error(identity, "making a group", shown, start, whom + plain_text(error),
                      context.failed() || Clock::now() - start < timeout ? CommError::Kind::peer_died
                                                                         : CommError::Kind::deadline);

@@ -1,3 +1,4 @@
+#include <lockstep/base/text.h>
 #include <lockstep/launch/flight/flight_verdict.h>
 
 #include <algorithm>
@@ -391,7 +392,7 @@ std::string details(const FlightRecord& record, const FlightEntry& entry) {
   std::vector<std::string> parts;
   if (!entry.dtype.empty()) {
     parts.push_back(entry.dtype);
-    parts.push_back(fmt::format("{} element{}", entry.count, entry.count == 1 ? "" : "s"));
+    parts.push_back(counted(entry.count, "element"));
   }
   if (!entry.reduction.empty()) parts.push_back(entry.reduction);
   if (entry.peer >= 0) {

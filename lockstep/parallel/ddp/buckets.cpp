@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/base/span.h>
+#include <lockstep/base/text.h>
 #include <lockstep/comm/cpu_memory.h>
 #include <lockstep/modules/detail/flat_views.h>
 #include <lockstep/modules/detail/unready_gradient.h>
@@ -31,15 +32,6 @@ void copy_gradient(const at::Tensor& to, const at::Tensor& from) {
 }
 
 }  // namespace
-
-std::string names_of(const std::vector<std::string>& names) {
-  constexpr std::size_t kShown = 5;
-  std::string text;
-  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i)
-    text += fmt::format("{}'{}'", i == 0 ? "" : ", ", names[i]);
-  if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
-  return text;
-}
 
 void DdpReducer::set_aside(Param& param) {
   if (micro_batch_ > 0 || param.fired > 0) return;
@@ -351,7 +343,7 @@ void DdpReducer::require_all_gradients() const {
       "parameters that are never trained before constructing DDP, or list them in {{.ignore}}. If a step "
       "runs several backward passes, or passes in pieces as a Pipeline does, set {{.reduce_in_backward = "
       "false}} and call reduce()",
-      names_of(missing),
+      quoted_list(missing),
       options_.static_graph ? "the steps do not all use the same parameters, remove static_graph and set"
                             : "the model does not use every parameter in every step, set"));
 }

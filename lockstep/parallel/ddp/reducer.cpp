@@ -1,3 +1,4 @@
+#include <lockstep/base/text.h>
 #include <lockstep/parallel/ddp/reducer.h>
 
 #include <algorithm>
@@ -205,7 +206,7 @@ void DdpReducer::prepare_gradients() {
         "the gradients of {} were cleared or replaced after {} of {} micro-batches were summed, but those "
         "of other parameters were not. The sum was discarded. Call zero_grad() of the model, which clears "
         "all gradients",
-        names_of(gone), summed, options_.micro_batches));
+        quoted_list(gone), summed, options_.micro_batches));
 }
 
 // Called before autograd adds a gradient to p.grad().

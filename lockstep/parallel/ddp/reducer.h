@@ -26,9 +26,6 @@ namespace lockstep::detail {
 
 class ParameterShards;
 
-// "'a', 'b' and 3 more".
-std::string names_of(const std::vector<std::string>& names);
-
 class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
  public:
   DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, DdpOptions options);

@@ -1,3 +1,4 @@
+#include <lockstep/base/text.h>
 #include <lockstep/parallel/pipeline/run.h>
 
 #include <algorithm>
@@ -64,8 +65,8 @@ const char* word_for(PipelineOp op) {
 }  // namespace
 
 void refuse_stage_values(const char* what, std::size_t given, std::size_t taken) {
-  throw ConfigError(fmt::format("stage or loss: expected {} ({} value{}), got {}", what, taken,
-                                taken == 1 ? "" : "s", given));
+  throw ConfigError(
+      fmt::format("stage or loss: expected {} ({}), got {}", what, counted(taken, "value"), given));
 }
 
 PipelineRun::PipelineRun(const PipelineRoutes& routes, const PipelineSchedule& schedule, const Stages& stages,

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <lockstep/base/text.h>
 #include <lockstep/os/host.h>
 #include <lockstep/profile/report/summary.h>
 #include <nlohmann/json.hpp>
@@ -127,12 +128,12 @@ std::string collectives_text(const Summary& summary) {
 
 std::string text_of(const Summary& summary) {
   const auto& all = summary.overall;
-  auto text = fmt::format("{}: {} rank{} on {}, steps {} to {}; milliseconds per step on the main thread\n\n",
-                          summary.program, summary.ranks, summary.ranks == 1 ? "" : "s",
+  auto text = fmt::format("{}: {} on {}, steps {} to {}; milliseconds per step on the main thread\n\n",
+                          summary.program, detail::counted(summary.ranks, "rank"),
                           fmt::join(summary.hosts, ", "), summary.first_step, summary.last_step);
   if (!summary.missing.empty())
-    text += fmt::format("No profile from rank{} {}; the figures below cover the other ranks.\n\n",
-                        summary.missing.size() == 1 ? "" : "s", fmt::join(summary.missing, ", "));
+    text += fmt::format("No profile from {}; the figures below cover the other ranks.\n\n",
+                        detail::ranks_text(summary.missing));
   text += fmt::format("{:>8} {:>9} {:>9}", "rank", "median", "p90");
   for (const auto& [name, part] : kParts)
     text += fmt::format(" {:>9}", std::string_view(name) == "communication" ? "exposed" : name);

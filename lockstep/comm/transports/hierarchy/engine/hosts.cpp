@@ -1,3 +1,4 @@
+#include <lockstep/base/text.h>
 #include <lockstep/comm/transports/hierarchy/engine/hosts.h>
 
 #include <algorithm>
@@ -35,11 +36,11 @@ bool Hosts::follow_tree() const {
 }
 
 std::string Hosts::text() const {
-  auto ranks = [](std::size_t n) { return fmt::format("{} rank{}", n, n == 1 ? "" : "s"); };
   const bool alike = std::all_of(ranks_of_.begin(), ranks_of_.end(),
                                  [&](const auto& each) { return each.size() == ranks_of_[0].size(); });
   if (alike)
-    return fmt::format("{} host{} x {}", count(), count() == 1 ? "" : "s", ranks(ranks_of_[0].size()));
+    return fmt::format("{} x {}", detail::counted(count(), "host"),
+                       detail::counted(ranks_of_[0].size(), "rank"));
   std::vector<std::size_t> sizes;
   for (const auto& each : ranks_of_) sizes.push_back(each.size());
   return fmt::format("hosts of {} ranks", fmt::join(sizes, ", "));
