@@ -61,9 +61,8 @@ TEST(Run, ranks_find_lockstep_variables) {
 }
 
 TEST(Run, what_another_launcher_left_is_not_passed_on) {
-  const auto outcome = shell({"-n", "1"}, "env | grep -E '^(LOCKSTEP_KEY|LOCKSTEP_LISTEN_FD|TORCHELASTIC_)'",
+  const auto outcome = shell({"-n", "1"}, "env | grep -E '^(LOCKSTEP_KEY|TORCHELASTIC_)'",
                              {{"LOCKSTEP_KEY", "secret"},
-                              {"LOCKSTEP_LISTEN_FD", "7"},
                               {"TORCHELASTIC_RUN_ID", "x"},
                               {"TORCHELASTIC_USE_AGENT_STORE", "True"},
                               {"RANK", "7"},
@@ -207,8 +206,7 @@ TEST(Run, the_start_line_tells_threads_and_cores) {
 }
 
 TEST(Run, the_interface_is_told_to_the_ranks) {
-  EXPECT_EQ(shell({"-n", "1", "--interface", "lo"}, "echo $LOCKSTEP_INTERFACE $GLOO_SOCKET_IFNAME").output,
-            "lo lo\n");
+  EXPECT_EQ(shell({"-n", "1", "--interface", "lo"}, "echo $GLOO_SOCKET_IFNAME").output, "lo\n");
   EXPECT_THAT(complaint({"-n", "1", "--interface", "wibble0", "true"}),
               AllOf(HasSubstr("--interface: expected one of"), HasSubstr("lo"), HasSubstr("got 'wibble0'")));
 }
