@@ -23,6 +23,7 @@ while(headers)
   get_filename_component(folder ${header} DIRECTORY)
   install(FILES lockstep/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep/${folder})
 endwhile()
+set_property(GLOBAL PROPERTY LOCKSTEP_INSTALLED_HEADERS ${installed})
 install(FILES ${PROJECT_BINARY_DIR}/include/lockstep/version.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/lockstep)
 
 install(TARGETS lockstep EXPORT lockstepTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
