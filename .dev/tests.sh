@@ -110,12 +110,14 @@ fuzz() {
   done
 }
 
-# Batches of sources hide a missing #include, and single sources hide names that clash in a batch.
+# Batches of sources hide a missing #include, and single sources hide names that clash in a batch. Each installed
+# header must compile alone.
 warnings() {
   configure build/check/werror -DCMAKE_BUILD_TYPE=Release -DLOCKSTEP_WERROR=ON -DLOCKSTEP_UNITY=ON
   compile build/check/werror
   configure build/check/werror-single-sources -DCMAKE_BUILD_TYPE=Release -DLOCKSTEP_WERROR=ON -DLOCKSTEP_UNITY=OFF
   compile build/check/werror-single-sources
+  compile build/check/werror-single-sources --target installed_headers
 }
 
 check() {
