@@ -285,9 +285,13 @@ TEST(DdpMisuse, a_model_that_changes_on_one_rank_is_an_error_on_all) {
     DistributedDataParallel ddp(model, group);
     pass(ddp, 0);
     if (world.rank() == 1) model->first->bias.requires_grad_(false);
-    EXPECT_THAT(
-        error_of<CommError>([&] { pass(ddp, 0); }),
-        HasSubstr("rank 1 called barrier(tag 'ddp model change: parameter 'first.bias' was frozen')"));
+    const auto text = error_of<CommError>([&] { pass(ddp, 0); });
+    if (transport() == "fake_nccl")  // It compares c10d's calls, which have no tags.
+      EXPECT_THAT(text, HasSubstr("the ranks' calls differ in operation: rank 1 called barrier()"));
+    else
+      EXPECT_THAT(
+          text,
+          HasSubstr("rank 1 called barrier(tag 'ddp model change: parameter 'first.bias' was frozen')"));
   });
 }
 

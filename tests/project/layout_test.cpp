@@ -164,8 +164,8 @@ TEST(Layout, the_tests_mirror_the_tree) {
   const std::set<std::string> others = {"bench",     "cli",    "docs",    "examples", "faults", "install",
                                         "launchers", "parity", "project", "python",   "support"};
   for (const auto& entry : fs::recursive_directory_iterator(kRoot / "tests")) {
-    const auto path = fs::relative(entry.path(), kRoot / "tests");
-    if (entry.is_directory() && path.filename() != "__pycache__" && !others.contains(part_of(path, 0))) {
+    const auto path = fs::relative(entry.path(), kRoot / "tests").parent_path();
+    if (is_source(entry.path()) && !path.empty() && !others.contains(part_of(path, 0))) {
       EXPECT_TRUE(fs::is_directory(kRoot / "lockstep" / path))
           << "tests/" << path.string() << " mirrors no folder of lockstep/";
     }
