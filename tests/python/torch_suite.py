@@ -3,10 +3,10 @@
 usage: PYTHONPATH=build/python python tests/python/torch_suite.py [--write docs/evidence/pytorch-suite.md] [--only PATTERN]
 
 The suite is part of PyTorch (torch.testing._internal.distributed.distributed_test) and runs here as PyTorch runs it: each
-test in processes of its own, which connect through a file. It skips most tests if the backend's name is not gloo; so this
-program passes it "gloo", and the processes then use lockstep. All tests run with 2 ranks, and those that require more run
-with that many, on both backends. The exit status is 1 if a test that passes on gloo does not pass on lockstep; a skip
-counts as a failure.
+test in separate processes, which meet through a file. The suite checks the name gloo and skips most of its tests on other
+backends, so it gets the name "gloo" while the processes use lockstep. All tests run with 2 ranks, or with as many as they
+require, on both backends. The exit status is 1 if a test that passes on gloo does not pass on lockstep: a skip counts as a
+failure.
 """
 
 import argparse
@@ -22,9 +22,10 @@ import sys
 import tempfile
 import unittest
 
-# PyTorch's own error: a test that ends with it cannot pass on a backend with another name.
+# Python's own refusal: a test that ends with it cannot pass on a backend of another name.
 TIED_TO_GLOO = "ValueError: monitored_barrier is only implemented for GLOO backend."
-# A subset that takes half a minute: every collective, messages, groups, most uses of DistributedDataParallel.
+# A subset that takes half a minute: every collective, messages, groups, most forms of
+# DistributedDataParallel.
 QUICK = """
     test_DistributedDataParallelCPU test_DistributedDataParallelCPU_grad_is_view test_accumulate_gradients_no_sync
     test_accumulate_gradients_no_sync_allreduce_with_then_hook test_all_gather test_all_gather_coalesced_with_empty
@@ -35,12 +36,13 @@ QUICK = """
     test_scatter_checks test_scatter_object_list test_send_recv_any_source test_send_recv_with_tag test_sparse_all_reduce_sum
     test_static_graph_api_cpu
 """.split()
-# These read the suite's variable for the backend after the decorators have read it, so it must not change.
+# These read the suite's own variable for the backend after the decorators have read it, so it must not
+# change.
 READ_THE_VARIABLE = "test_accumulate_gradients_no_sync"
 
 
 def prepare():
-    """Prepares the import of the suite, in this process and its children. Call it before the import."""
+    """Call it before the suite is imported, here or in a process that this one starts."""
     stand_in = str(pathlib.Path(__file__).resolve().parent / "stand_in")
     if stand_in not in sys.path:
         sys.path.append(stand_in)
@@ -48,13 +50,13 @@ def prepare():
 
 
 def tests():
-    """The suite's class. Created after the environment is set, in this process and in each rank's process."""
+    """Returns the suite's class, created once the environment is set up: here, and in each rank's process."""
     from torch.testing._internal.distributed import distributed_test as suite
 
     class TorchSuite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         def setUp(self):
             super().setUp()
-            # This process has imported torch, so forked children start in 20 ms instead of 5 s.
+            # This process has imported torch, so its children start in 20 ms instead of 5 s.
             context = multiprocessing.get_context("fork")
 
             def process(target, name, args, kwargs):
@@ -71,7 +73,7 @@ def enter(environment, args, kwargs):
     import torch.distributed as dist
     from torch.testing._internal.distributed import distributed_test as suite
 
-    suite.INIT_METHOD = os.environ["INIT_METHOD"]  # another file for each test
+    suite.INIT_METHOD = os.environ["INIT_METHOD"]  # a new file for each test
     backend = os.environ["TORCH_SUITE_BACKEND"]
     if backend != "gloo" and args[1].startswith(READ_THE_VARIABLE):
         dist.init_process_group = functools.partial(replace_backend, dist.init_process_group, backend)
@@ -112,8 +114,8 @@ class Outcomes(unittest.TestResult):
 
 
 def run_here(backend, ranks, names, report, workers):
-    """Runs the tests in `workers` children of this process. True if all ran to completion, with any outcome."""
-    # The suite requires two GPUs as soon as it sees one.
+    """Runs the tests in `workers` child processes at a time. Returns True if all finished, whatever their outcome."""
+    # The suite asks for two GPUs as soon as it sees one.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(BACKEND="gloo", TORCH_SUITE_BACKEND=backend, WORLD_SIZE=str(ranks), INIT_METHOD="file://")
     os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
@@ -136,7 +138,7 @@ def run_here(backend, ranks, names, report, workers):
 
 
 def run(backend, ranks, names=None, show=True, workers=1):
-    """{test: (outcome, detail)}, from a new process, because the suite reads its configuration on import."""
+    """Returns {test: (outcome, detail)} from a separate process: the suite reads its settings when it is imported."""
     results = {}
     with tempfile.NamedTemporaryFile("w+") as file:
         command = [sys.executable, __file__, "--backend", backend, "--ranks", str(ranks), "--report", file.name,
@@ -156,7 +158,7 @@ def run(backend, ranks, names=None, show=True, workers=1):
 
 
 def wanted_ranks(reason):
-    """The number of ranks that a test requires, if it was skipped for that reason; else 0."""
+    """Returns the number of ranks a test requires, if it was skipped for lack of them."""
     if "small world size" in reason:
         return 8
     match = re.search(r"world size of (\d+)", reason)
@@ -164,7 +166,7 @@ def wanted_ranks(reason):
 
 
 def compare(names):
-    """[(test, ranks, gloo's outcome, ours)]"""
+    """Returns [(test, ranks, gloo's outcome, lockstep's outcome)]."""
     gloo, ours = run("gloo", 2, names), run("lockstep", 2, names)
     rows = {name: (name, 2, gloo[name], ours[name]) for name in gloo}
     more = collections.defaultdict(list)
@@ -232,7 +234,8 @@ def main():
 
             return 0 if run_here(options.backend, options.ranks, options.names, report, options.workers) else 1
     if options.quick:
-        os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "240")  # per test; none of them hangs
+        # of a test; they all end by themselves
+        os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "240")
         results = run("lockstep", 2, QUICK, workers=2)
         for name, (outcome, detail) in results.items():
             if outcome != "passed":
