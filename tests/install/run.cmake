@@ -27,7 +27,7 @@ file(GLOB_RECURSE headers RELATIVE ${WORK}/prefix/include ${WORK}/prefix/include
 foreach(header ${headers})
   file(READ ${WORK}/prefix/include/${header} text)
   # Headers about LibTorch's modules and optimizers need LibTorch's headers.
-  if(header MATCHES "gloo|transport" OR (text MATCHES "#include <(torch|ATen/ATen)" AND NOT header MATCHES "/(data|nn|parallel|train|checkpoint)/"))
+  if(header MATCHES "gloo|transport" OR (text MATCHES "#include <(torch|ATen/ATen)" AND NOT header MATCHES "/(data|nn|modules|parallel|optim|train|checkpoint)/"))
     message(FATAL_ERROR "${header} is installed, but it is internal or includes heavy headers")
   endif()
 endforeach()
