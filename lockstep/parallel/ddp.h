@@ -37,7 +37,10 @@
 
 namespace lockstep {
 
+// docs/guides/ddp.md repeats the defaults.
 struct DdpOptions {
+  // A bucket is closed when its gradients have at least this size together; the first one, when they have
+  // first_bucket_bytes.
   std::int64_t bucket_bytes = 25 << 20;
   std::int64_t first_bucket_bytes = 1 << 20;  // Small, so that communication starts early.
   bool init_sync = true;                      // Broadcast rank 0's parameters and buffers at construction.

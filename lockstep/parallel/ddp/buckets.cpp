@@ -1,4 +1,5 @@
-// Sums of micro-batches, buckets, and when each is reduced.
+// Sums of micro-batches, buckets, when each is reduced, and the end of a pass: the check for missing
+// gradients and the wait for all buckets.
 #include <algorithm>
 #include <bit>
 #include <cstring>

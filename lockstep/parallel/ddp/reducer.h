@@ -26,6 +26,7 @@ namespace lockstep::detail {
 
 class ParameterShards;
 
+// Members are defined in reducer.cpp, unless a file name stands above them or beside them.
 class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
  public:
   DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, DdpOptions options);
@@ -33,20 +34,21 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
 
   // Verifies that all ranks have the same parameters, broadcasts rank 0's values and installs the gradient hooks.
   // Not in the constructor, because the hooks hold a weak_ptr to this.
-  void start();
+  void start();  // parameters.cpp
 
   void before_forward(const std::vector<at::Tensor>& inputs);
   void after_forward(const std::vector<at::Tensor>& outputs);
   void no_sync(bool begin) { no_sync_ += begin ? 1 : -1; }
   void reduce_now();
   void discard_micro_batches();
-  void discard();
-  void join(const std::function<void()>& body, const JoinOptions& options);
+  void discard();                                                            // broken_pass.cpp
+  void join(const std::function<void()>& body, const JoinOptions& options);  // join.cpp
   void samples(std::int64_t count);
   void set_hook(CommHook hook);
   void sync_buffers(int root);
   std::vector<std::int64_t> bucket_sizes() const;
   DdpCounts counts() const { return counts_; }
+  // sharding.cpp
   // Shards the parameters: from now on each rank gets the average of its own shard only, and p.grad() cannot
   // be read after backward.
   std::shared_ptr<ParameterShards> shard(bool share_weights);
@@ -119,7 +121,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   // How a step treated a parameter on one rank. The maximum over the ranks wins.
   static constexpr char kNothing = 0, kKept = 1, kUsed = 2;
 
-  void tell_memory() const;
+  void tell_memory() const;  // buckets.cpp
   // True if there are no buckets: gradients stay where autograd stored them.
   bool direct() const { return alone_ && !hook_; }
   void on_gradient(std::size_t index, const at::Tensor& given);
@@ -153,6 +155,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void note_inputs(const std::vector<at::Tensor>& inputs);
   void check_graph(const std::vector<at::Tensor>& outputs);
 
+  // reducer.cpp
   // Between passes p.grad() may be unready (unready_gradient.h): in the middle of a sum of micro-batches, or
   // while an optimizer holds this rank's shard of the gradients.
   void make_gradients_unready(const std::string& text);

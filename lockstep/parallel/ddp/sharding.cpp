@@ -1,4 +1,5 @@
-// The part of DistributedDataParallel for optimizers that update only part of the parameters on each rank.
+// The part of DistributedDataParallel for optimizers that update only part of the parameters on each rank;
+// and reduce(), which starts the collective of a bucket, with or without such an optimizer.
 #include <fmt/format.h>
 #include <lockstep/base/error.h>
 #include <lockstep/modules/replicas.h>
