@@ -1,4 +1,5 @@
-// The part of a DataLoader that does not depend on the type of its batches. Internal.
+// The part of a DataLoader that does not depend on the type of its batches. Defined in data/loader.cpp.
+// Internal.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,5 @@
-// From indices to a batch: selects the dataset's method to call and reports its exceptions. Internal.
+// From indices to a batch: selects the dataset's method to call and reports its exceptions. What is not
+// a template is defined in data/loader.cpp. Internal.
 #pragma once
 
 #include <concepts>
