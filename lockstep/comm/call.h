@@ -16,6 +16,9 @@ namespace lockstep {
 
 enum class ReduceOp : std::uint8_t { SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR };
 
+// Tables in this order: name() in engine/call.cpp and title() in python/backend.cpp. recv stays last, because
+// engine/call.cpp and profile/record/rank_profile.cpp check numbers against it. Profiles in files contain the
+// numbers.
 enum class Operation : std::uint8_t {
   all_reduce,
   reduce,

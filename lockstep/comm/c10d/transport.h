@@ -98,7 +98,8 @@ struct TransportContext {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-// Each throws ConfigError if the engine is not available, with what is needed to get it.
+// Each throws ConfigError if the engine is not available, with what is needed to get it. backends.cpp chooses
+// among them by name. make_threads_transport is in transports/threads/threads.h.
 std::unique_ptr<Transport> make_shm_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_gloo_transport(const TransportContext& context);
 std::unique_ptr<Transport> make_mpi_transport(const TransportContext& context);

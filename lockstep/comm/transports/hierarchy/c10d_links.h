@@ -1,4 +1,5 @@
-// C10dLinks: links over an engine with sends and receives, gloo or MPI.
+// C10dLinks: links over a Transport, gloo or MPI. They use only its send, recv, recvAnysource, interrupt and
+// lost_peers.
 #pragma once
 
 #include <condition_variable>
