@@ -127,7 +127,7 @@ TEST(Layout, plain_folders_use_no_libtorch) {
   EXPECT_GT(folders, 15);
 }
 
-// "lockstep/parallel/ddp/buckets.h" and "lockstep/parallel/ddp_hooks.h" belong to ddp.
+// "lockstep/parallel/ddp/bucket.h" and "lockstep/parallel/ddp_hooks.h" belong to ddp.
 std::string technique_of(const fs::path& file) {
   auto name = fs::path(part_of(file, 2)).stem().string();
   for (const char* technique : {"data_parallel", "ddp", "pipeline", "placed", "tensor"})
