@@ -26,16 +26,19 @@ namespace lockstep::detail {
 
 class ParameterShards;
 
-// Members are defined in reducer.cpp, unless a file name stands above them or beside them.
+// A file name above members is the file that defines them and those after them, up to the next name. One
+// beside a member is for that member only.
 class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
  public:
+  // parameters.cpp
   DdpReducer(std::shared_ptr<torch::nn::Module> module, Group group, DdpOptions options);
   ~DdpReducer();
 
-  // Verifies that all ranks have the same parameters, broadcasts rank 0's values and installs the gradient hooks.
-  // Not in the constructor, because the hooks hold a weak_ptr to this.
-  void start();  // parameters.cpp
+  // Verifies that all ranks have the same parameters, broadcasts rank 0's values and installs the gradient
+  // hooks. Not in the constructor, because the hooks hold a weak_ptr to this.
+  void start();
 
+  // reducer.cpp
   void before_forward(const std::vector<at::Tensor>& inputs);
   void after_forward(const std::vector<at::Tensor>& outputs);
   void no_sync(bool begin) { no_sync_ += begin ? 1 : -1; }
@@ -48,6 +51,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   void sync_buffers(int root);
   std::vector<std::int64_t> bucket_sizes() const;
   DdpCounts counts() const { return counts_; }
+
   // sharding.cpp
   // Shards the parameters: from now on each rank gets the average of its own shard only, and p.grad() cannot
   // be read after backward.
@@ -121,6 +125,7 @@ class DdpReducer : public std::enable_shared_from_this<DdpReducer> {
   // How a step treated a parameter on one rank. The maximum over the ranks wins.
   static constexpr char kNothing = 0, kKept = 1, kUsed = 2;
 
+  // reducer.cpp
   void tell_memory() const;  // buckets.cpp
   // True if there are no buckets: gradients stay where autograd stored them.
   bool direct() const { return alone_ && !hook_; }
