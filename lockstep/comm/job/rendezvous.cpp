@@ -167,10 +167,10 @@ control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& 
   for (;;) {
     if (auto socket = control::connect_local(agent_connection.name)) {
       if (!control::is_own(socket->get()))
-        throw ConfigError(fmt::format(
-            "the agent's socket @{} belongs to another user (uid {}); run all processes of a job as one "
-            "user",
-            agent_connection.name, control::peer_of(socket->get()).uid));
+        throw ConfigError(
+            fmt::format("the agent's socket @{} belongs to another user (uid {}); run a job's processes as "
+                        "one user",
+                        agent_connection.name, control::peer_of(socket->get()).uid));
       return std::move(*socket);
     }
     if (!identity.agent.empty())
