@@ -198,7 +198,7 @@ TEST(Work, a_deadline_ends_the_wait_and_names_the_absent) {
       EXPECT_EQ(d.tensor, "float32 [4, 2]");
       EXPECT_EQ(d.tag, "grads");
       EXPECT_THAT(d.call_site, HasSubstr("world_test.cpp:"));
-      // The rank whose deadline passed first reports who is absent; the other one gets that report.
+      // The rank whose deadline passed first reports which rank is absent; the other one gets that report.
       EXPECT_THAT(d.cause, AllOf(HasSubstr("deadline"), HasSubstr("rank 2 has not arrived")));
     }
     over.arrive_and_wait();
