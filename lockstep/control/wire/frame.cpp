@@ -8,7 +8,7 @@
 namespace lockstep::control {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "numbers go over the wire as they lie in memory");
+static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 template <typename T>
 void put(std::string& bytes, T value) {
