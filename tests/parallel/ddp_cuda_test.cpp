@@ -255,7 +255,7 @@ TEST(DdpCuda, a_deadline_passes_on_the_device) {
         told = error.what();
       }
     }
-    EXPECT_THAT(told, ::testing::HasSubstr("all_reduce #1 was not complete on the device within"));
+    EXPECT_THAT(told, ::testing::HasSubstr("all_reduce #1 did not complete on the device within"));
     torch::cuda::synchronize();
   });
 }
