@@ -213,7 +213,7 @@ void add_doctor(CLI::App& app, Action& action) {
   doctor->footer(
       "Example: lockstep doctor -n 4 --backend gloo,mpi\n"
       "Every row has a verdict: ok, note (it may matter) or bad (runs will be slow or fail), and a hint if\n"
-      "something can be done. The exit status is 1 if any row is bad, else 0.");
+      "there is a remedy. The exit status is 1 if any row is bad, else 0.");
   auto* ranks = doctor->add_option("-n,--nproc", plan->ranks, "Benchmark each transport with K ranks")
                     ->option_text("K")
                     ->check(CLI::Range(1, 4096));
@@ -226,7 +226,7 @@ void add_doctor(CLI::App& app, Action& action) {
       ->needs(ranks);
   doctor
       ->add_option("--hosts", plan->hosts,
-                   "Number of ranks on each host of a planned job: show the order in which they sum")
+                   "Show the order of sums of a job with these numbers of ranks per host, such as 4,4")
       ->option_text("LIST")
       ->delimiter(',')
       ->check(CLI::Range(1, 4096));

@@ -227,13 +227,14 @@ void add_rank_options(Adder& add, Request& request) {
             [&](const auto& text) {
               options.threads = whole_or_throw("--threads", text, 1, detail::kMostThreads);
             });
-  add.value("--bind", "auto|cores|none",
-            "Bind each rank to its own cores; auto: if there are enough cores and no\nCPU quota",
-            [&](const auto& text) {
-              using detail::Bind;
-              options.bind = one_of<Bind>(
-                  "--bind", text, {{"auto", Bind::automatic}, {"cores", Bind::cores}, {"none", Bind::none}});
-            });
+  add.value(
+      "--bind", "auto|cores|none",
+      "Bind each rank to its own cores; auto: if there are enough cores and no\nCPU quota (default: auto)",
+      [&](const auto& text) {
+        using detail::Bind;
+        options.bind = one_of<Bind>(
+            "--bind", text, {{"auto", Bind::automatic}, {"cores", Bind::cores}, {"none", Bind::none}});
+      });
   add.repeated("--env", "NAME=VALUE", "Set a variable for the ranks; repeatable", [&](const auto& text) {
     const auto equals = text.find('=');
     const auto name = equals == std::string::npos ? "" : text.substr(0, equals);
@@ -260,10 +261,12 @@ void add_rank_options(Adder& add, Request& request) {
 void add_output_options(Adder& add, Request& request) {
   auto& options = request.options;
   add.group("Output");
-  add.value("--show", "RANKS", "Ranks whose output is shown: all, none, or a list such as 0,2 or 0-3",
+  add.value("--show", "RANKS",
+            "Ranks whose output is shown: all, none, or a list such as 0,2 or 0-3\n(default: all)",
             [&](const auto& text) { options.show = detail::RankSet::parse("--show", text); });
   add.value("--prefix", "auto|always|never",
-            "Prefix each line with its rank; auto: if there are several ranks", [&](const auto& text) {
+            "Prefix each line with its rank; auto: if there are several ranks\n(default: auto)",
+            [&](const auto& text) {
               using detail::Prefix;
               options.prefix = one_of<Prefix>(
                   "--prefix", text,
@@ -275,8 +278,8 @@ void add_output_options(Adder& add, Request& request) {
             [&](const auto& text) { options.log_directory = text; });
   add.value(
       "--status", "auto|always|never",
-      "Show step, speed, loss and the slowest rank at the bottom; auto: on a\nterminal; always: also "
-      "elsewhere, as a line every 10 s",
+      "Show step, speed, loss and the slowest rank on the last line; auto: on a\nterminal only; always: "
+      "without a terminal too, as a line every 10 s\n(default: auto)",
       [&](const auto& text) {
         using detail::StatusLine;
         options.status = one_of<StatusLine>(
@@ -292,7 +295,7 @@ void add_output_options(Adder& add, Request& request) {
               detail::parse_metric_format("--metrics-format", text);
               options.metrics_format = text;
             });
-  add.flag("-q,--quiet", "Omit the line at the start", options.quiet);
+  add.flag("-q,--quiet", "Do not print the line that announces the job", options.quiet);
 }
 
 // True for text that looks like 10:20; profiled_steps checks the numbers.
@@ -327,12 +330,15 @@ void add_profile_options(Adder& add, Request& request) {
 void add_failure_options(Adder& add, Request& request) {
   auto& options = request.options;
   add.group("Failures (times: 250ms, 30s, 5m, 2h; a plain number is seconds)");
-  add.value("--timeout", "TIME", "Fail a collective that takes longer than TIME", [&](const auto& text) {
-    options.timeout = fmt::format("{}ms", env::parse_duration("--timeout", text).count());
-  });
-  add.value("--join-timeout", "TIME", "Wait at most TIME for hosts and ranks at the start",
+  add.value("--timeout", "TIME",
+            "Fail an operation that takes longer than TIME (default: LOCKSTEP_TIMEOUT,\nelse 30m)",
+            [&](const auto& text) {
+              options.timeout = fmt::format("{}ms", env::parse_duration("--timeout", text).count());
+            });
+  add.value("--join-timeout", "TIME",
+            "Fail the job if not all hosts and ranks have joined within TIME\n(default: 5m)",
             [&](const auto& text) { options.join_timeout = env::parse_duration("--join-timeout", text); });
-  add.value("--grace", "TIME", "Time between terminating the ranks and SIGKILL (default: 5s)",
+  add.value("--grace", "TIME", "Time that ranks get to exit before SIGKILL (default: 5s)",
             [&](const auto& text) { options.grace = env::parse_duration("--grace", text); });
   add.value("--stop-grace", "TIME",
             "Fail the job if a rank stays stopped (SIGSTOP) longer than TIME\n(default: 5s)",
@@ -354,11 +360,11 @@ void add_failure_options(Adder& add, Request& request) {
 void add_host_options(Adder& add, Request& request) {
   auto& options = request.options;
   add.group("Several hosts (run the same command on each host, except for --node-rank)");
-  add.value("--nnodes", "K", "Number of hosts",
+  add.value("--nnodes", "K", "Number of hosts (default: 1)",
             [&](const auto& text) { options.num_nodes = whole_or_throw("--nnodes", text, 1, kMostNodes); });
   add.value("--node-rank", "K", "This host's number, from 0",
             [&](const auto& text) { request.node = whole_or_throw("--node-rank", text, 0, kMostNodes - 1); });
-  add.value("--master", "HOST:PORT", "Address of host 0, which listens only there",
+  add.value("--master", "HOST:PORT", "Address and port of host 0, as the other hosts reach it",
             [&](const auto& text) { request.master = text; });
   add.value("--master-addr", "HOST", "With --master-port: the same as --master",
             [&](const auto& text) { request.master_address = text; });
@@ -366,7 +372,7 @@ void add_host_options(Adder& add, Request& request) {
             [&](const auto& text) { request.master_port = text; });
   add.value("--key-file", "FILE", "The job's key from `lockstep key` (default: the variable LOCKSTEP_KEY)",
             [&](const auto& text) { request.key_file = text; });
-  add.value("--interface", "NAME", "Network interface used by the ranks",
+  add.value("--interface", "NAME", "Network interface that the ranks use",
             [&](const auto& text) { options.interface = text; });
 }
 
@@ -450,7 +456,7 @@ void add_run(CLI::App& app, Action& action) {
       "\nExamples:\n"
       "  lockstep run -n 4 ./train --lr 0.1\n"
       "  lockstep run -n 8 --nnodes 2 --node-rank 0 --master node0:29500 --key-file job.key ./train\n\n"
-      "Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its\n"
+      "Each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its\n"
       "environment. If a rank fails, the others are terminated and `lockstep run` exits with its status.\n"
       "SIGINT and SIGTERM are forwarded to every rank; a second one kills them. torchrun's spellings work\n"
       "too: --nproc_per_node, --node_rank, --master_addr, --master_port, --max_restarts.\n");

@@ -97,8 +97,8 @@ void add_schedule(CLI::App& app, Action& action) {
   shown->footer(
       "Example: lockstep schedule show zbv -p 4 -m 8 --svg zbv.svg\n"
       "0F3 is stage 0, forward, micro-batch 3; B is backward, I its input part, W its weight part. The\n"
-      "bubble is the fraction of all ranks' time in which they idle. `inside` is the same between a rank's\n"
-      "own first and last action, for the rank that idles most.");
+      "bubble is the fraction of all ranks' time that is idle. `inside` counts only idle time between a\n"
+      "rank's first and last action, for the rank that idles most.");
   auto* name =
       shown->add_option("name", plan->name, fmt::format("One of {}", fmt::join(schedule_names(), ", ")))
           ->option_text("NAME");
@@ -118,13 +118,14 @@ void add_schedule(CLI::App& app, Action& action) {
       ->excludes(file);
   shown
       ->add_option("--stages-per-rank", plan->options.stages_per_rank,
-                   "For interleaved1f1b and loopedbfs (default: 2)")
+                   "Number of stages per rank, for interleaved1f1b and loopedbfs (default: 2)")
       ->option_text("V")
       ->check(CLI::Range(1, 64))
       ->excludes(file);
   shown
-      ->add_option("--times", plan->times,
-                   "Time of forward, of the two parts of backward and of a transfer (default: 1,1,1,0)")
+      ->add_option(
+          "--times", plan->times,
+          "Times of forward, of backward's input and weight parts, and of a transfer (default: 1,1,1,0)")
       ->option_text("F[,I[,W[,T]]]")
       ->delimiter(',')
       ->expected(1, 4)
@@ -133,7 +134,7 @@ void add_schedule(CLI::App& app, Action& action) {
   auto* csv = shown->add_flag("--csv", plan->csv, "Print the schedule in the format that --file reads");
   shown->add_flag("--json", plan->json, "Print actions, bubble and the stages' peak activations as JSON")
       ->excludes(csv);
-  shown->add_option("--svg", plan->svg, "Draw the schedule to FILE")->option_text("FILE");
+  shown->add_option("--svg", plan->svg, "Write a drawing of the schedule to FILE")->option_text("FILE");
   shown->callback([&action, plan] {
     if (plan->name.empty() && plan->file.empty())
       throw ConfigError(fmt::format("missing schedule: expected one of {}, or --file FILE",

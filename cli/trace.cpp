@@ -46,7 +46,9 @@ std::string read_whole(const std::string& file) {
     text.append(piece.data(), static_cast<std::size_t>(in.gcount()));
   }
   if (text.size() > kMostBytes) throw too_large();
-  if (!in.eof() || text.empty()) throw ConfigError(fmt::format("cannot read '{}', or it is empty", file));
+  if (!in.eof()) throw ConfigError(fmt::format("cannot read '{}'", file));
+  if (text.empty())
+    throw ConfigError(fmt::format("'{}' is empty; expected a flight record of lockstep run", file));
   return text;
 }
 
@@ -111,7 +113,7 @@ int explain(const FlightPlan& plan) {
   std::cout << detail::judge(record).text << '\n';
   if (record.failure) std::cout << "the job's failure: " << record.failure->text() << '\n';
   if (static_cast<int>(record.ranks.size()) < record.world_size)
-    std::cout << fmt::format("{1} of {0} ranks recorded; the hosts of the rest were lost\n",
+    std::cout << fmt::format("{1} of {0} ranks have a record; the hosts of the others were lost\n",
                              record.world_size, record.ranks.size());
   for (const auto& [rank, flight] : record.ranks)
     if (!plan.rank || plan.rank == rank) show(record, rank, plan.last);

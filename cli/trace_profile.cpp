@@ -48,7 +48,7 @@ void add_trace_profile(CLI::App& trace, Action& action) {
         return 0;
       });
   auto* summary =
-      add("summary", "Show where the steps' time went, and what to do about it", [](const Request& r) {
+      add("summary", "Show where the time of the steps went, with suggestions", [](const Request& r) {
         std::vector<profile::RankProfile> profiles;
         const auto found = profile::summarize_folder(r.directory, profiles);
         std::cout << (r.json ? profile::json_of(found).dump(1) + "\n" : profile::text_of(found));

@@ -1,4 +1,4 @@
-// A caller, a listener and an attacker between them, who may delay, change, truncate and inject bytes.
+// A caller, a listener and an attacker between them that may delay, change, truncate and inject bytes.
 //
 // Input: whether the keys match, then two-byte commands, some followed by bytes. Whatever the attacker does,
 // the messages that one side accepts must be a prefix of those that the other side sent.

@@ -89,11 +89,11 @@ class Loader {
       result_.values = manifest_->values;
       result_.ranks = manifest_->ranks;
       const auto sum = metadata.find(std::string(kChecksumKey));
-      if (sum == metadata.end()) throw FormatError("missing checksum");
+      if (sum == metadata.end()) throw FormatError("missing checksum: the file was modified or damaged");
       expected_sum_ = sum->second;
       const auto place = text.find(fmt::format("{}{}\"", kChecksumBegins, expected_sum_));
       if (expected_sum_.size() != Checksum::kDigits || place == std::string::npos)
-        throw FormatError("malformed checksum");
+        throw FormatError("malformed checksum: the file was modified or damaged");
       text.replace(place + kChecksumBegins.size(), Checksum::kDigits, Checksum::kDigits, '0');
     }
     checksum_.add(bytes_of(first));

@@ -20,7 +20,7 @@ void (*joined)(const std::shared_ptr<detail::WorldState>&) = nullptr;
 World join_as(detail::Identity identity, WorldOptions options) {
   if (process_has_world.exchange(true))
     throw ConfigError(
-        "this process already has a World; make one at a time, and as many groups of it as you need");
+        "this process already has a World; create one at a time, and use World::group for more groups");
   try {
     auto state = std::make_shared<detail::WorldState>(std::move(identity), std::move(options));
     state->join();

@@ -97,7 +97,7 @@ std::vector<std::vector<std::int64_t>> split(std::int64_t size, const std::vecto
   std::int64_t total = 0;
   for (const double part : parts) {
     if (!(part >= 0) || (!fractions && part != std::floor(part)) || part > 9e15)
-      throw ConfigError("random_split: expected lengths, or fractions that add up to 1, got a part of " +
+      throw ConfigError("random_split: expected lengths, or fractions that add up to 1, got " +
                         std::to_string(part));
     lengths.push_back(
         static_cast<std::int64_t>(fractions ? std::floor(static_cast<double>(size) * part) : part));

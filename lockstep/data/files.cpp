@@ -55,7 +55,9 @@ at::Tensor tensor_in(const std::shared_ptr<MappedFile>& file, const detail::Arra
   const auto bytes = static_cast<std::size_t>(header.count) * size;
   if (header.element == detail::Element::boolean)
     for (const auto* each = begin; each < begin + bytes; ++each)
-      if (std::to_integer<int>(*each) > 1) throw ConfigError(file->path() + ": a boolean is neither 0 nor 1");
+      if (const int value = std::to_integer<int>(*each); value > 1)
+        throw ConfigError(file->path() + ": expected each boolean to be 0 or 1, got " +
+                          std::to_string(value));
   const auto number = at::isComplexType(type.dtype().toScalarType()) ? size / 2 : size;
   if (header.swapped || reinterpret_cast<std::uintptr_t>(begin) % number != 0) {
     auto tensor = at::empty_strided(header.shape, strides, type);
@@ -111,8 +113,9 @@ TensorDataset<2> read_mnist(const std::string& folder, bool train) {
   if (images.size(0) != labels.size(0))
     throw ConfigError(prefix + "-labels-idx1-ubyte: expected " + std::to_string(images.size(0)) +
                       " labels, one per image, got " + std::to_string(labels.size(0)));
-  if (labels.numel() > 0 && labels.max().item<int>() > 9)
-    throw ConfigError(prefix + "-labels-idx1-ubyte: a label is above 9");
+  if (const int highest = labels.numel() > 0 ? labels.max().item<int>() : 0; highest > 9)
+    throw ConfigError(prefix + "-labels-idx1-ubyte: expected labels from 0 to 9, got " +
+                      std::to_string(highest));
   return TensorDataset<2>(unit_floats(images).unsqueeze(1), labels.to(at::kLong));
 }
 

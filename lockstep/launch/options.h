@@ -53,7 +53,7 @@ struct LaunchOptions {
   RankSet show = RankSet::all();
   Prefix prefix = Prefix::automatic;
   StatusLine status = StatusLine::automatic;
-  bool quiet = false;  // Omit the line at the start.
+  bool quiet = false;  // True to omit the line that announces the job.
 
   std::string metrics;         // Folder for metrics, exported as LOCKSTEP_METRICS; empty: not exported.
   std::string metrics_format;  // Likewise.

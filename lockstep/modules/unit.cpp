@@ -143,8 +143,8 @@ void attach(torch::nn::Module& module, const std::string& name, std::shared_ptr<
 }
 
 void refuse_call(const torch::nn::Module& module) {
-  throw ConfigError(
-      fmt::format("'{}' must take one tensor and return one tensor to be called here", module.name()));
+  throw ConfigError(fmt::format(
+      "'{}' cannot be called here: its forward must take one tensor and return one tensor", module.name()));
 }
 
 void refuse_clone(const Attachment& attachment) {

@@ -58,8 +58,10 @@ void LRScheduler::load_state(const std::map<std::string, double>& state) {
   for (std::size_t g = 0; g < base_lrs_.size(); ++g) {
     const auto found = state.find(base_name(g));
     if (found == state.end() || state.contains(base_name(base_lrs_.size())))
-      throw ConfigError(fmt::format(
-          "LRScheduler::load_state: expected {} parameter groups, got another number", base_lrs_.size()));
+      throw ConfigError(
+          fmt::format("LRScheduler::load_state: expected {} parameter groups, got {}", base_lrs_.size(),
+                      std::count_if(state.begin(), state.end(),
+                                    [](const auto& each) { return each.first.starts_with("base_lr."); })));
     bases.push_back(found->second);
   }
   base_lrs_ = std::move(bases);

@@ -12,8 +12,8 @@ namespace lockstep::detail {
 constexpr std::initializer_list<int> kForwarded = {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
 
 // Blocks the signals, for the calling thread and threads it starts, and returns a descriptor to read them
-// from. Ignored signals (under nohup, in the background) stay ignored: if blocked, they would be delivered
-// all the same.
+// from. Ignored signals (under nohup, in the background) stay ignored: if blocked, they would be
+// delivered.
 control::Fd take_signals(std::initializer_list<int> first, std::initializer_list<int> more = {});
 
 }  // namespace lockstep::detail

@@ -27,7 +27,7 @@ std::string all_devices() {
 }  // namespace
 
 at::Device place(torch::nn::Module* module, at::Device device) {
-  if (module == nullptr) throw ConfigError("Placed: the module is empty");
+  if (module == nullptr) throw ConfigError("Placed: the module holder is empty (constructed from nullptr)");
   if (device.has_index() ? device.index() >= count_of(device.type()) : count_of(device.type()) == 0)
     throw ConfigError(fmt::format("Placed: no device {} for {}; available devices: {}", device.str(),
                                   module->name(), all_devices()));

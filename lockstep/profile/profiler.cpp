@@ -101,7 +101,8 @@ void check(const ProfilerOptions& options, bool in_threads) {
   if (options.first < 1 || options.last < options.first)
     throw ConfigError(fmt::format("ProfilerOptions: expected 1 <= first <= last, got first {} and last {}",
                                   options.first, options.last));
-  if (options.directory.empty()) throw ConfigError("ProfilerOptions::directory is empty");
+  if (options.directory.empty())
+    throw ConfigError("ProfilerOptions::directory: expected the name of a directory, got ''");
   if (options.samples_per_step < 0 || options.tokens_per_step < 0 || options.peak_flops < 0)
     throw ConfigError(
         "ProfilerOptions: samples_per_step, tokens_per_step and peak_flops must not be negative");
@@ -359,7 +360,7 @@ Profiler::Profiler(World& world, ProfilerOptions options) : world_(world.state_)
   std::lock_guard lock(profile::mutex);
   auto& current = in_threads ? profile::of_thread : profile::of_process;
   if (const auto other = current.lock(); other && !other->over())
-    throw ConfigError("Profiler: the window of another Profiler is not over; use one at a time");
+    throw ConfigError("Profiler: another Profiler has not recorded its last step yet; use one at a time");
   if (!in_threads) {
     // The launcher's window and directory take precedence over the program's; other options are kept.
     if (auto asked = profile::asked_for(options)) options = std::move(*asked);
@@ -382,11 +383,14 @@ void Profiler::step() { session_->step(); }
 void Profiler::finish() {
   session_->finish();
   const auto world = world_.lock();
-  if (!world || session_->world_left()) throw ConfigError("Profiler::finish: its World has been left");
+  if (!world || session_->world_left())
+    throw ConfigError(
+        "Profiler::finish: the World has already left the job; call finish() on every rank before that");
   const auto written = Group(world->default_group()).all_gather_values(static_cast<int>(session_->written()));
   if (world->identity().rank != 0) return;
   if (std::none_of(written.begin(), written.end(), [](int each) { return each != 0; }))
-    throw ConfigError("Profiler::finish: no rank has recorded a step");
+    throw ConfigError(
+        "Profiler::finish: no rank recorded a step; call step() or World::step() within the window");
   profile::drop_others(session_->options().directory, written);
   profile::put_together(session_->options().directory);
 }

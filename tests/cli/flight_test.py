@@ -211,7 +211,7 @@ def what_is_printed():
     for arguments, words in (
         (["nowhere"], "cannot read 'nowhere': no such file"),
         ([FOLDER], "it is a directory"),
-        ([FOLDER / "empty"], "or it is empty"),
+        ([FOLDER / "empty"], "is empty"),
         ([FOLDER / "other.json"], 'is not a flight record of lockstep run: missing "lockstep_flight_record"'),
         ([PROBE], ": not JSON"),
         ([file, "--rank", 7], f"--rank: expected one of the ranks in '{file}': 0, 1, got '7'"),

@@ -41,7 +41,7 @@ TEST(Pause, longer_than_the_timeout_harms_no_operation) {
 
 TEST(Pause, the_timeout_holds_after_it) {
   stop_for_4_s({"stay away"}, [](Session& session) {
-    EXPECT_TRUE(session.wait_for("not complete within 3.000 s, its deadline")) << session.output();
+    EXPECT_TRUE(session.wait_for("not complete within 3.000 s (its deadline)")) << session.output();
     EXPECT_EQ(session.wait(), 4) << session.output();
   });
 }

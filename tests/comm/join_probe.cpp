@@ -108,7 +108,7 @@ int work_alone(lockstep::World& world) {
   return 0;
 }
 
-// A thread that reads, and to which nobody writes: exit() must not wait for it.
+// A thread that blocks in a read that never completes: exit() must not wait for it.
 void read_forever() {
   int ends[2];
   if (::pipe(ends) != 0) return;

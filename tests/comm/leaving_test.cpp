@@ -133,7 +133,7 @@ TEST_F(Leaving, says_what_it_waits_for) {
         group.recv(at::ones({3}, on()), {.peer = 1 - world.rank()}));
   });
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
-              HasSubstr("the end of the World waits for an operation in flight: recv(float32 [3]"));
+              HasSubstr("the destructor of World waits for an operation in flight: recv(float32 [3]"));
   for (auto& work : held)
     if (work) {
       EXPECT_THROW(work->wait(), CommError);

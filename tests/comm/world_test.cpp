@@ -105,7 +105,7 @@ TEST(World, a_child_that_is_forked_cannot_use_its_groups_in_shared_memory) {
     } catch (const CommError& error) {
       text = error.what();
     }
-    ::_exit(text.find("forked from a rank") != std::string::npos ? 7 : 8);
+    ::_exit(text.find("this process was forked from") != std::string::npos ? 7 : 8);
   }
   int status = 0;
   ::waitpid(child, &status, 0);
@@ -198,7 +198,7 @@ TEST(Work, a_deadline_ends_the_wait_and_names_the_absent) {
       EXPECT_EQ(d.tensor, "float32 [4, 2]");
       EXPECT_EQ(d.tag, "grads");
       EXPECT_THAT(d.call_site, HasSubstr("world_test.cpp:"));
-      // The rank whose deadline passed first reports who is absent; the other one gets that report.
+      // The rank whose deadline passed first reports which rank is absent; the other one gets that report.
       EXPECT_THAT(d.cause, AllOf(HasSubstr("deadline"), HasSubstr("rank 2 has not arrived")));
     }
     over.arrive_and_wait();
@@ -224,7 +224,7 @@ TEST(Work, deadlines_come_from_call_group_and_world) {
     return text;
   };
   const auto t = at::ones({2});
-  const auto says_so = HasSubstr("it was not complete within 0.150 s, its deadline");
+  const auto says_so = HasSubstr("it did not complete within 0.150 s (its deadline)");
   EXPECT_THAT(
       cause([&](World& world) { return world.group().all_reduce(t); }, {.timeout = milliseconds(150)}),
       says_so);

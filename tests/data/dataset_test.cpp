@@ -141,9 +141,8 @@ TEST(RandomSplit, parts_are_disjoint_and_complete) {
   EXPECT_EQ(by_length[1].size(), 3);
   EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {100, 4}); }),
               HasSubstr("add up to 103 samples, got 104"));
-  EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {0.5, 0.4}); }), HasSubstr("a part of 0.5"));
-  EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {1.5, -0.5}); }),
-              HasSubstr("a part of -0.5"));
+  EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {0.5, 0.4}); }), HasSubstr("got 0.5"));
+  EXPECT_THAT(error_of<ConfigError>([&] { random_split(dataset, {1.5, -0.5}); }), HasSubstr("got -0.5"));
 }
 
 // A temporary folder of files.
@@ -192,7 +191,8 @@ TEST_F(Files, npy_numbers_that_begin_at_an_odd_byte_are_read_too) {
   const std::string truth = "{'descr': '|b1', 'fortran_order': False, 'shape': (2,)}";
   const auto bad = write("bool.npy", std::string("\x93NUMPY\x01\0", 8) + static_cast<char>(truth.size()) +
                                          '\0' + truth + "\x01\x02");
-  EXPECT_THAT(error_of<ConfigError>([&] { read_npy(bad); }), HasSubstr("neither 0 nor 1"));
+  EXPECT_THAT(error_of<ConfigError>([&] { read_npy(bad); }),
+              HasSubstr("expected each boolean to be 0 or 1, got "));
 }
 
 TEST_F(Files, mnist_is_read_as_libtorch_reads_it) {
@@ -214,7 +214,8 @@ TEST_F(Files, mnist_is_read_as_libtorch_reads_it) {
   EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder, false); }),
               AllOf(HasSubstr("t10k-labels"), HasSubstr("expected 3 labels, one per image, got 2")));
   write("t10k-labels-idx1-ubyte", idx(8, {3}, {7, 0, 10}));
-  EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder, false); }), HasSubstr("label is above 9"));
+  EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder, false); }),
+              HasSubstr("expected labels from 0 to 9, got "));
   write("t10k-images-idx3-ubyte", idx(8, {3, 2, 2}, "123412341234"));
   EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder, false); }), HasSubstr("not MNIST images"));
   EXPECT_THAT(error_of<ConfigError>([&] { read_mnist(folder + "/none"); }),

@@ -46,7 +46,7 @@ def check_unharmed(case, jobs):
     def all_work():
         return len({e["rank"] for e in jobs[0].events("ops") if e["ops"][0][0] > since}) == case.ranks
 
-    case.check(wait_until(all_work, pause=0.05), "not every rank goes on", jobs[0])
+    case.check(wait_until(all_work, pause=0.05), "not every rank continues", jobs[0])
     jobs[0].signal(signal.SIGTERM)
     for job in jobs:
         status = job.wait()
@@ -65,7 +65,7 @@ def idle(port, stop):
             held[one.fileno()] = one
             poll.register(one, select.POLLIN)
         time.sleep(0.02)
-        for fd, _ in poll.poll(0):  # nobody says anything to them but good-bye
+        for fd, _ in poll.poll(0):  # they only ever receive the end of the connection
             poll.unregister(fd)
             held.pop(fd).close()
 

@@ -78,11 +78,11 @@ def signal_rows():
     @fault("SIGTERM to the launcher, ranks do not handle it", "they end; no rank is blamed; status 143",
            "the launcher's end", 1.0)
     def ends(case):
-        with case.job(env={"LOCKSTEP_FLIGHT_RECORD": None}) as job:  # who asks for a record gets it, and a line about it
+        with case.job(env={"LOCKSTEP_FLIGHT_RECORD": None}) as job:  # a job that asks for a record gets it, and a line about it
             job.await_events("training", case.ranks)
             since = job.signal(signal.SIGTERM)
             case.check(job.wait() == 143, "the status is not 143", job)
-            case.check(not told_by_launcher(job), "somebody is blamed", job)
+            case.check(not told_by_launcher(job), "a process is blamed", job)
             case.measure(job.ended - since)
 
     @fault("SIGTERM to the launcher, ranks ignore it", "killed after --grace (1 s); status 143",

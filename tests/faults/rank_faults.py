@@ -64,7 +64,7 @@ def kill_without_launcher(case):
 def stop_without_launcher(case):
     for first, rank in ((0, 1), (0, 0)):
         told, _, pid = hurt_without_launcher(case, first, rank, signal.SIGSTOP, lambda job: check_grace(case, job, 1))
-        case.check(f"rank {rank} (pid {pid}) is stopped" in told, f"nobody says that it is stopped: {told}")
+        case.check(f"rank {rank} (pid {pid}) is stopped" in told, f"no rank says that it is stopped: {told}")
 
 
 # ---- SIGSTOP ----------------------------------------------------------------------------------------------
@@ -97,11 +97,11 @@ def stop_and_go_on(case):
         job.await_events("training", case.ranks)
         pid = job.rank_pid(1)
         os.kill(pid, signal.SIGSTOP)
-        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) is stopped"), "nobody says that it is stopped", job)
+        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) is stopped"), "the launcher does not say that it is stopped", job)
         time.sleep(0.5)
         since = now()
         os.kill(pid, signal.SIGCONT)
-        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) resumed"), "nobody says that it goes on", job)
+        case.check(job.await_line("err", rf"rank 1 \(pid {pid}\) resumed"), "the launcher does not say that it resumed", job)
         job.signal(signal.SIGTERM)
         saved = check_saved(case, [job], 143)
         case.measure(job.ended - since)
@@ -181,7 +181,7 @@ def out_of_memory(case):
             case.check(re.search(r"limit is 1\.5 GiB.*usage was \d", told), f"no usage and limit: {told}", job)
             if limit.kills() > 1:
                 case.notes.append(f"the kernel killed {limit.kills()} processes, so that survivors are not asked")
-            elif case.check(killed, "the kernel killed nobody", job):
+            elif case.check(killed, "the kernel killed no process", job):
                 who = f"rank {rank} (pid {pid})"
                 case.measure(max(0, check_survivors(case, job, rank, who, "out of memory", since=killed)))
 

@@ -128,7 +128,7 @@ TEST(LRScheduler, states_of_another_scheduler_are_refused_and_change_nothing) {
   state = scheduler.state();
   state.erase("base_lr.1");
   EXPECT_THAT(error_of<ConfigError>([&] { scheduler.load_state(state); }),
-              HasSubstr("expected 2 parameter groups, got another number"));
+              HasSubstr("expected 2 parameter groups, got 1"));
   state = scheduler.state();
   state["base_lr.2"] = 1;
   EXPECT_THAT(error_of<ConfigError>([&] { scheduler.load_state(state); }),

@@ -240,7 +240,7 @@ Group group_that_is_late(World& world, const at::Tensor& tensor) {
   return group;
 }
 
-// wait() only blocks the stream, but a missed deadline on the device is reported all the same.
+// wait() only blocks the stream, but a missed deadline on the device is still reported.
 TEST(DdpCuda, a_deadline_passes_on_the_device) {
   if (transport() != "nccl") GTEST_SKIP() << "only nccl waits on the device";
   on_every_rank([](World& world) {
@@ -255,7 +255,7 @@ TEST(DdpCuda, a_deadline_passes_on_the_device) {
         told = error.what();
       }
     }
-    EXPECT_THAT(told, ::testing::HasSubstr("all_reduce #1 was not complete on the device within"));
+    EXPECT_THAT(told, ::testing::HasSubstr("all_reduce #1 did not complete on the device within"));
     torch::cuda::synchronize();
   });
 }

@@ -333,7 +333,7 @@ TEST(DdpMisuse, a_module_that_was_not_registered_is_an_error) {
   on_every_rank([](World& world) {
     Forgetful model;
     DistributedDataParallel ddp(model, world.group());
-    for (int i = 0; i < 2; ++i) {  // also where the program goes on
+    for (int i = 0; i < 2; ++i) {  // also if the program continues
       const auto text = error_of<ConfigError>([&] { ddp(rows_of(0)); });
       EXPECT_THAT(text, AllOf(HasSubstr("register_module"), ContainsRegex("shape \\[3(, 3)?\\]")));
     }

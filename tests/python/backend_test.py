@@ -299,7 +299,7 @@ def allocated(rank, size):
         assert x[0] == 12
     for count in (-1, 1 << 62, (1 << 63) - 1):
         expect_error("cannot be allocated", lambda: allocate(count))
-    expect_error("of shared memory are needed", lambda: allocate(1 << 40))
+    expect_error("of shared memory: ", lambda: allocate(1 << 40))
 
 
 @body

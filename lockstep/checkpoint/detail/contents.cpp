@@ -137,7 +137,8 @@ void check_generators(const std::vector<at::Generator>& generators, const std::v
     try {
       trial.set_state(states[g]);
     } catch (const c10::Error&) {
-      throw FormatError("a random number generator's state is not valid in this version of LibTorch");
+      throw FormatError(
+          "a random number generator's state is not valid for this version of LibTorch; load without .rng");
     }
   }
 }

@@ -100,7 +100,8 @@ OptimizerManifest to_optimizer(const Json& object) {
 // Rejects duplicate keys, and nesting deeper than is ever written.
 Json parse(std::string_view text) {
   if (text.size() > kLongest)
-    throw FormatError(fmt::format("the manifest is too large: {} bytes", text.size()));
+    throw FormatError(
+        fmt::format("the manifest is too large: expected at most {} bytes, got {}", kLongest, text.size()));
   std::vector<std::set<std::string>> keys;
   return Json::parse(text, [&](int depth, Json::parse_event_t event, Json& parsed) {
     if (depth > kDeepest) throw FormatError("corrupt manifest: nested too deeply");

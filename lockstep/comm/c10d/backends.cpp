@@ -146,7 +146,7 @@ std::vector<int> choose_nodes(std::vector<int> found) {
     int node = -1;
     const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), node);
     if (error != std::errc() || end != word.data() + word.size() || node < 0)
-      throw refuse(fmt::format("'{}' is not a number of 0 or more", word));
+      throw refuse(fmt::format("'{}' is not an integer of 0 or more", word));
     nodes.push_back(node);
   }
   if (nodes.size() != found.size())

@@ -65,7 +65,7 @@ void reduce_scatter_by_all_reduce(Transport& engine, WorkState& pending, const a
   supply_average(engine, pending, part);
 }
 
-// True if no rank has data to move. Engines that compare calls must see the call all the same.
+// True if no rank has data to move. Engines that compare calls must see the call even then.
 bool nothing_to_do(const Transport& engine, std::int64_t total) {
   return total == 0 && !engine.traits().compares_calls;
 }

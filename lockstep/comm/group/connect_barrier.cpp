@@ -91,8 +91,8 @@ bool ConnectBarrier::await(std::optional<int> peer, milliseconds limit, c10::fun
       missing.push_back(r);
   const auto* operation = peer ? "the first message between these ranks" : "the first operation of the group";
   if (missing.empty())
-    throw NotMet(CommError::Kind::peer_died, fmt::format("all ranks reached {}, but {} before", operation,
-                                                         take(*store_, key_of(who, "outcome"))));
+    throw NotMet(CommError::Kind::peer_died, fmt::format("all ranks reached {}, but {} before that",
+                                                         operation, take(*store_, key_of(who, "outcome"))));
   throw NotMet(CommError::Kind::deadline,
                fmt::format("{} {} not reached {} within {:.3f} s", ranks_text(missing),
                            missing.size() == 1 ? "has" : "have", operation,

@@ -45,7 +45,7 @@ DeviceWatch::Answer DeviceWatch::ask(const Entry& entry) {
   }
   if (Clock::now() < entry.deadline) return {.complete = false, .cause = {}};
   return {false,
-          fmt::format("{} was not complete on the device within {:.3f} s, its deadline", entry.what,
+          fmt::format("{} did not complete on the device within {:.3f} s (its deadline)", entry.what,
                       std::chrono::duration<double>(Clock::now() - entry.begun).count()),
           CommError::Kind::deadline};
 }

@@ -216,8 +216,8 @@ Work GroupState::issue(Call call, at::Device device, Timeout timeout, Start star
 
 std::string forked_text(int rank) {
   return fmt::format(
-      "this process was forked from rank {}, and a process that was forked from a rank cannot use the rank's "
-      "groups; fork before the World is made, or start a program of its own (exec)",
+      "this process was forked from rank {} and cannot use that rank's groups; fork before creating the "
+      "World, or exec a separate program",
       rank);
 }
 

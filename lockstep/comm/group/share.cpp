@@ -34,8 +34,8 @@ at::Tensor Group::share(at::IntArrayRef sizes, at::ScalarType dtype, Site site) 
   if (size() == 1) return at::zeros(sizes, dtype);
   if (backend(at::kCPU) != "shm")
     throw ConfigError(fmt::format(
-        "a tensor cannot be shared in group '{}': its backend for CPU tensors is '{}', and 'shm' is needed. "
-        "Groups whose ranks are all processes of one host can use it",
+        "a tensor cannot be shared in group '{}': expected backend 'shm' for CPU tensors, got '{}'; 'shm' "
+        "requires that all ranks are processes of one host",
         name(), backend(at::kCPU)));
 
   // All ranks or none: rank 0 publishes the segment, and the others report whether they could map it.

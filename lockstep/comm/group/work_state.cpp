@@ -142,7 +142,7 @@ void WorkState::await(std::optional<milliseconds> limit) {
     if (!lock.try_lock() && !lock.try_lock_until(deadline)) {
       // Another thread waits in the engine with a later deadline than ours: the verdict wakes it.
       group_->fail(
-          {fmt::format("{} #{} was not complete within {:.3f} s, its deadline", name(call().operation),
+          {fmt::format("{} #{} did not complete within {:.3f} s (its deadline)", name(call().operation),
                        call().sequence, duration<double>(Clock::now() - start_).count()),
            std::nullopt, CommError::Kind::deadline});
       lock.lock();
@@ -286,7 +286,7 @@ WorkState::Failure WorkState::failure_of(const std::exception& error, Clock::tim
   if (Clock::now() < deadline || kind == CommError::Kind::mismatch ||
       dynamic_cast<const NotMet*>(&error) != nullptr)
     return {plain_text(error), kind, dynamic_cast<const Refused*>(&error) != nullptr};
-  auto cause = fmt::format("it was not complete within {:.3f} s, its deadline",
+  auto cause = fmt::format("it did not complete within {:.3f} s (its deadline)",
                            duration<double>(deadline - start_).count());
   auto absent = point_to_point(call().operation) ? "" : transport_->absent(call().sequence);
   return {absent.empty() ? cause : cause + "; " + absent, CommError::Kind::deadline};

@@ -82,7 +82,7 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
   void hear_control_plane(const std::exception& error, Clock::time_point deadline);
   void wait_for(c10d::Work& work, Clock::time_point deadline);
   void wait_in_engine(c10d::Work& work, Clock::time_point deadline);
-  // Waits until it rings. Throws at the deadline, at a verdict, or when a peer is found to be gone.
+  // Waits until it rings. Throws at the deadline, when the job has failed, or when a peer has disappeared.
   void wait_for_bell(Bell& bell, Clock::time_point deadline);
   std::optional<int> lost_peer() const;
   // The cause of a failure. A deadline that passed explains more than the engine's error.

@@ -101,7 +101,8 @@ class TorchrunStore {
     auto connected = connect->get_future();
     start_thread("torchrun's store", [connect] { (*connect)(); }).detach();
     if (connected.wait_for(timeout + std::chrono::seconds(1)) != std::future_status::ready)
-      throw Error("torchrun's store does not respond");
+      throw Error(fmt::format("torchrun's store at {}:{} does not respond (MASTER_ADDR, MASTER_PORT)",
+                              identity.master_address, identity.master_port));
     store_ = connected.get();
   }
   void publish(const std::string& address) { put(*store_, key_, address); }
@@ -166,8 +167,10 @@ control::Fd connect_to_agent(AgentConnection& agent_connection, const Identity& 
   for (;;) {
     if (auto socket = control::connect_local(agent_connection.name)) {
       if (!control::is_own(socket->get()))
-        throw ConfigError(fmt::format("the socket @{} belongs to another user (uid {})",
-                                      agent_connection.name, control::peer_of(socket->get()).uid));
+        throw ConfigError(
+            fmt::format("the agent's socket @{} belongs to another user (uid {}); run a job's processes as "
+                        "one user",
+                        agent_connection.name, control::peer_of(socket->get()).uid));
       return std::move(*socket);
     }
     if (!identity.agent.empty())

@@ -332,7 +332,7 @@ void WorldState::finish_operations(const std::vector<std::shared_ptr<GroupState>
       const auto first =
           std::find_if(all.begin(), all.end(), [](const auto& pending) { return !pending->settled(); });
       if (first != all.end())
-        log(LogLevel::warn, "the end of the World waits for an operation in flight: {}",
+        log(LogLevel::warn, "the destructor of World waits for an operation in flight: {}",
             describe((*first)->call()));
     }
     for (const auto& group : groups) group->give_way();

@@ -92,7 +92,8 @@ void Coordinator::node_lost(int node, bool closed, const std::string& why) {
 
 void Coordinator::receive(int node, const Frame& frame) {
   auto rank = [&] {
-    if (frame.rank < 0 || frame.rank >= kMostRanks) throw FrameError("a message without a rank");
+    if (frame.rank < 0 || frame.rank >= kMostRanks)
+      throw FrameError(fmt::format("a message has invalid rank {}", frame.rank));
     return frame.rank;
   };
   // A second process with the same rank may have sent messages before it learned that it was refused.

@@ -147,7 +147,7 @@ bool SecureLink::advance(std::string_view& input) {
             &secrets_->in, reinterpret_cast<unsigned char*>(message.data()), nullptr, &tag, raw(sealed),
             sealed.size(), raw(input), sizeof length) != 0 ||
         tag != crypto_secretstream_xchacha20poly1305_TAG_MESSAGE)
-      fail("a message was changed on its way");
+      fail("a message was modified in transit");
     input.remove_prefix(sizeof length + length);
     messages_.push_back(std::move(message));
     return true;

@@ -8,7 +8,7 @@
 namespace lockstep::control {
 namespace {
 
-static_assert(std::endian::native == std::endian::little, "numbers go over the wire as they lie in memory");
+static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 template <typename T>
 void put(std::string& bytes, T value) {
@@ -52,9 +52,10 @@ std::optional<Frame> FrameBuffer::next() {
   const char* header = bytes_.data() + taken_;
   const auto length = get<std::uint32_t>(header);
   const auto kind = get<std::uint16_t>(header + 4);
-  if (length > kMostPayload) throw FrameError(fmt::format("a frame claims to be {} bytes long", length));
+  if (length > kMostPayload)
+    throw FrameError(fmt::format("expected a frame of at most {} bytes, got {}", kMostPayload, length));
   if (kind < 1 || kind > static_cast<std::uint16_t>(Kind::last) || get<std::uint16_t>(header + 6) != 0)
-    throw FrameError(fmt::format("a frame has the unknown kind {}", kind));
+    throw FrameError(fmt::format("a frame has unknown kind {}", kind));
   if (size() < kHeaderSize + length) return std::nullopt;
   Frame frame;
   frame.kind = static_cast<Kind>(kind);
@@ -77,7 +78,7 @@ Writer& Writer::text(std::string_view value) {
 }
 
 std::int64_t Reader::number() {
-  if (left_.size() < sizeof(std::int64_t)) throw FrameError("a message ends before a number in it");
+  if (left_.size() < sizeof(std::int64_t)) throw FrameError("truncated message: it ends before a number");
   const auto value = get<std::int64_t>(left_.data());
   left_.remove_prefix(sizeof value);
   return value;
@@ -91,7 +92,7 @@ std::int64_t Reader::number(std::int64_t lowest, std::int64_t highest) {
 }
 
 std::string Reader::text(std::size_t most) {
-  if (left_.size() < sizeof(std::uint32_t)) throw FrameError("a message ends before a text in it");
+  if (left_.size() < sizeof(std::uint32_t)) throw FrameError("truncated message: it ends before a text");
   const auto length = get<std::uint32_t>(left_.data());
   left_.remove_prefix(sizeof length);
   if (length > left_.size() || length > most)

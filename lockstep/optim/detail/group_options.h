@@ -52,7 +52,9 @@ ParamGroupOptions<Base>& own_options(torch::optim::OptimizerParamGroup& group,
   auto& options = group.options();
   if (auto* own = dynamic_cast<Own*>(&options)) return *own;
   const auto* base = dynamic_cast<const Base*>(&options);
-  if (base == nullptr) throw ConfigError("a parameter group has the options of a different optimizer");
+  if (base == nullptr)
+    throw ConfigError(
+        "a parameter group has the options of a different optimizer; pass this optimizer's options");
   auto own = std::make_unique<Own>(*base);
   const auto& fallback = static_cast<const Own&>(defaults);
   own->maximize = fallback.maximize;
@@ -70,10 +72,11 @@ void take_groups(torch::optim::Optimizer& optimizer,
   for (const auto& group : groups) {
     for (const auto& parameter : group.params())
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second)
-        throw ConfigError("a parameter was passed to the optimizer twice");
+        throw ConfigError("a parameter was passed to the optimizer twice; list each one once, in one group");
     // LibTorch would silently use the defaults instead.
     if (group.has_options() && dynamic_cast<const Base*>(&group.options()) == nullptr)
-      throw ConfigError("a parameter group has the options of a different optimizer");
+      throw ConfigError(
+          "a parameter group has the options of a different optimizer; pass this optimizer's options");
     optimizer.add_param_group(group);
     auto& taken = optimizer.param_groups().back();
     // LibTorch treats an option equal to its default as unset; ours are always set explicitly.
@@ -81,7 +84,7 @@ void take_groups(torch::optim::Optimizer& optimizer,
       taken.set_options(group.options().clone());
     check(own_options<Base>(taken, optimizer.defaults()));
   }
-  if (seen.empty()) throw ConfigError("the optimizer has no parameters");
+  if (seen.empty()) throw ConfigError("the optimizer has no parameters: expected at least one");
 }
 
 template <typename Base>

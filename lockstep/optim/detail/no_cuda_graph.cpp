@@ -5,7 +5,7 @@
 namespace lockstep::detail {
 namespace {
 
-[[noreturn]] void missing() { throw Error("this build of Lockstep has no CUDA"); }
+[[noreturn]] void missing() { throw Error(no_graph_because()); }
 
 }  // namespace
 

@@ -204,7 +204,7 @@ DataParallelState::DataParallelState(std::shared_ptr<torch::nn::Module> module,
     : module_(std::move(module)),
       devices_(usable(std::move(devices))),
       options_(checked(std::move(options), devices_)) {
-  if (!module_) throw ConfigError("DataParallel: the module is empty");
+  if (!module_) throw ConfigError("DataParallel: the module holder is empty (constructed from nullptr)");
   if (devices_.size() == 1) module_->to(devices_[0]);
   if (devices_.size() < 2) return;
   replicas_.emplace(module_, devices_, options_.make_replica);

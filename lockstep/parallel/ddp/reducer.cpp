@@ -145,7 +145,7 @@ void DdpReducer::begin_round() {
   if (joining_ && !alone_) {
     try {
       announce(told_samples_.value_or(samples), true);
-    } catch (const ConfigError&) {  // on every rank: nobody waits for the rest of this pass
+    } catch (const ConfigError&) {  // On every rank, so no rank waits for the rest of this pass.
       reset_round();
       throw;
     }

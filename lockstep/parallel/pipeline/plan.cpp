@@ -100,7 +100,8 @@ void check_names(const std::vector<PipelineStage>& pieces) {
   std::map<std::string, std::size_t> names;
   const auto add = [&](const std::string& name, std::size_t piece) {
     if (!names.emplace(name, piece).second)
-      throw ConfigError(fmt::format("Pipeline: two pieces have the name '{}'", name));
+      throw ConfigError(
+          fmt::format("Pipeline: two pieces have the name '{}'; give each a different one", name));
   };
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     const auto name = name_of(pieces, i);

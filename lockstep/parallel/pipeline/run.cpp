@@ -130,7 +130,7 @@ void PipelineRun::split(const StageValues& whole, std::vector<StageValues>& part
 void PipelineRun::prepare() {
   if (here(0)) {
     if (job_.inputs.empty())
-      throw ConfigError(fmt::format("rank {} has the first stage, but got no inputs", world_rank()));
+      throw ConfigError(fmt::format("rank {} runs the first stage: expected inputs, got none", world_rank()));
     for (const auto& value : job_.inputs)
       if (value.defined() && value.requires_grad() && !value.is_leaf())
         throw ConfigError(

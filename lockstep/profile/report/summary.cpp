@@ -232,7 +232,9 @@ std::set<std::int64_t> common_steps(const std::vector<RankProfile>& profiles) {
   for (const auto& [step, times] : count)
     if (times == profiles.size()) common.insert(step);
   if (common.empty())
-    throw ConfigError(fmt::format("the profiles of {} ranks have no step in common", profiles.size()));
+    throw ConfigError(
+        fmt::format("the profiles of {} ranks have no step in common; profile the same steps on every rank",
+                    profiles.size()));
   return common;
 }
 

@@ -130,7 +130,7 @@ TEST_F(Store, a_request_that_is_given_up_is_forgotten) {
         [&](StoreReply) { ++answered; }, id);
   auto forget = [&](int who) {
     server.handle(who, StoreRequest::decode(StoreRequest{.call = StoreCall::forget, .number = 1}.encode()),
-                  [](StoreReply) { ADD_FAILURE() << "nobody waits for that"; });
+                  [](StoreReply) { ADD_FAILURE() << "no request waits for that"; });
   };
   forget(8);  // Another client's.
   EXPECT_EQ(server.num_waiting(), 2u);

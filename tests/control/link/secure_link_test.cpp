@@ -151,10 +151,10 @@ TEST(SecureLink, what_was_recorded_is_of_no_use_later) {
   EXPECT_EQ(refusal(to, pair.said[2]), "it did not prove the key");
   // In another connection of the same job, and a second time in the same one.
   Pair other;
-  EXPECT_EQ(refusal(other.to, sealed), "a message was changed on its way");
+  EXPECT_EQ(refusal(other.to, sealed), "a message was modified in transit");
   pair.to.receive(sealed);
   EXPECT_EQ(pair.to.next(), "end the job");
-  EXPECT_EQ(refusal(pair.to, sealed), "a message was changed on its way");
+  EXPECT_EQ(refusal(pair.to, sealed), "a message was modified in transit");
 }
 
 TEST(SecureLink, what_is_sent_back_to_its_sender_is_refused) {
@@ -170,10 +170,10 @@ TEST(SecureLink, what_is_sent_back_to_its_sender_is_refused) {
   EXPECT_EQ(refusal(again, again.take_output()), "it did not prove the key");
 
   Pair pair;
-  EXPECT_EQ(refusal(pair.from, pair.sealed("x")), "a message was changed on its way");
+  EXPECT_EQ(refusal(pair.from, pair.sealed("x")), "a message was modified in transit");
   Pair other;
   other.to.send("x");
-  EXPECT_EQ(refusal(other.to, other.to.take_output()), "a message was changed on its way");
+  EXPECT_EQ(refusal(other.to, other.to.take_output()), "a message was modified in transit");
 }
 
 TEST(SecureLink, every_bit_of_the_proof_counts) {
@@ -214,7 +214,7 @@ TEST(SecureLink, messages_out_of_order_or_left_out_are_refused) {
   for (bool swapped : {true, false}) {
     Pair pair;
     const auto one = pair.sealed("one"), two = pair.sealed("two");
-    EXPECT_EQ(refusal(pair.to, swapped ? two + one : two), "a message was changed on its way");
+    EXPECT_EQ(refusal(pair.to, swapped ? two + one : two), "a message was modified in transit");
   }
 }
 
@@ -227,7 +227,7 @@ TEST(SecureLink, part_of_a_message_is_nothing) {
   pair.to.receive({cut.data(), cut.size() - 1});
   EXPECT_EQ(pair.to.next(), std::nullopt);
   // Data after a cut is taken as its end.
-  EXPECT_EQ(refusal(pair.to, pair.sealed("third")), "a message was changed on its way");
+  EXPECT_EQ(refusal(pair.to, pair.sealed("third")), "a message was modified in transit");
 }
 
 TEST(SecureLink, a_length_is_believed_only_within_the_limit) {

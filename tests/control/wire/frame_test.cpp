@@ -67,7 +67,7 @@ TEST(Frame, a_header_is_checked_before_its_payload_has_come) {
   const auto beyond = static_cast<std::uint16_t>(static_cast<int>(Kind::last) + 1);
   EXPECT_THAT(refusal(header(8, beyond)), HasSubstr("unknown kind"));
   EXPECT_THAT(refusal(header(8, 1, 1)), HasSubstr("unknown kind"));
-  EXPECT_THAT(refusal("GET / HTTP/1.1\r\n\r\n"), HasSubstr("bytes long"));
+  EXPECT_THAT(refusal("GET / HTTP/1.1\r\n\r\n"), HasSubstr("expected a frame of at most"));
   EXPECT_THAT(
       error_of<FrameError>([] { (void)encode({Kind::store, 0, 0, std::string(kMostPayload + 1, 'x')}); }),
       HasSubstr("at most"));

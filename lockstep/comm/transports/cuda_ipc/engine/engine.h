@@ -1,7 +1,7 @@
 // The collectives of ranks that share a host's GPUs, one at a time. Does not use LibTorch and starts no
 // threads.
 //
-// In each operation the ranks meet twice, on the host. A rank first makes its stream wait for its own
+// In each operation the ranks synchronise twice, on the host. A rank first makes its stream wait for its own
 // tensors, records an event and publishes where its data is. When all ranks have arrived, it enqueues what it
 // reads from its peers after their events, records a second event, and arrives again. Later work on its
 // stream then waits for the peers that read from it. So no kernel ever waits for a kernel of another process,

@@ -47,8 +47,8 @@ void check_world(const TransportContext& context) {
                     rank, expected));
 }
 
-// MPI's creation of a communicator cannot be cancelled. So the members first meet in the store, with a
-// deadline; afterwards MPI has no rank to wait for.
+// MPI's creation of a communicator cannot be cancelled. So the members first wait for one another in the
+// store, with a deadline; MPI then finds all of them present.
 void meet(const TransportContext& context) {
   if (!context.store) return;
   const auto key = [](int rank) { return fmt::format("mpi/here/{}", rank); };
@@ -69,11 +69,11 @@ void meet(const TransportContext& context) {
   } catch (const std::exception&) {  // the store is gone; report its first error
   }
   if (absent.empty())
-    throw Error(
-        fmt::format("the ranks of group '{}' could not meet in the store: {}", context.group, problem));
+    throw Error(fmt::format("the ranks of group '{}' could not find one another in the store: {}",
+                            context.group, problem));
   throw Error(fmt::format(
-      "the ranks of group '{}' did not meet within {:.3f} s: rank {} of {} waited for rank {}", context.group,
-      seconds(limit_of(context)), context.rank, context.size(), fmt::join(absent, ", ")));
+      "the ranks of group '{}' did not all arrive within {:.3f} s: rank {} of {} waited for rank {}",
+      context.group, seconds(limit_of(context)), context.rank, context.size(), fmt::join(absent, ", ")));
 }
 
 int tag_of(const std::string& group) {

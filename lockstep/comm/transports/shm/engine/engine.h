@@ -1,6 +1,6 @@
 // The collectives of one group in shared memory, one at a time. Does not use LibTorch and starts no threads.
 //
-// Every collective works like this: each rank publishes where its data is, all ranks meet, and each takes
+// In every collective, each rank publishes where its data is, all ranks synchronise, and each takes
 // what it needs from its peers. Data is in the slot itself (small), is used in place (in shared memory: no
 // copy), or passes through staging buffers, chunk by chunk. Calls are compared before any data is taken.
 //

@@ -220,7 +220,7 @@ void OpQueue::progress() {
       soon_ = soon_ && !queue_.empty();
       nap_ = kLaneNap;
     } else if (!closed_) {
-      // It is not known yet whether a thread will wait for what lies here now.
+      // It is not known yet whether a thread will wait for the operations queued now.
       const bool left = !queue_.empty() && !busy_;
       if (posted_.wait_for(lock, left ? kLaneNap : nap_) == std::cv_status::timeout && !left)
         nap_ = std::min(2 * nap_, kLongLaneNap);

@@ -35,7 +35,7 @@ std::uint64_t reserve(std::uint64_t limit) {
 }
 
 [[noreturn]] void refuse(std::size_t bytes, const std::string& why) {
-  throw ConfigError(fmt::format("{} of shared memory are needed, and {}", host::bytes_text(bytes), why));
+  throw ConfigError(fmt::format("cannot allocate {} of shared memory: {}", host::bytes_text(bytes), why));
 }
 
 [[noreturn]] void fail(std::size_t bytes, const char* what) {
@@ -109,7 +109,7 @@ std::shared_ptr<Segment> Segment::make(std::size_t bytes) {
     do {
       result = ::fallocate(segment->fd(), 0, static_cast<off_t>(at), static_cast<off_t>(piece));
     } while (result != 0 && errno == EINTR);
-    if (result != 0) fail(bytes, "the system could not allocate them");
+    if (result != 0) fail(bytes, "the system could not provide it");
   }
   if (::fcntl(segment->fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
     fail(bytes, "it could not be sealed");

@@ -81,7 +81,7 @@ SegmentServer& SegmentServer::instance() {
 SegmentServer::SegmentServer() : next_(kOffered) {
   unsigned char random[16];
   if (::getrandom(random, sizeof random, 0) != sizeof random)
-    throw Error("getrandom failed, so the shared memory socket has no name");
+    throw Error("cannot create the shared memory socket: getrandom failed");
   name_ = "lockstep/shm/";
   for (auto byte : random) name_ += fmt::format("{:02x}", byte);
   auto listener = control::listen_local(name_);
@@ -210,7 +210,7 @@ std::shared_ptr<Segment> Peer::segment(std::uint64_t id, const Check& check) {
 char* Peer::map(Place place, std::size_t bytes, const Check& check) {
   auto found = segment(place.segment, check);
   if (place.offset > found->size() || bytes > found->size() - place.offset)
-    throw Error("a rank refers to shared memory that it does not have");
+    throw Error("a rank sent an address outside its shared memory: do all ranks run the same build?");
   return found->data() + place.offset;
 }
 
@@ -238,7 +238,7 @@ std::shared_ptr<Segment> Peer::fetch(std::uint64_t id, const Check& check) {
     socket_.reset();
     throw;
   }
-  if (reply.size == 0) throw Error("a rank refers to shared memory that it does not have");
+  if (reply.size == 0) throw Error("a rank sent the id of a shared memory segment that does not exist");
   if (!descriptor)
     throw Error("its descriptor was lost because this process has too many open files: raise `ulimit -n`");
   return Segment::map(std::move(descriptor), static_cast<std::size_t>(reply.size));

@@ -1,4 +1,4 @@
-// Hub: the meeting point of ranks that are threads of one process. No sockets, no intermediate copies, no
+// Hub: the transport between ranks that are threads of one process. No sockets, no intermediate copies, no
 // LibTorch.
 //
 // A rank posts its Op and continues. The rank that arrives last does all the work, on its own thread, and

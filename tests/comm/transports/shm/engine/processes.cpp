@@ -27,7 +27,7 @@ void write_file(const std::filesystem::path& path, const std::string& text) {
 std::string await_file(const std::filesystem::path& path) {
   const auto limit = Clock::now() + seconds(60);
   while (!std::filesystem::exists(path)) {
-    if (Clock::now() > limit) throw Error("nobody wrote " + path.string());
+    if (Clock::now() > limit) throw Error("no process wrote " + path.string());
     std::this_thread::sleep_for(milliseconds(1));
   }
   std::stringstream text;

@@ -118,13 +118,13 @@ TEST(Segment, that_the_cgroup_does_not_allow_is_an_error_with_both_figures) {
   root.write("proc/meminfo", "MemTotal: 4194304 kB\nMemAvailable: 2097152 kB\n");
   check_memory(std::size_t{400} << 20, root);
   EXPECT_THAT(error_of<ConfigError>([&] { check_memory(std::size_t{600} << 20, root); }),
-              AllOf(HasSubstr("600.0 MiB of shared memory are needed"), HasSubstr("512.0 MiB left"),
+              AllOf(HasSubstr("cannot allocate 600.0 MiB of shared memory"), HasSubstr("512.0 MiB left"),
                     HasSubstr("limit is 1.0 GiB")));
   root.write("sys/fs/cgroup/job/memory.max", "max\n");
   check_memory(std::size_t{600} << 20, root);
-  EXPECT_THAT(
-      error_of<ConfigError>([&] { check_memory(std::size_t{3} << 30, root); }),
-      AllOf(HasSubstr("3.0 GiB of shared memory are needed"), HasSubstr("2.0 GiB available of 4.0 GiB")));
+  EXPECT_THAT(error_of<ConfigError>([&] { check_memory(std::size_t{3} << 30, root); }),
+              AllOf(HasSubstr("cannot allocate 3.0 GiB of shared memory"),
+                    HasSubstr("2.0 GiB available of 4.0 GiB")));
 }
 
 // Runs the body in a child and returns its status, or minus the signal that killed it.
@@ -263,7 +263,7 @@ TEST(Segment, is_measured_by_what_can_be_taken) {
 TEST(Segment, that_the_host_has_no_memory_for_is_refused_before_anything_is_taken) {
   const auto more_than_there_is = static_cast<std::size_t>(host::system_memory().total) * 2;
   EXPECT_THAT(error_of<ConfigError>([&] { Segment::make(more_than_there_is); }),
-              HasSubstr("of shared memory are needed"));
+              HasSubstr("of shared memory: "));
 }
 
 }  // namespace
