@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include <lockstep/base/error.h>
 #include <lockstep/comm/group.h>
 #include <lockstep/comm/group/model_scope.h>
 #include <lockstep/parallel/ddp.h>
