@@ -26,6 +26,7 @@ RankSet RankSet::parse(std::string_view what, std::string_view text) {
     more = at != end && *at == ',';
     if (!good || last < first || (at != end && !more))
       throw bad_value(what, "all, none or a list of ranks such as 0,2 or 0-3", text);
+    if (more) ++at;
     set.ranges_.emplace_back(first, last);
   }
   return set;

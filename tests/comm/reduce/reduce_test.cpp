@@ -172,7 +172,7 @@ TEST(Reduce, what_does_not_exist_is_refused) {
   float x = 0;
   const void* inputs[] = {&x};
   EXPECT_THAT(error_of<Error>([&] { reduce_tree(Dtype::float32, ReduceOp::BXOR, inputs, &x, 1); }),
-              HasSubstr("exist"));
+              HasSubstr("no such reduction"));
 }
 
 // --- Every dtype, reduction and level against this, one element at a time. ---------------------------------

@@ -375,7 +375,7 @@ TEST(Identity, arguments_go_before_the_environment) {
   EXPECT_EQ(identity_from_environment(1, 2).launcher, "the program");
   for (auto [rank, size] : {std::pair(2, 2), {-1, 2}, {0, 0}, {0, -1}})
     EXPECT_THAT(error_of<ConfigError>([&, r = rank, s = size] { identity_from_environment(r, s); }),
-                HasSubstr("allowed"));
+                HasSubstr("expected an integer from"));
   ScopedEnvironment broken("WORLD_SIZE", "none");
   EXPECT_EQ(identity_from_environment(0, 1).size, 1);
 }
