@@ -199,7 +199,7 @@ TEST(Join, a_failure_that_nobody_has_heard_of_is_an_exit_status) {
           run_together({probe(port, 0, 2, {}, {backend, what}), probe(port, 1, 2, {}, {backend, what})});
       EXPECT_EQ(outcomes[0].status, 1) << backend << ", " << what << ": " << outcomes[0].output;
       EXPECT_THAT(outcomes[0].output,
-                  AllOf(HasSubstr("dropped"), HasSubstr("nobody waited for has failed: ")));
+                  AllOf(HasSubstr("dropped"), HasSubstr("never waited for has failed: ")));
     }
 }
 
