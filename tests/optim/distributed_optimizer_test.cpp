@@ -524,7 +524,7 @@ TEST(DistributedOptimizer, shared_weights_are_one_copy_with_the_same_bits) {
       DistributedDataParallel ddp(model, world.group());
       EXPECT_THAT(error_of<ConfigError>(
                       [&] { DistributedOptimizer<SGD> optimizer(ddp, {}, {.share_weights = true}); }),
-                  HasSubstr("'shm' is needed"));
+                  HasSubstr("expected backend 'shm'"));
       return;
     }
     const DistributedOptimizerOptions sharing{.share_weights = true};

@@ -546,9 +546,9 @@ TEST(DataParallel, devices_that_do_not_go_together_are_refused) {
   EXPECT_THAT(with(cpus(2), {.threads_per_replica = -1}),
               HasSubstr("threads_per_replica: expected at least 0 (0: automatic), got -1"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(std::shared_ptr<MlpImpl>(), cpus(2)); }),
-              HasSubstr("module is empty"));
+              HasSubstr("module holder is empty"));
   EXPECT_THAT(error_of<ConfigError>([] { DataParallel(Mlp(nullptr), cpus(2)); }),
-              HasSubstr("module is empty"));
+              HasSubstr("module holder is empty"));
 }
 
 // Masks depend on samples, not on the replica that processes them.
