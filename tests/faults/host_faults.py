@@ -39,14 +39,19 @@ def two_nodes(case, program, port, key, hosts=None):
             job.end()
 
 
-def check_unharmed(case, jobs):
-    """Every rank's operations on the store succeed, and the job ends when it is asked to, without a failure."""
+def check_work(case, jobs):
+    """Every rank's operations on the store still succeed."""
     since = now()
 
     def all_work():
         return len({e["rank"] for e in jobs[0].events("ops") if e["ops"][0][0] > since}) == case.ranks
 
     case.check(wait_until(all_work, pause=0.05), "not every rank continues", jobs[0])
+
+
+def check_unharmed(case, jobs):
+    """As check_work; then the job ends when it is asked to, without a failure."""
+    check_work(case, jobs)
     jobs[0].signal(signal.SIGTERM)
     for job in jobs:
         status = job.wait()
@@ -142,18 +147,23 @@ def attack_head(case, kind):
     with KeyFile(case.options.lockstep) as key, \
             two_nodes(case, [case.options.store_probe, FOREVER], port, key) as jobs:
         jobs[0].await_events("joined", case.ranks)
-        windows = attack_in_turns(port, ATTACKS[kind](case.random), rounds, seconds)
+        # The load of other processes changes from one measurement to the next, so the best one counts, of more rounds
+        # where these do not suffice. An agent that waited for strangers would be tens of times slower in each.
+        windows, measured = [], []
+        for _ in range(4):
+            windows += attack_in_turns(port, ATTACKS[kind](case.random), rounds, seconds)
+            check_work(case, jobs)
+            measured = [(statistics.median(calm), statistics.median(attacked))
+                        for calm, attacked in calm_and_attacked_by_round(jobs[0], windows) if calm and attacked]
+            best, most = min((during / before for before, during in measured), default=0), case.allowed(1.5)
+            if measured and best <= min(most, 3):
+                break
         check_unharmed(case, jobs)
-        measured = [(statistics.median(calm), statistics.median(attacked))
-                    for calm, attacked in calm_and_attacked_by_round(jobs[0], windows) if calm and attacked]
         if case.check(measured, "nothing was measured", jobs[0]):
             before, during = map(statistics.median, zip(*measured))
             case.notes.append(f"a set and a get take {before:.0f} us before, {during:.0f} us during")
             case.measure(during / before)
-            # The load of other processes changes from one measurement to the next. An agent that waited for
-            # strangers would be tens of times slower in each.
-            best, most = min(during / before for before, during in measured), case.allowed(1.5)
-            case.check(best <= min(most, 3), f"store operations take {best:.1f} times as long, in the best of {rounds} rounds")
+            case.check(best <= min(most, 3), f"store operations take {best:.1f} times as long, in the best of {len(windows)} rounds")
 
 
 def attack_rows():
