@@ -133,7 +133,7 @@ def slow_one_down(how, ranks=2, slow=1):
     healthy = sorted(took[10:48] + took[75:])
     usual, long = statistics.median(healthy), healthy[len(healthy) * 9 // 10]
     if long > 1.6 * BUSY_MS:
-        raise Busy(f"steps of {BUSY_MS} ms take up to {long:.0f} ms while nobody is slowed: this machine is too busy to slow one rank to a fifth")
+        raise Busy(f"steps of {BUSY_MS} ms take up to {long:.0f} ms while no rank is slowed: this machine is too busy to slow one rank to a fifth")
     found = NAMED.findall(text)
     assert len(found) == 1 and found[0][0] == str(slow), text
     first, last, ratio = int(found[0][2]), int(found[0][3]), float(found[0][1])
