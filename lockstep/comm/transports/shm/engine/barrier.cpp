@@ -82,7 +82,7 @@ std::exception_ptr Barrier::gone(int rank) const {
   if (presence == Line::kHere) return nullptr;
   if (const auto other = line.waits_for.load(std::memory_order_acquire); other != 0)
     return lost(fmt::format("gave up waiting for rank {} on another host", other - 1));
-  return lost(presence == Line::kLeft ? "has left the group" : "has given up");
+  return lost(presence == Line::kLeft ? "has left the group" : "has aborted the operation");
 }
 
 std::exception_ptr Barrier::look_around(Clock::time_point deadline) const {
