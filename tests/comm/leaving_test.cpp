@@ -123,7 +123,7 @@ TEST_F(Leaving, does_not_wait_for_who_waits_for_this_rank) {
 // Each rank waits for a message that the other one never sends.
 TEST_F(Leaving, says_what_it_waits_for) {
   if (transport() == "mpi") GTEST_SKIP() << "MPI ends the processes of which an operation has failed";
-  if (by_nccls_rules()) GTEST_SKIP() << "a message begins when both have come to it";
+  if (by_nccls_rules()) GTEST_SKIP() << "a message begins only when both ranks have started it";
   std::array<std::optional<Work>, 2> held;
   ::testing::internal::CaptureStderr();
   in_a_world([&](World& world) {
